@@ -33,8 +33,8 @@ class ByReference:
         if not operator.plain_name:
             return found
         y, s = found
-        readers = arguments[-2] if torch.is_grad_enabled() else 1
-        return (y, *(y.view_as(y) for _ in range(readers - 1)), s.view_as(s))
+        consumers = arguments[-2] if torch.is_grad_enabled() else 1
+        return (y, *(y.view_as(y) for _ in range(consumers - 1)), s.view_as(s))
 
 
 class Step(NamedTuple):
@@ -93,7 +93,7 @@ def compare(layer: type[Layer], seed: int, counted: Counter[str], device: str) -
     except Exception as error:
         return [f"apply raises {type(error).__name__}: {error}"]
     counted["forwards"] += 1
-    counted["reading blocks"] += sum(row.reason is None for row in report.readers)
+    counted["blocks with consumers"] += sum(row.reason is None for row in report.consumers)
     for block in model.modules():
         if isinstance(block, FusedBlock):
             for one in block.fused_norm_rewrites:
@@ -123,17 +123,17 @@ SEEN_IN_TEN = {
     "gates": 18,
     "adds: norm": 11,
     "adds: inner": 4,
-    "adds: readers": 1.5,
+    "adds: consumers": 1.5,
     "heads": 6,
     "heads: rotation": 3,
     "rotations": 3,
-    "readings: readers": 0.4,
-    "readings: input": 1.2,
+    "consumed_norms: consumers": 0.4,
+    "consumed_norms: input": 1.2,
     "inputs": 1.2,
     "glu": 30,
     "add_rms_norm": 10,
-    "add_rms_norm_for_readers": 1,
-    "rms_norm_for_readers": 2.5,
+    "add_rms_norm_for_consumers": 1,
+    "rms_norm_for_consumers": 2.5,
     "norm_add": 2.5,
     "norm_add_norm": 2,
     "qk_norm": 9,
@@ -185,7 +185,7 @@ TOGETHER: dict[str, tuple[str, dict[str, int]]] = {
     "a norm of a branch whose input is read later": ("c = self.inner(b); c = a + c; d = b * 2", {"adds: inner": 1}),
     "norms of heads, the input of one read later": (
         "c = self.query_norm(b); d = self.key_norm(d); a = b * 2",
-        {"heads": 1, "readings": 0},
+        {"heads": 1, "consumed_norms": 0},
     ),
     "a norm of heads behind an add": (
         "b = a + b; c = self.query_norm(b); d = self.key_norm(d)",

@@ -179,11 +179,11 @@ def test_tracebacks_show_the_rewritten_line() -> None:
 
 def test_each_rewrite_of_a_forward_shows_its_own_source() -> None:
     sources = []
-    for readers in (True, False):
+    for consumers in (True, False):
         model = build("llama", seed=0)
-        fused_norm.apply_fused_norm(model, readers=readers)
+        fused_norm.apply_fused_norm(model, consumers=consumers)
         sources.append(inspect.unwrap(type(model.model.layers[0]).forward))
-    assert ["fused_norm_read" in inspect.getsource(one) for one in sources] == [True, False]
+    assert ["fused_norm_passthrough" in inspect.getsource(one) for one in sources] == [True, False]
 
 
 def test_the_modelling_module_gains_no_name() -> None:

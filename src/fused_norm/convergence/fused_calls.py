@@ -60,7 +60,7 @@ _KINDS: Mapping[str, _Kind] = {
     "mlp": _Kind(frozenset({"glu"}), frozenset({"fused_norm_gate", "fused_norm_gate_packed"})),
     "adapter": _Kind(frozenset({"lora_add", _IN_FLOAT32}), frozenset({"forward"})),
     "loss": _Kind(frozenset({"linear_cross_entropy"}), frozenset({"fused_norm_cross_entropy"})),
-    "readers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
+    "consumers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
 }
 
 _SITES_OF_CALL: Mapping[tuple[str, str], int] = {("norm", "norm_add_norm"): 2, ("qk", "qk_norm"): 2}
@@ -72,8 +72,8 @@ register_pytree_node(CrossEntropy, lambda how: ([*vars(how).values()], None), la
 _METHODS: Mapping[type, Sequence[str]] = {
     **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedAdapter), ("forward",)),
     FusedBlock: (
-        *("fused_norm_add", "fused_norm_read", "fused_norm_then_add", "fused_norm_pair"),
-        *sorted(_KINDS["rope"].methods | _KINDS["mlp"].methods | _KINDS["readers"].methods),
+        *("fused_norm_add", "fused_norm_passthrough", "fused_norm_then_add", "fused_norm_pair"),
+        *sorted(_KINDS["rope"].methods | _KINDS["mlp"].methods | _KINDS["consumers"].methods),
     ),
     FusedHead: tuple(_KINDS["loss"].methods),
 }
@@ -282,7 +282,7 @@ def sites_not_compiled(sites: Iterable[Site], graphs: Sequence[Sequence[str]]) -
 
 def computes(call: FusedCall) -> bool:
     """Return whether a call computes something, and does not just hand tensors to linears."""
-    return call.method.__name__ not in _KINDS["readers"].methods
+    return call.method.__name__ not in _KINDS["consumers"].methods
 
 
 def is_tensor(one: Any) -> bool:
@@ -296,7 +296,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def returned(found: Any) -> list[Tensor]:
-    """The tensors that a call returned, a norm's for all of its readers among them."""
+    """The tensors that a call returned, a norm's for all of its consumers among them."""
     return [each for one in tensors_in(found) for each in outputs_of(one)]
 
 
@@ -347,7 +347,7 @@ def share_changed(given: inspect.BoundArguments, before: inspect.BoundArguments)
 def _keep_gradients(call: FusedCall, outputs: Sequence[Tensor]) -> None:
     call.gradients = [None] * len(outputs)
 
-    def keep(index: int, gradient: Tensor | None) -> None:  # None for one of several that no reader has read
+    def keep(index: int, gradient: Tensor | None) -> None:  # None for one of several that no consumer has read
         call.gradients[index] = None if gradient is None else gradient.detach().clone()
 
     for index, output in enumerate(outputs):

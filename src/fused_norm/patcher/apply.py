@@ -35,9 +35,10 @@ def apply_fused_norm(
     loss: bool | None = None,
     modules: ModuleFilter | None = None,
     casting: Mapping[str, Casting] | None = None,
-    readers: bool = True,
+    consumers: bool = True,
     recompute: RecomputeLevel = False,
     strict: bool = True,
+    readers: bool | None = None,
 ) -> PatchReport:
     """Make the RMSNorms, residual adds, rotary embeddings, MLP gates, LoRA layers and loss of ``model`` run fused.
 
@@ -50,10 +51,10 @@ def apply_fused_norm(
     model as it is now. If neither has changed it is a no-op.
 
     ``model`` is a transformers model, or any module that holds one, on any device, meta included. All other arguments
-    are the fields of ``FuseOptions``, which describes each.
+    are the fields of ``FuseOptions``, which describes each; ``readers`` is the old name of ``consumers``.
 
     Returns:
-        A row for every site, fused or kept; under ``recompute`` a row for every layer too, and under ``readers`` one
+        A row for every site, fused or kept; under ``recompute`` a row for every layer too, and under ``consumers`` one
         for every block that reads a fused norm.
 
     Raises:
@@ -65,7 +66,7 @@ def apply_fused_norm(
     """
     # In the order of its fields.
     options = FuseOptions(
-        norms, qk, rope, residual, sandwich, mlp, adapter, loss, modules, casting, readers, recompute, strict
+        norms, qk, rope, residual, sandwich, mlp, adapter, loss, modules, casting, consumers, recompute, strict, readers
     )
     _check_is_module(model)
     with no_code_changes():

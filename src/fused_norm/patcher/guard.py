@@ -17,7 +17,7 @@ from torch import nn
 
 from .fused_norm_module import FusedNorm, takes_residual
 from .hooks import are_plain_calls, has_origin_forward, replaced_linear
-from .linear_inputs import called_by, explain_readers
+from .linear_inputs import called_by, explain_consumers
 from .patterns import bypassed_by, rewrites_around, rewritten_forward
 from .patterns.calls import Called
 from .rewrite import Rewrite
@@ -42,7 +42,7 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
         SourceError: where the forward cannot be rewritten.
     """
     stock: Any = origin.forward
-    norms, readers, found = bypassed_by(origin, rewrites) if rewrites else ([], [], [])
+    norms, consumers, found = bypassed_by(origin, rewrites) if rewrites else ([], [], [])
     activations = [(act.name, _look_up(origin, act), activation) for act, activation in found]
     straight = finish(rewritten_forward(origin, rewrites) if rewrites else stock)
     variants: dict[frozenset[tuple[str, bool]], Forward] = {frozenset(): straight}
@@ -55,8 +55,8 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
             return stock
         names = [name for name, called in asked.items() if called is None or not are_plain_calls(*called)]
         for name in names:
-            if name in readers:
-                explain_readers(self._modules.get(name))
+            if name in consumers:
+                explain_consumers(self._modules.get(name))
         seen = {name: takes_residual(member_of(self, name)) for name in names}
         key = frozenset(seen.items())
         if key not in variants:
@@ -84,9 +84,9 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
             act = look_up(self)
             called = [] if activation.kind is None else [act]
             asked[name] = called if activation.is_now(act) else None
-        if readers and not torch.compiler.is_compiling():
+        if consumers and not torch.compiler.is_compiling():
             is_replaced = replaced_linear() is not None
-            for name in readers:
+            for name in consumers:
                 asked[name] = None if is_replaced else _called_in(modules.get(name))
         is_known = None not in asked.values()
         if is_known and are_plain_calls(*chain.from_iterable(asked.values()), inside=type(self)):  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch.nn import Linear, Parameter
 
 from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.triton.memory import norm_dtype
-from ..kernels.triton.norm_backward import MOST_READERS
+from ..kernels.triton.norm_backward import MOST_CONSUMERS
 from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, returns_in, why_stock, why_unfused
 from .four_bit import why_unreadable
 from .fused_norm_module import explain, is_disabled, spec_and_weights
@@ -24,7 +24,7 @@ _OUTPUTS = "fused_norm_outputs"
 """The attribute of a norm's result with its ``_Outputs``."""
 
 Wanted = tuple[int, torch.dtype | None]
-"""What is asked of a norm: a number of outputs, and the dtype that all their readers cast them to, or None."""
+"""What is asked of a norm: a number of outputs, and the dtype that all their consumers cast them to, or None."""
 
 ONE_OUTPUT: Wanted = 1, None
 
@@ -62,13 +62,13 @@ def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
     dtype = autocast_dtype(tensors[0])
     if dtype is None and not torch.is_grad_enabled():
         return None
-    readers = list(map(block._modules.get, block.fused_norm_linears))
-    count = len(readers)
-    for linear in readers:
+    consumers = list(map(block._modules.get, block.fused_norm_linears))
+    count = len(consumers)
+    for linear in consumers:
         count += type(linear) is not Linear
-    if count > MOST_READERS:
+    if count > MOST_CONSUMERS:
         return None
-    return count, dtype if dtype is not None and _are_cast(readers, tensors, dtype) else None
+    return count, dtype if dtype is not None and _are_cast(consumers, tensors, dtype) else None
 
 
 def called_by(linears: Iterable[Any], *, adapter: type[nn.Module] = FusedAdapter) -> list[nn.Module] | None:
@@ -93,18 +93,18 @@ def called_by(linears: Iterable[Any], *, adapter: type[nn.Module] = FusedAdapter
     return called
 
 
-def explain_readers(block: Any) -> None:
+def explain_consumers(block: Any) -> None:
     """Log if LoRA layers that no kernel takes are why a block's linears get the result of a norm as it is in stock."""
     for linear in map(block._modules.get, getattr(block, "fused_norm_linears", ())):
         if is_lora_layer(linear) and not isinstance(linear, FusedAdapter) and not is_disabled():
             explain(block.fused_norm_origin, why_unfused(linear) or _SINCE, "LoRA layers as PEFT has them")
 
 
-def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Return whether a norm may be float32, and all readers cast it to autocast's dtype and to no other before it."""
+def _are_cast(consumers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Return whether a norm may be float32, and all consumers cast it to autocast's dtype and to no other before it."""
     if not any(one is not None and one.dtype == torch.float32 for one in tensors):
         return False
-    for linear in readers:
+    for linear in consumers:
         if type(linear) is not Linear:
             if not reads_in(linear, dtype):
                 return False
@@ -118,7 +118,7 @@ def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype
     return True
 
 
-def for_readers(found: tuple[Tensor, ...], wanted: Wanted, norm: Any) -> tuple[Tensor, Tensor]:
+def for_consumers(found: tuple[Tensor, ...], wanted: Wanted, norm: Any) -> tuple[Tensor, Tensor]:
     """Return the result of a norm, and its input, from what the operator has returned.
 
     The result has the outputs for all linears as an attribute, which ``fused_norm_inputs`` takes off.

@@ -12,11 +12,11 @@ class Rewrite:
     """A match of a pattern in a forward that is to be fused.
 
     Attributes:
-        pattern: the list in ``Patterns``: ``adds``, ``readings``, ``inputs``, ``heads``, ``rotations`` or ``gates``.
+        pattern: the list in ``Patterns`` that has the match, such as ``adds``.
         index: the match's index in that list.
-        parts: what of it is fused. Of an add: ``norm``, ``inner``, ``dropout``, ``readers``, and ``called`` for a norm
-            whose call other code sees; of a reading: ``readers``, ``input``; of heads: ``rotation``; of inputs: the
-            attributes of the linears.
+        parts: what of it is fused. Of an add: ``norm``, ``inner``, ``dropout``, ``consumers``, and ``called`` for a
+            norm whose call other code sees; of a consumed norm: ``consumers``, ``input``; of heads: ``rotation``; of
+            inputs: the attributes of the linears.
         activation: that of a gate.
     """
 

@@ -22,9 +22,9 @@ from ..source import Helper, SourceError, cached_by_forward, compiled, helpers_o
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .attentions import find_attentions
 from .calls import Called, EditedForward, Missed
+from .consumers import ConsumedNorm, Inputs, find_consumed_norms, find_inputs
 from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
-from .readers import Inputs, Reading, find_inputs, find_readings
 from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations, rotation_of
 
 
@@ -34,7 +34,7 @@ class Patterns:
 
     Attributes:
         adds: residual adds with a norm before or after them.
-        readings: norms without an add before them, whose result one module reads.
+        consumed_norms: norms without an add before them, whose result one module reads.
         inputs: the arguments of the forward itself.
         heads: pairs of norms of queries and keys.
         rotations: calls of rotary embeddings.
@@ -43,7 +43,7 @@ class Patterns:
     """
 
     adds: list[Add]
-    readings: list[Reading]
+    consumed_norms: list[ConsumedNorm]
     inputs: list[Inputs]
     heads: list[Heads]
     rotations: list[RotationCall]
@@ -58,8 +58,8 @@ class Patterns:
         for missed in self.missed_adds:
             yield from decide_missed_add(missed, block)
         with_norms = [heads.decide(block, index, self._taken(block)) for index, heads in enumerate(self.heads)]
-        for index, reading in enumerate(self.readings):
-            reading.decide(block, index, self._taken(block))
+        for index, norm in enumerate(self.consumed_norms):
+            norm.decide(block, index, self._taken(block))
         yield from decide_rotations(self.rotations, with_norms, block)
         yield from decide_gates(self.gates, self.missed_gates, block)
 
@@ -86,9 +86,9 @@ def patterns_of(layer: Any) -> Patterns:
     adds, heads, gates = find_adds(flow), find_heads(flow, attentions), find_gates(flow)
     rotated = {pair.rotation[1]: index for index, pair in enumerate(heads) if pair.rotation is not None}
     rotations = find_rotations(source.definition, flow, rotated, attentions)
-    readings = find_readings(flow, [add.after.call for add in adds if add.after is not None])
+    consumed_norms = find_consumed_norms(flow, [add.after.call for add in adds if add.after is not None])
     missed = find_missed_adds(flow, adds), find_missed_gates(source.definition, flow, gates)
-    return Patterns(adds, readings, find_inputs(layer), heads, rotations, gates, *missed)
+    return Patterns(adds, consumed_norms, find_inputs(layer), heads, rotations, gates, *missed)
 
 
 @cached_by_forward
@@ -157,7 +157,7 @@ def bypassed_by(
     """
     patterns = patterns_of(layer)
     norms: dict[str, None] = {}
-    readers: dict[str, None] = {}
+    consumers: dict[str, None] = {}
     activations: dict[tuple[Called, Activation], None] = {}
     for rewrite in rewrites:
         match = getattr(patterns, rewrite.pattern)[rewrite.index]
@@ -165,8 +165,8 @@ def bypassed_by(
             activations[match.act, rewrite.activation] = None
         else:
             for part, name in match.bypassed(rewrite.parts):
-                (readers if part == "readers" else norms)[name] = None
-    return list(norms), list(readers), list(activations)
+                (consumers if part == "consumers" else norms)[name] = None
+    return list(norms), list(consumers), list(activations)
 
 
 def rewrites_around(layer: Any, rewrites: tuple[Rewrite, ...], seen: Mapping[str, bool]) -> Iterator[Rewrite]:
@@ -181,7 +181,7 @@ def rewrites_around(layer: Any, rewrites: tuple[Rewrite, ...], seen: Mapping[str
         if gone.get("norm"):
             yield replace(rewrite, parts=("norm", "called"))
         elif "" not in gone:
-            gone |= {also: False for part, also in (("inner", "dropout"), ("norm", "readers")) if part in gone}
+            gone |= {also: False for part, also in (("inner", "dropout"), ("norm", "consumers")) if part in gone}
             parts = tuple(part for part in rewrite.parts if part not in gone)
             yield from [replace(rewrite, parts=parts)] if parts or not gone else []
         elif "rotation" in rewrite.parts:

@@ -51,7 +51,7 @@ from ..patch_report import Site
 from ..rewrite import Rewrite
 from ..source import global_of, returns_sum
 from .calls import Called, EditedForward, Match, Missed, call_of_own, called, is_name, make_call, operands_of
-from .readers import Reader, reader_of
+from .consumers import Consumer, consumer_of
 
 _Y = "_fused_norm_y"
 
@@ -91,7 +91,7 @@ class Add(Match):
         before: the norm before ``inner``, which may then be a dropout; or None.
         scale: the factor of the branch, or None.
         attributes: those of the module that are operands.
-        reader: the one module that reads the result of ``after``, or None.
+        consumer: the one module that reads the result of ``after``, or None.
         conditions: those on settings of the module under which the add is computed, and those of ``after``.
     """
 
@@ -105,7 +105,7 @@ class Add(Match):
     before: NormCall | None
     scale: ast.expr | None
     attributes: tuple[str, ...]
-    reader: Reader | None
+    consumer: Consumer | None
     conditions: tuple[Conditions, Conditions]
 
     @property
@@ -121,8 +121,8 @@ class Add(Match):
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
         norm, inner, before = self.names
-        reader = None if self.reader is None else self.reader.module.attr
-        named = ("norm", norm), ("inner", before if "dropout" in parts else inner), ("readers", reader)
+        consumer = None if self.consumer is None else self.consumer.module.attr
+        named = ("norm", norm), ("inner", before if "dropout" in parts else inner), ("consumers", consumer)
         return [(part, name) for part, name in named if part in parts and name is not None]
 
     def decide(self, block: Block, index: int) -> Iterator[Site]:
@@ -143,8 +143,8 @@ class Add(Match):
             parts += ("norm",) if after.reason is None else ()
             if all(may_hold(conditions, block.module) for conditions in self.conditions):
                 yield after
-            if self.reader is not None and after.reason is None and self.reader.decide(block):
-                parts += ("readers",)
+            if self.consumer is not None and after.reason is None and self.consumer.decide(block):
+                parts += ("consumers",)
         if name is not None and block.holds_norm(name):
             row = block.norm_row(name, "sandwich", "inner" in done)
             if after is not None and after.reason is None and not alike(row, after):
@@ -175,8 +175,8 @@ class Add(Match):
             return
         if self.scale is not None:
             keywords.append(ast.keyword("scale", self.scale))
-        if "readers" in rewrite.parts and self.reader is not None:
-            keywords.append(ast.keyword("reader", copy.deepcopy(self.reader.module)))
+        if "consumers" in rewrite.parts and self.consumer is not None:
+            keywords.append(ast.keyword("consumer", copy.deepcopy(self.consumer.module)))
         after, y = self.after, f"{_Y}{rewrite.index}"
         method = "fused_norm_add_by_call" if "called" in rewrite.parts else "fused_norm_add"
         fused: ast.expr = self._call(own, method, after.call.func, branch, keywords)
@@ -331,10 +331,10 @@ def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add |
             for factor, scaled in zip(factors[::-1], factors, strict=True):
                 if flow.is_own(factor) and scale is None:
                     residual, branch, scale = other, scaled, factor
-    first = residual is value.right
-    reader = None if after is None else reader_of(flow, after.call)
+    consumer = None if after is None else consumer_of(flow, after.call)
     conditions = flow.conditions(value), () if after is None else flow.conditions(after.call)
-    return Add(statement, residual, branch, first, choice, after, inner, before, scale, attributes, reader, conditions)
+    operands = residual, branch, residual is value.right
+    return Add(statement, *operands, choice, after, inner, before, scale, attributes, consumer, conditions)
 
 
 def _norm_before(

@@ -9,11 +9,11 @@ In the forward of a layer,
 becomes, whatever the names are,
 
     residual = hidden
-    hidden, x = self.fused_norm_read(self.norm, hidden, self.attention)
+    hidden, x = self.fused_norm_passthrough(self.norm, hidden, self.attention)
     residual = x
     hidden = self.attention(hidden=hidden)
 
-and a norm that is fused with the add in front of it is told its reader there. In the forward of the attention,
+and a norm that is fused with the add in front of it is told its consumer there. In the forward of the attention,
 
     query = self.q_proj(hidden)
     key = self.k_proj(hidden)
@@ -36,7 +36,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ...kernels.triton.norm_backward import MOST_READERS
+from ...kernels.triton.norm_backward import MOST_CONSUMERS
 from ..adapters import name_of
 from ..block import Block
 from ..dataflow import Dataflow, Definition, edits_in_place, flow_of
@@ -73,20 +73,20 @@ class Inputs(Match):
     other: str | None
 
     @property
-    def readers(self) -> tuple[str, ...]:
+    def consumers(self) -> tuple[str, ...]:
         """The attributes of the module that read the argument."""
         return tuple(map(called, self.calls))
 
     def is_read_in(self, block: Block) -> bool:
         """Return whether somebody reads it in this module."""
-        return bool(self.readers_in(block)) or self.other is not None
+        return bool(self.consumers_in(block)) or self.other is not None
 
-    def readers_in(self, block: Block) -> tuple[str, ...]:
-        """The readers that a module has: an attribute that is None there, or missing, is for another config."""
-        return tuple(name for name in self.readers if block.member(name) is not None)
+    def consumers_in(self, block: Block) -> tuple[str, ...]:
+        """The consumers that a module has: an attribute that is None there, or missing, is for another config."""
+        return tuple(name for name in self.consumers if block.member(name) is not None)
 
     def obstacle(self, block: Block) -> str | None:
-        """The reason why the readers cannot have inputs of their own; None where they can."""
+        """The reason why the consumers cannot have inputs of their own; None where they can."""
         if self.other is not None:
             return f"its forward reads {self.name} in {self.other}"
         if hasattr(block.module, "gradient_checkpointing"):
@@ -94,17 +94,17 @@ class Inputs(Match):
         if any("autocast" in name for name in names_in(block.origin)):
             return "its forward may change autocast before its linears"
         total = 0
-        for name in self.readers_in(block):
-            count = block.reads_of(name)
+        for name in self.consumers_in(block):
+            count = block.output_count(name)
             if not count:
                 return (
                     f"{name} is no plain linear but a {name_of(type(block.member(name)))}, or other code sees its input"
                 )
             total += count
-        return f"its linears read {total} tensors, more than {MOST_READERS}" if total > MOST_READERS else None
+        return f"its linears read {total} tensors, more than {MOST_CONSUMERS}" if total > MOST_CONSUMERS else None
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
-        """Give every reader an input of its own."""
+        """Give every consumer an input of its own."""
         for index, call in enumerate(call for call in self.calls if called(call) in rewrite.parts):
             call.args[0] = ast.Subscript(ast.Name(_INPUTS, ast.Load()), ast.Constant(index), ast.Load())
         inputs = make_call(forward.own, "fused_norm_inputs", [ast.Name(self.name, ast.Load())])
@@ -113,7 +113,7 @@ class Inputs(Match):
 
 
 @dataclass
-class Reader:
+class Consumer:
     """The one module that reads a norm's result.
 
     Attributes:
@@ -126,62 +126,62 @@ class Reader:
 
     def decide(self, layer: Block) -> bool:
         """Decide whether the linears of the module get inputs of their own; its block has a row on that."""
-        block = layer.child(self.module.attr) if layer.wants_readers else None
+        block = layer.child(self.module.attr) if layer.wants_consumers else None
         if block is None:
             return False
         try:
             known = find_inputs(block.origin)
         except SourceError as error:
-            return block.decide_reading(0, (), str(error))
+            return block.decide_consumers(0, (), str(error))
         index = next((i for i, one in enumerate(known) if self.argument in (i, one.name)), None)
         if index is None or not known[index].is_read_in(block):
             return False
-        return block.decide_reading(index, known[index].readers_in(block), known[index].obstacle(block))
+        return block.decide_consumers(index, known[index].consumers_in(block), known[index].obstacle(block))
 
 
 @dataclass
-class Reading(Match):
+class ConsumedNorm(Match):
     """The call of a norm in a layer's forward, without an add in front of it.
 
     Attributes:
         statement: the one that does nothing else.
         call: the call.
-        reader: what reads its result; None where that is not one module.
+        consumer: what reads its result; None where that is not one module.
         later: the names that hold its input and are read after it.
     """
 
     statement: ast.Assign
     call: ast.Call
-    reader: Reader | None
+    consumer: Consumer | None
     later: tuple[str, ...]
 
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
-        read = [("readers", self.reader.module.attr)] if self.reader is not None and "readers" in parts else []
+        read = [("consumers", self.consumer.module.attr)] if self.consumer is not None and "consumers" in parts else []
         return [("", called(self.call)), *read]
 
     def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> None:
-        """Decide whether the norm gives its readers outputs of their own, and hands its input on.
+        """Decide whether the norm gives its consumers outputs of their own, and hands its input on.
 
         ``taken``: the calls of norms that are part of another rewrite.
         """
-        done = block.done("readings", index)
+        done = block.done("consumed_norms", index)
         norm = called(self.call)
-        if self.call in taken or block.owner is not None or (block.fixed and done is None) or not block.wants_readers:
+        if self.call in taken or block.owner is not None or (block.fixed and done is None) or not block.wants_consumers:
             return
         if not block.holds_norm(norm) or block.norm_row(norm, "norm", done is not None).reason is not None:
             return
-        parts: tuple[str, ...] = ("readers",) if self.reader is not None and self.reader.decide(block) else ()
+        parts: tuple[str, ...] = ("consumers",) if self.consumer is not None and self.consumer.decide(block) else ()
         parts += ("input",) if self.later else ()
         if parts:
-            block.rewrites.append(Rewrite("readings", index, parts))
+            block.rewrites.append(Rewrite("consumed_norms", index, parts))
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Tell the norm who reads it, and have those that read its input later read what it hands on."""
-        reader = [self.reader.module] if self.reader is not None and "readers" in rewrite.parts else []
+        consumer = [self.consumer.module] if self.consumer is not None and "consumers" in rewrite.parts else []
         x = f"{_X}{rewrite.index}"
         self.statement.value = make_call(
-            forward.own, "fused_norm_read", [self.call.func, *self.call.args, *copy.deepcopy(reader)]
+            forward.own, "fused_norm_passthrough", [self.call.func, *self.call.args, *copy.deepcopy(consumer)]
         )
         self.statement.targets = [ast.Tuple([*self.statement.targets, ast.Name(x, ast.Store())], ast.Store())]
         later = self.later if "input" in rewrite.parts else ()
@@ -191,7 +191,7 @@ class Reading(Match):
 
 @cached_by_forward
 def find_inputs(layer: Any) -> list[Inputs]:
-    """The arguments that the forward of a class takes by place, without the instance, each with its readers.
+    """The arguments that the forward of a class takes by place, without the instance, each with its consumers.
 
     Raises:
         SourceError: where the source cannot be read, or is not what runs.
@@ -216,7 +216,7 @@ def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str) -> Inputs:
     return Inputs(definition, name, sorted(calls, key=order.index), other)
 
 
-def reader_of(flow: Dataflow, call: ast.Call) -> Reader | None:
+def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
     """The one module that reads what a call returns: at once, or by a name that nothing else reads."""
     value: ast.AST = call
     statement = flow.parent(call)
@@ -240,10 +240,10 @@ def reader_of(flow: Dataflow, call: ast.Call) -> Reader | None:
         return None
     if flow.innermost(call, _CONTEXTS) is not flow.innermost(around, _CONTEXTS):
         return None
-    return Reader(around.func, argument)
+    return Consumer(around.func, argument)
 
 
-def find_readings(flow: Dataflow, taken: list[ast.Call]) -> list[Reading]:
+def find_consumed_norms(flow: Dataflow, taken: list[ast.Call]) -> list[ConsumedNorm]:
     """The calls of what may be norms, one a statement, but for those that are ``taken`` by adds."""
     found = []
     for body in flow.bodies:
@@ -254,9 +254,9 @@ def find_readings(flow: Dataflow, taken: list[ast.Call]) -> list[Reading]:
             if call is None or call in taken or not isinstance(statement.targets[0], ast.Name):
                 continue
             later = () if flow.is_inside(call, _REPEATED) else _later(flow, body, statement, call.args[0])
-            reader = reader_of(flow, call)
-            if reader is not None or later:
-                found.append(Reading(statement, call, reader, later))
+            consumer = consumer_of(flow, call)
+            if consumer is not None or later:
+                found.append(ConsumedNorm(statement, call, consumer, later))
     return found
 
 
