@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.glu import Activation as GluActivation
 from .code_fingerprint import fingerprint, own_attributes
 from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, cpu_replica
 from .running_code import RunningCode
 
-Formula = Literal["silu", "gelu", "gelu_tanh"]
+Formula = GluActivation
 
 FORMULAS: Mapping[Formula, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
