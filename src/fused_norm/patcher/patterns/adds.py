@@ -38,10 +38,11 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, pairwise
 from textwrap import shorten
+from typing import Any
 
 from torch import nn
 
@@ -50,7 +51,7 @@ from ..dataflow import Conditions, Dataflow, computed, computes_nothing, may_hol
 from ..patch_report import Site
 from ..rewrite import Rewrite
 from ..source import global_of, returns_sum
-from .calls import Called, EditedForward, Match, Missed, call_of_own, called, is_name, make_call, operands_of
+from .calls import Called, EditedForward, Match, Missed, call_of_own, called, is_name, operands_of
 from .consumers import Consumer, consumer_of
 
 _Y = "_fused_norm_y"
@@ -157,49 +158,50 @@ class Add(Match):
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Replace the add, and the norms in these parts, by the fused call."""
-        branch, keywords, dropout, own = self.branch, [], [], forward.own
-        stock = self.statement.value
-        assert stock is not None
+        branch, inner, named = self.branch, {}, {}
+        stock: ast.expr | None = self.statement.value
         if "inner" in rewrite.parts and self.inner is not None:
             norm = self.inner
             if "dropout" in rewrite.parts and self.before is not None:
-                dropout.append(ast.keyword("dropout", norm.call.func))
+                inner["dropout"] = norm.call.func
                 norm = self.before
             branch = norm.call.args[0]
-            keywords += [ast.keyword("inner", norm.call.func), *dropout]
+            named = {"inner": norm.call.func, **inner}
             if norm.statement is not self.statement:
                 forward.remove(norm.statement)
-            stock = self._call(own, "fused_norm_then_add", norm.call.func, branch, dropout)
+            stock = self._call(forward, "fused_norm_then_add", norm.call.func, branch, inner)
+        assert stock is not None
         if "norm" not in rewrite.parts or self.after is None or isinstance(self.statement, ast.Return):
             self.statement.value = stock
             return
         if self.scale is not None:
-            keywords.append(ast.keyword("scale", self.scale))
+            named["scale"] = self.scale
         if "consumers" in rewrite.parts and self.consumer is not None:
-            keywords.append(ast.keyword("consumer", copy.deepcopy(self.consumer.module)))
+            named["consumer"] = copy.deepcopy(self.consumer.module)
         after, y = self.after, f"{_Y}{rewrite.index}"
         method = "fused_norm_add_by_call" if "called" in rewrite.parts else "fused_norm_add"
-        fused: ast.expr = self._call(own, method, after.call.func, branch, keywords)
+        fused = self._call(forward, method, after.call.func, branch, named)
         if self.choice is not None:
-            name = self.choice.orelse
-            without = ast.Tuple([ast.Call(copy.deepcopy(after.call.func), [name], []), copy.deepcopy(name)], ast.Load())
-            fused = ast.IfExp(self.choice.test, fused, without)
+            nodes = {"TEST": self.choice.test, "NORM": copy.deepcopy(after.call.func), "NAME": self.choice.orelse}
+            fused = forward.code("FUSED if TEST else (NORM(NAME), NAME)", FUSED=fused, **nodes)
         elif after.condition is not None:
             # Not a copy of the sum: a later rewrite of what is in it has to change both.
-            without = ast.Tuple([ast.Constant(None), stock], ast.Load())
-            fused = ast.IfExp(copy.deepcopy(after.condition), fused, without)
+            test = copy.deepcopy(after.condition)
+            fused = forward.code("FUSED if TEST else (None, STOCK)", FUSED=fused, TEST=test, STOCK=stock)
         self.statement.targets = [ast.Tuple([ast.Name(y, ast.Store()), self.statement.targets[0]], ast.Store())]
         self.statement.value = fused
         forward.replace(after.call, ast.Name(y, ast.Load()))
         if isinstance(after.statement, ast.Assign):  # the name must not keep y alive longer than stock would
-            forward.insert_after(after.statement, ast.Delete([ast.Name(y, ast.Del())]))
+            forward.insert_after(after.statement, forward.code(f"del {y}"))
 
-    def _call(self, own: str, method: str, norm: ast.expr, branch: ast.expr, keywords: list[ast.keyword]) -> ast.Call:
+    def _call(
+        self, forward: EditedForward, method: str, norm: ast.expr, branch: ast.expr, named: Mapping[str, ast.expr]
+    ) -> Any:
         """``self.<method>(norm, residual, branch)``, with both in their order: each may draw random numbers."""
-        if not self.branch_first:
-            return make_call(own, method, [norm, self.residual, branch], keywords)
-        operands = [ast.keyword("branch", branch), ast.keyword("residual", self.residual)]
-        return make_call(own, method, [norm], [*operands, *keywords])
+        operands = "branch=BRANCH, residual=RESIDUAL" if self.branch_first else "RESIDUAL, BRANCH"
+        source = f"self.{method}(NORM, {operands}{''.join(f', {name}={name.upper()}' for name in named)})"
+        nodes = {name.upper(): node for name, node in named.items()}
+        return forward.code(source, NORM=norm, RESIDUAL=self.residual, BRANCH=branch, **nodes)
 
 
 def decide_missed_add(missed: Missed, block: Block) -> Iterator[Site]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from ..attention_functions import HARMLESS
 from ..dataflow import Dataflow, mentions
-from .calls import EditedForward, Match, is_name, make_call
+from .calls import EditedForward, Match, is_name
 
 
 @dataclass(repr=False)
@@ -48,8 +48,9 @@ class Attention(Match):
         for statement in self.lookups:
             forward.remove(statement)
         forward.insert_before(self.rotation, *self.lookups)
-        asked = [ast.Name(self.function, ast.Load()), *self.asked]
-        rotate.keywords.append(ast.keyword("dtype", make_call(forward.own, "fused_norm_read_dtype", asked)))
+        read_dtype = forward.code(f"self.fused_norm_read_dtype({self.function})")
+        read_dtype.args += self.asked
+        rotate.keywords.append(ast.keyword("dtype", read_dtype))
 
 
 def find_attentions(flow: Dataflow) -> dict[ast.Call, Attention]:

@@ -1,9 +1,9 @@
-"""Calls of an instance's own modules and methods: how patterns recognise, make and replace them in a forward."""
+"""Calls of an instance's own modules and methods, and how patterns recognise and edit them in a forward."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -118,9 +118,14 @@ def operands_of(
     return []
 
 
-def make_call(own: str, method: str, arguments: list[ast.expr], keywords: list[ast.keyword] | None = None) -> ast.Call:
-    """``self.<method>(*arguments, **keywords)``."""
-    return ast.Call(ast.Attribute(ast.Name(own, ast.Load()), method, ast.Load()), arguments, keywords or [])
+class _Fill(ast.NodeTransformer):
+    """Puts nodes in the place of names."""
+
+    def __init__(self, nodes: Mapping[str, ast.expr]) -> None:
+        self._nodes = nodes
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._nodes.get(node.id, node)
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,12 @@ class EditedForward:
 
     definition: ast.FunctionDef
     own: str
+
+    def code(self, source: str, **nodes: ast.expr) -> Any:
+        """Parse an expression or a statement, with nodes in the place of their names; ``self`` is the instance."""
+        (statement,) = ast.parse(source).body
+        filled = _Fill({**nodes, "self": ast.Name(self.own, ast.Load())}).visit(statement)
+        return filled.value if isinstance(filled, ast.Expr) else filled
 
     def insert_before(self, node: ast.AST, *statements: ast.stmt) -> None:
         """Insert statements before the one that is ``node``, or contains it in an expression."""

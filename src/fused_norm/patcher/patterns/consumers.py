@@ -42,7 +42,7 @@ from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
 from ..rewrite import Rewrite
 from ..source import SourceError, cached_by_forward, names_in, source_of
-from .calls import EditedForward, Match, call_of_own, called, make_call
+from .calls import EditedForward, Match, call_of_own, called
 
 _INPUTS = "_fused_norm_inputs"
 _X = "_fused_norm_x"
@@ -101,10 +101,9 @@ class Inputs(Match):
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Give every consumer an input of its own."""
         for index, call in enumerate(call for call in self.calls if called(call) in rewrite.parts):
-            call.args[0] = ast.Subscript(ast.Name(_INPUTS, ast.Load()), ast.Constant(index), ast.Load())
-        inputs = make_call(forward.own, "fused_norm_inputs", [ast.Name(self.name, ast.Load())])
+            call.args[0] = forward.code(f"{_INPUTS}[{index}]")
         start = 0 if ast.get_docstring(self.definition) is None else 1
-        self.definition.body.insert(start, ast.Assign([ast.Name(_INPUTS, ast.Store())], inputs))
+        self.definition.body.insert(start, forward.code(f"{_INPUTS} = self.fused_norm_inputs({self.name})"))
 
 
 @dataclass(repr=False)
@@ -175,15 +174,15 @@ class ConsumedNorm(Match):
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Name the consumer in the call of the norm, and let later reads of its input read what it passes through."""
-        consumer = [self.consumer.module] if self.consumer is not None and "consumers" in rewrite.parts else []
-        x = f"{_X}{rewrite.index}"
-        self.statement.value = make_call(
-            forward.own, "fused_norm_passthrough", [self.call.func, *self.call.args, *copy.deepcopy(consumer)]
-        )
+        x, nodes = f"{_X}{rewrite.index}", {"NORM": self.call.func, "INPUT": self.call.args[0]}
+        if "consumers" in rewrite.parts and self.consumer is not None:
+            nodes["CONSUMER"] = copy.deepcopy(self.consumer.module)
         self.statement.targets = [ast.Tuple([*self.statement.targets, ast.Name(x, ast.Store())], ast.Store())]
+        self.statement.value = forward.code(f"self.fused_norm_passthrough({', '.join(nodes)})", **nodes)
         later = self.later if "input" in rewrite.parts else ()
-        names: list[ast.stmt] = [ast.Assign([ast.Name(name, ast.Store())], ast.Name(x, ast.Load())) for name in later]
-        forward.insert_after(self.statement, *names, ast.Delete([ast.Name(x, ast.Del())]))
+        forward.insert_after(
+            self.statement, *(forward.code(f"{name} = {x}") for name in later), forward.code(f"del {x}")
+        )
 
 
 @cached_by_forward

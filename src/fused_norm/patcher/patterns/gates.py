@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
 from textwrap import shorten
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -41,7 +41,7 @@ from ..hooks import has_hooks
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
-from .calls import Called, EditedForward, Match, Missed, call_of_own, called, make_call, operands_of
+from .calls import Called, EditedForward, Match, Missed, call_of_own, called, operands_of
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 """Part of the names of functions that may be activations."""
@@ -85,19 +85,16 @@ class Gate(Match):
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Replace the product by the fused call."""
         assert rewrite.activation is not None
-        act, own, formula = self.call.func, forward.own, ast.Constant(rewrite.activation.formula)
+        formula, left, right = rewrite.activation.formula, self.product.left, self.product.right
         if self.halves is not None:
-            packed = f"{_PACKED}{rewrite.index}"
-            call = make_call(own, "fused_norm_gate_packed", [formula, act, ast.Name(packed, ast.Load())])
-            chunk: Any = self.halves.value
+            packed, chunk = f"{_PACKED}{rewrite.index}", cast(Any, self.halves.value)
             self.halves.targets, self.halves.value = [ast.Name(packed, ast.Store())], chunk.func.value
-            forward.replace(self.product, call)
-            return
-        factors = [
-            ast.keyword("gate" if factor is self.factor else "up", factor)
-            for factor in (self.product.left, self.product.right)
-        ]
-        forward.replace(self.product, make_call(own, "fused_norm_gate", [formula, act], factors))
+            fused = forward.code(f"self.fused_norm_gate_packed({formula!r}, ACT, {packed})", ACT=self.call.func)
+        else:
+            factors = "gate=LEFT, up=RIGHT" if self.factor is left else "up=LEFT, gate=RIGHT"
+            source = f"self.fused_norm_gate({formula!r}, ACT, {factors})"
+            fused = forward.code(source, ACT=self.call.func, LEFT=left, RIGHT=right)
+        forward.replace(self.product, fused)
         forward.replace(self.call, self.call.args[0])
 
 

@@ -31,7 +31,7 @@ from ..dataflow import Dataflow, edits_in_place, mentions
 from ..patch_report import Site
 from ..rewrite import Rewrite
 from .attentions import Attention
-from .calls import EditedForward, Match, call_of_own, called, make_call
+from .calls import EditedForward, Match, call_of_own, called
 from .rotations import unless_unrecognised
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
@@ -113,21 +113,21 @@ class Heads(Match):
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Replace the norms, and the rotation, by the fused call."""
-        own, arguments = forward.own, [norm.call.func for norm in self.norms]
-        for norm in self.norms:
-            forward.replace(norm.call, norm.call.args[0])
+        (q, k), (q_norm, k_norm) = (norm.name for norm in self.norms), (call.func for call in self.calls)
+        for call in self.calls:
+            forward.replace(call, call.args[0])
         if "rotation" in rewrite.parts:
             assert self.rotation is not None
             statement, rotate = self.rotation
             if self.attention is not None:
                 self.attention.edit_before(rotate, forward)
-            arguments += [rotate.func, *rotate.args]
-            statement.value = make_call(own, "fused_norm_rotated", arguments, rotate.keywords)
-            return
-        arguments += [ast.Name(norm.name, ast.Load()) for norm in self.norms]
-        results: list[ast.expr] = [ast.Name(norm.name, ast.Store()) for norm in self.norms]
-        both = ast.Assign([ast.Tuple(results, ast.Store())], make_call(own, "fused_norm_pair", arguments))
-        forward.insert_after(self.norms[1].statement, both)
+            source = "self.fused_norm_rotated(Q_NORM, K_NORM, ROTATE)"
+            fused = forward.code(source, Q_NORM=q_norm, K_NORM=k_norm, ROTATE=rotate.func)
+            fused.args, fused.keywords = [*fused.args, *rotate.args], rotate.keywords
+            statement.value = fused
+        else:
+            source = f"{q}, {k} = self.fused_norm_pair(Q_NORM, K_NORM, {q}, {k})"
+            forward.insert_after(self.norms[1].statement, forward.code(source, Q_NORM=q_norm, K_NORM=k_norm))
 
 
 def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list[Heads]:

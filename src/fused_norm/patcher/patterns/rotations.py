@@ -79,7 +79,7 @@ class RotationCall(Match):
         if self.attention is not None:
             self.attention.edit_before(self.call, forward)
         self.call.args.insert(0, self.call.func)
-        self.call.func = ast.Attribute(ast.Name(forward.own, ast.Load()), method, ast.Load())
+        self.call.func = forward.code(f"self.{method}")
 
 
 def decide_rotations(
