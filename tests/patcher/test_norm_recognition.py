@@ -308,8 +308,8 @@ def test_instances_of_one_class_are_told_apart_by_their_attributes() -> None:
 
 
 def test_a_norm_runs_once_for_each_sample_however_many_formulas_it_is_compared_with(monkeypatch) -> None:
-    called, calls = norm_recognition._called, []
-    monkeypatch.setattr(norm_recognition, "_called", lambda *given: calls.append(given) or called(*given))
+    called, calls = norm_recognition._call, []
+    monkeypatch.setattr(norm_recognition, "_call", lambda *given: calls.append(given) or called(*given))
     assert recognise(norm_by(lambda self, x: Norm.forward(self, x), eps=2e-5)).spec.casting == "llama"
     dtype_pairs, shapes, modes = 6, 3, 3
     assert len(calls) == dtype_pairs * shapes * modes

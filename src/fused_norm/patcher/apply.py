@@ -13,8 +13,8 @@ from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
+from .code_fingerprint import no_code_changes
 from .patch_report import PatchReport, Site
-from .reached_code import no_code_changes
 from .survey import survey
 
 logger = logging.getLogger("fused_norm")

@@ -32,7 +32,7 @@ from .gated_linear import fused_norm_gated
 from .hooks import is_idle_dropout
 from .linear_inputs import ConsumerSpec, consumer_spec, for_consumers, fused_norm_inputs
 from .rewrite import Rewrite
-from .rotation_recognition import Rotation, full_cos_sin, name_of
+from .rotation_recognition import Rotation, full_cos_sin, function_name
 
 
 class FusedBlock(nn.Module):
@@ -179,7 +179,7 @@ class FusedBlock(nn.Module):
             return None
         if rotation.angles is not full_cos_sin and not is_disabled() and isinstance(q, Tensor) and runs_kernels_on(q):
             if not all(map(is_plain, (q, cos, sin))):
-                what = f"{name_of(rotation.function)} is called with tensors of other kinds than the kernel takes"
+                what = f"{function_name(rotation.function)} is called with tensors of other kinds than the kernel takes"
                 explain(self.fused_norm_origin, what)
                 return None
             cos, sin = rotation.angles(cos, *further), rotation.angles(sin, *further)

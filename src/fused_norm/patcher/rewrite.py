@@ -9,16 +9,15 @@ from .activation_recognition import Activation
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A match in a forward that is to be fused.
+    """A match of a pattern in a forward that is to be fused.
 
     Attributes:
-        pattern: the list that has the match: ``adds``, ``consumed_norms``, ``inputs``, ``heads``, ``rotations`` or
-            ``gates``.
-        index: its number among these.
-        parts: what of it: of an add ``norm``, ``inner``, ``dropout`` and ``consumers``, and ``called`` for a norm whose
-            call other code sees; of a consumed norm ``consumers`` and ``input``; of norms of heads ``rotation``, or
-            nothing; of a rotation, by itself or of such heads, ``values``; of inputs the attributes of the linears;
-            of a gate ``consumer``, or nothing.
+        pattern: the list in ``Patterns`` that has the match, such as ``adds``.
+        index: the match's index in that list.
+        parts: what of it is fused. Of an add: ``norm``, ``inner``, ``dropout``, ``consumers``, and ``called`` for a
+            norm whose call other code sees; of a consumed norm: ``consumers``, ``input``; of heads: ``rotation``; of
+            a rotation, by itself or of heads: ``values``; of inputs: the attributes of the linears; of a gate:
+            ``consumer``.
         activation: that of a gate.
     """
 

@@ -39,16 +39,16 @@ from typing import Any
 from ...kernels.triton.norm_backward import MOST_CONSUMERS
 from ..adapters import name_of
 from ..block import Block
-from ..dataflow import Dataflow, Definition, edits_in_place, flow_of
+from ..dataflow import Dataflow, edits_in_place, flow_of
 from ..rewrite import Rewrite
 from ..source import SourceError, cached_by_forward, names_in, source_of
-from .calls import EditedForward, Match, call_of_own, called, make_call
+from .calls import EditedForward, Match, call_of_own, called
 
 _INPUTS = "_fused_norm_inputs"
 _X = "_fused_norm_x"
 
-_FACTS = ("shape", "device", "ndim", "size", "dim")
-"""Attributes and methods of a tensor that do not read it, and are the same for one of another dtype."""
+_METADATA = ("shape", "device", "ndim", "size", "dim")
+"""Attributes and methods of a tensor that do not read its values, and are the same in another dtype."""
 
 _CONTEXTS = (ast.With, ast.AsyncWith, ast.Try, ast.TryStar)
 """Statements that may change PyTorch's modes for those inside, autocast among them."""
@@ -56,15 +56,15 @@ _CONTEXTS = (ast.With, ast.AsyncWith, ast.Try, ast.TryStar)
 _REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-@dataclass
+@dataclass(repr=False)
 class Inputs(Match):
-    """An argument of a forward, and who reads it there.
+    """An argument of a forward, and what reads it there.
 
     Attributes:
         definition: the forward.
-        name: that of the argument.
-        calls: of modules with it alone, ``self.<name>(argument)``, in the order of evaluation.
-        other: how else it is read, as it is written; None where it is not.
+        name: the argument's name.
+        calls: the calls ``self.<name>(argument)`` of modules, in the order of evaluation.
+        other: the source of the first other use, or None.
     """
 
     definition: ast.FunctionDef
@@ -77,16 +77,12 @@ class Inputs(Match):
         """The attributes of the module that read the argument."""
         return tuple(map(called, self.calls))
 
-    def is_read_in(self, block: Block) -> bool:
-        """Return whether somebody reads it in this module."""
-        return bool(self.consumers_in(block)) or self.other is not None
-
     def consumers_in(self, block: Block) -> tuple[str, ...]:
-        """The consumers that a module has: an attribute that is None there, or missing, is for another config."""
+        """The consumers that a module has: an attribute that is None or missing belongs to another config."""
         return tuple(name for name in self.consumers if block.member(name) is not None)
 
     def obstacle(self, block: Block) -> str | None:
-        """The reason why the consumers cannot have inputs of their own; None where they can."""
+        """Why the consumers cannot have inputs of their own, or None."""
         if self.other is not None:
             return f"its forward reads {self.name} in {self.other}"
         if hasattr(block.module, "gradient_checkpointing"):
@@ -97,29 +93,27 @@ class Inputs(Match):
         for name in self.consumers_in(block):
             count = block.output_count(name)
             if not count:
-                return (
-                    f"{name} is no plain linear but a {name_of(type(block.member(name)))}, or other code sees its input"
-                )
+                kind = name_of(type(block.member(name)))
+                return f"{name} is no plain linear but a {kind}, or other code sees its input"
             total += count
         return f"its linears read {total} tensors, more than {MOST_CONSUMERS}" if total > MOST_CONSUMERS else None
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Give every consumer an input of its own."""
         for index, call in enumerate(call for call in self.calls if called(call) in rewrite.parts):
-            call.args[0] = ast.Subscript(ast.Name(_INPUTS, ast.Load()), ast.Constant(index), ast.Load())
-        inputs = make_call(forward.own, "fused_norm_inputs", [ast.Name(self.name, ast.Load())])
+            call.args[0] = forward.code(f"{_INPUTS}[{index}]")
         start = 0 if ast.get_docstring(self.definition) is None else 1
-        targets: list[ast.expr] = [ast.Name(self.name, ast.Store()), ast.Name(_INPUTS, ast.Store())]
-        self.definition.body.insert(start, ast.Assign([ast.Tuple(targets, ast.Store())], inputs))
+        source = f"{self.name}, {_INPUTS} = self.fused_norm_inputs({self.name})"
+        self.definition.body.insert(start, forward.code(source))
 
 
-@dataclass
-class Consumer:
+@dataclass(repr=False)
+class Consumer(Match):
     """The one module that reads a norm's result.
 
     Attributes:
         module: ``self.<module>``.
-        argument: the name, or the place, by which it reads it.
+        argument: the name or the position of the argument that is the result.
     """
 
     module: ast.Attribute
@@ -131,23 +125,25 @@ class Consumer:
         if block is None:
             return False
         try:
-            known = find_inputs(block.origin)
+            all_inputs = find_inputs(block.origin)
         except SourceError as error:
             return block.decide_consumers(0, (), str(error))
-        index = next((i for i, one in enumerate(known) if self.argument in (i, one.name)), None)
-        if index is None or not known[index].is_read_in(block):
-            return False
-        return block.decide_consumers(index, known[index].consumers_in(block), known[index].obstacle(block))
+        for index, inputs in enumerate(all_inputs):
+            if self.argument in (index, inputs.name):
+                consumers = inputs.consumers_in(block)
+                is_read = bool(consumers) or inputs.other is not None
+                return is_read and block.decide_consumers(index, consumers, inputs.obstacle(block))
+        return False
 
 
-@dataclass
+@dataclass(repr=False)
 class ConsumedNorm(Match):
-    """The call of a norm in a layer's forward, without an add in front of it.
+    """The call of a norm in a layer's forward, without an add before it.
 
     Attributes:
-        statement: the one that does nothing else.
+        statement: the statement, which does nothing else.
         call: the call.
-        consumer: what reads its result; None where that is not one module.
+        consumer: the one module that reads its result, or None.
         later: the names that hold its input and are read after it.
     """
 
@@ -162,7 +158,7 @@ class ConsumedNorm(Match):
         return [("", called(self.call)), *read]
 
     def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> None:
-        """Decide whether the norm gives its consumers outputs of their own, and hands its input on.
+        """Decide whether the norm gives its consumers outputs of their own, and passes its input through.
 
         ``taken``: the calls of norms that are part of another rewrite.
         """
@@ -178,24 +174,24 @@ class ConsumedNorm(Match):
             block.rewrites.append(Rewrite("consumed_norms", index, parts))
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
-        """Tell the norm who reads it, and have those that read its input later read what it hands on."""
-        consumer = [self.consumer.module] if self.consumer is not None and "consumers" in rewrite.parts else []
-        x = f"{_X}{rewrite.index}"
-        self.statement.value = make_call(
-            forward.own, "fused_norm_passthrough", [self.call.func, *self.call.args, *copy.deepcopy(consumer)]
-        )
+        """Name the consumer in the call of the norm, and let later reads of its input read what it passes through."""
+        x, nodes = f"{_X}{rewrite.index}", {"NORM": self.call.func, "INPUT": self.call.args[0]}
+        if "consumers" in rewrite.parts and self.consumer is not None:
+            nodes["CONSUMER"] = copy.deepcopy(self.consumer.module)
         self.statement.targets = [ast.Tuple([*self.statement.targets, ast.Name(x, ast.Store())], ast.Store())]
+        self.statement.value = forward.code(f"self.fused_norm_passthrough({', '.join(nodes)})", **nodes)
         later = self.later if "input" in rewrite.parts else ()
-        handed_on: list[ast.stmt] = [ast.Assign([ast.Name(one, ast.Store())], ast.Name(x, ast.Load())) for one in later]
-        forward.insert_after(self.statement, *handed_on, ast.Delete([ast.Name(x, ast.Del())]))
+        forward.insert_after(
+            self.statement, *(forward.code(f"{name} = {x}") for name in later), forward.code(f"del {x}")
+        )
 
 
 @cached_by_forward
 def find_inputs(layer: Any) -> list[Inputs]:
-    """The arguments that the forward of a class takes by place, without the instance, each with its consumers.
+    """The positional arguments of a class's forward, without the instance, each with its consumers.
 
     Raises:
-        SourceError: where the source cannot be read, or is not what runs.
+        SourceError: if the source cannot be read, or is not what runs.
     """
     definition, flow = source_of(layer).definition, flow_of(layer)
     arguments = [*definition.args.posonlyargs, *definition.args.args][1:]
@@ -206,19 +202,18 @@ def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str) -> Inputs:
     argument = flow.argument(name)
     calls, other = [], None if not flow.is_captured(name) else "a function inside"
     for load in flow.reads(argument):
-        around = flow.parent(load)
-        call = call_of_own(around, flow.own)
-        is_plain = call is not None and flow.definition_of(load) is argument
-        if call is not None and is_plain and not flow.is_inside(call, (*_REPEATED, *_CONTEXTS)):
+        user = flow.parent(load)
+        call = call_of_own(user, flow.own) if flow.definition_of(load) is argument else None
+        if call is not None and not flow.is_inside(call, (*_REPEATED, *_CONTEXTS)):
             calls.append(call)
-        elif not (isinstance(around, ast.Attribute) and around.attr in _FACTS):
-            other = other or ast.unparse(around)
+        elif not (isinstance(user, ast.Attribute) and user.attr in _METADATA):
+            other = other or ast.unparse(user)
     order = list(flow.calls)
     return Inputs(definition, name, sorted(calls, key=order.index), other)
 
 
 def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
-    """The one module that reads what a call returns: at once, or by a name that nothing else reads."""
+    """The one module that reads what a call returns, directly or by a name that nothing else reads; or None."""
     value: ast.AST = call
     statement = flow.parent(call)
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
@@ -227,68 +222,57 @@ def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
         if made is None or len(loads) != 1 or flow.definition_of(loads[0]) is not made or flow.is_captured(made.name):
             return None
         (value,) = loads
-    around = flow.parent(value)
-    if isinstance(around, ast.keyword) and around.arg is not None:
-        argument: str | int = around.arg
-        around = flow.parent(around)
-    elif isinstance(around, ast.Call) and value in around.args:
-        argument = around.args.index(value)
-        if any(isinstance(one, ast.Starred) for one in around.args[:argument]):
+    user = flow.parent(value)
+    if isinstance(user, ast.keyword) and user.arg is not None:
+        argument: str | int = user.arg
+        user = flow.parent(user)
+    elif isinstance(user, ast.Call) and value in user.args:
+        argument = user.args.index(value)
+        if any(isinstance(before, ast.Starred) for before in user.args[:argument]):
             return None
     else:
         return None
-    if not isinstance(around, ast.Call) or not flow.is_own(around.func) or flow.is_inside(around, _REPEATED):
+    if not isinstance(user, ast.Call) or not flow.is_own(user.func) or flow.is_inside(user, _REPEATED):
         return None
-    if flow.innermost(call, _CONTEXTS) is not flow.innermost(around, _CONTEXTS):
+    if flow.innermost(call, _CONTEXTS) is not flow.innermost(user, _CONTEXTS):
         return None
-    return Consumer(around.func, argument)
+    return Consumer(user.func, argument)
 
 
 def find_consumed_norms(flow: Dataflow, taken: list[ast.Call]) -> list[ConsumedNorm]:
-    """The calls of what may be norms, one a statement, but for those that are ``taken`` by adds."""
-    found = []
-    for body in flow.bodies:
-        for statement in body:
-            if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-                continue
-            call = call_of_own(statement.value, flow.own)
-            if call is None or call in taken or not isinstance(statement.targets[0], ast.Name):
-                continue
-            later = () if flow.is_inside(call, _REPEATED) else _later(flow, body, statement, call.args[0])
-            consumer = consumer_of(flow, call)
-            if consumer is not None or later:
-                found.append(ConsumedNorm(statement, call, consumer, later))
-    return found
+    """The calls of what may be norms, each alone in a statement, except those that are ``taken`` by adds."""
+    norms = []
+    for statement in (statement for body in flow.bodies for statement in body):
+        match statement:
+            case ast.Assign([ast.Name()], value) if (call := call_of_own(value, flow.own)) and call not in taken:
+                later = () if flow.is_inside(call, _REPEATED) else _later(flow, statement, call.args[0])
+                consumer = consumer_of(flow, call)
+                if consumer is not None or later:
+                    norms.append(ConsumedNorm(statement, call, consumer, later))
+    return norms
 
 
-def _later(flow: Dataflow, body: list[ast.stmt], statement: ast.Assign, x: ast.expr) -> tuple[str, ...]:
-    """The names that hold ``x`` when a statement has read it, and are read behind it; none where that is not plain."""
-    held = flow.definition_of(x)
-    behind = body[body.index(statement) + 1 :]
-    if held is None or any(map(edits_in_place, behind)):
+def _later(flow: Dataflow, statement: ast.Assign, x: ast.expr) -> tuple[str, ...]:
+    """The names that hold ``x``, the input of a statement, and are read only after it; none if any use is another."""
+    body, after = flow.body_of(statement), flow.after(statement)
+    definition = flow.definition_of(x)
+    if definition is None or any(map(edits_in_place, after)):
         return ()
-    names = [held]
-    for load in flow.reads(held):
-        around = flow.parent(load)
-        if load is not x and isinstance(around, ast.Assign) and around in body and around not in behind:
-            if len(around.targets) != 1 or not isinstance(around.targets[0], ast.Name) or around.value is not load:
+    names = [definition]
+    for load in flow.reads(definition):
+        user = flow.parent(load)
+        if load is not x and isinstance(user, ast.Assign) and user in body and user not in after:
+            if len(user.targets) != 1 or not isinstance(user.targets[0], ast.Name) or user.value is not load:
                 return ()
-            names += flow.made_by(around)
+            names += flow.made_by(user)
+    nodes_after = {node for later in after for node in ast.walk(later)}
+    copied = [name.value for name in names]
     later = []
     for name in names:
-        loads = [load for load in flow.reads(name) if load is not x and not _is_copy(flow, load, names)]
-        if flow.is_captured(name.name) or not all(_is_in(load, behind) for load in loads):
+        loads = [load for load in flow.reads(name) if load is not x and load not in copied]
+        if flow.is_captured(name.name) or not nodes_after.issuperset(loads):
             return ()
         if any(flow.definition_of(load) is not name for load in loads):
             return ()
         later += [name.name] if loads else []
     return tuple(later)
-
-
-def _is_copy(flow: Dataflow, load: ast.Name, names: list[Definition]) -> bool:
-    """Return whether a load does nothing but give one of these definitions its value."""
-    return any(one.value is load for one in names)
-
-
-def _is_in(node: ast.AST, statements: list[ast.stmt]) -> bool:
-    return any(node is inner for statement in statements for inner in ast.walk(statement))
