@@ -87,7 +87,15 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
         if consumers and not torch.compiler.is_compiling():
             is_replaced = replaced_linear() is not None
             for name in consumers:
-                asked[name] = None if is_replaced else _called_in(modules.get(name))
+                block = modules.get(name)
+                fused: Any = type(block)  # a wrapper may forward the attributes of what is inside
+                linears = getattr(fused, "fused_norm_linears", ())
+                asked[name] = None
+                if linears and not is_replaced and fused.forward is fused.fused_norm_forward:
+                    read_by: Any = list(map(block._modules.get, linears))
+                    if set(map(type, read_by)) != {nn.Linear}:
+                        read_by = called_by(read_by)
+                    asked[name] = None if read_by is None else [block, *read_by]
         is_known = None not in asked.values()
         if is_known and are_plain_calls(*chain.from_iterable(asked.values()), inside=type(self)):  # type: ignore[arg-type]
             return straight(self, *args, **kwargs)
@@ -107,18 +115,6 @@ def _takes_residual(norm: Any) -> bool:
     forward = own["_old_forward"] if "_old_forward" in own else own.get("forward")
     is_reached = forward is None or getattr(forward, "__func__", None) is FusedNorm.forward
     return is_reached and are_plain_calls(inside=type(norm))
-
-
-def _called_in(block: Any) -> list[nn.Module] | None:
-    """The block and the modules by which its linears read a norm, if their calls are plain; None if they are others."""
-    fused: Any = type(block)  # a wrapper may forward the attributes of what is inside
-    linears = getattr(fused, "fused_norm_linears", ())
-    if not linears or fused.forward is not fused.fused_norm_forward:
-        return None
-    called: list[Any] | None = list(map(block._modules.get, linears))
-    if called is not None and set(map(type, called)) != {nn.Linear}:
-        called = called_by(called)
-    return None if called is None else [block, *called]
 
 
 def _look_up(origin: Any, act: Called) -> Callable[[nn.Module], Any]:
