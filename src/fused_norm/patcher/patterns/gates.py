@@ -123,14 +123,14 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
         known = rows.get(gate.product)
         if known is not None and known.activation is not None:
             continue
-        row, act = block.own_row("mlp", block.done("gates", index) is not None), gate.act.found_in(block)
+        row, act = block.own_row("mlp", block.applied_parts("gates", index) is not None), gate.act.found_in(block)
         if isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
-            row = row.kept_for("hooks or other code stand on its activation", "overridden")
+            row = row.skipped("hooks or other code stand on its activation", "overridden")
         try:
             activation = recognise_activation(act)
         except UnrecognisedError as error:  # code that hooks it may also put attributes on it, as ZeRO-3 does
             if known is None and looks_like_activation(gate.act.name, act):
-                rows[gate.product] = row.kept_for(str(error))
+                rows[gate.product] = row.skipped(str(error))
             continue
         rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
         if row.reason is None:
@@ -149,13 +149,13 @@ def decide_missed_gates(missed: Sequence[Missed], block: Block, function: Any, r
             continue
         row = block.own_row("mlp", already=False)
         if product.called.is_written_out:
-            yield row.kept_for(f"its activation, {shorten(product.called.name, 80)}, is written out")
+            yield row.skipped(f"its activation, {shorten(product.called.name, 80)}, is written out")
             continue
         with suppress(UnrecognisedError):
             activation = recognise_activation(product.called.found_in(block, function))
             reason_with_source = f"its product, {shorten(product.source, 80)}, {reason}"
             row = dataclasses.replace(row, activation=activation.formula)
-            yield row.kept_for(reason_with_source, in_helper=function is not block.origin)
+            yield row.skipped(reason_with_source, in_helper=function is not block.origin)
 
 
 def find_gates(flow: Dataflow) -> list[Gate]:
