@@ -37,7 +37,7 @@ from fused_norm.kernels.operator import Recompute
 from fused_norm.kernels.qk_norm_rope import QK_NORM, ROPE
 from fused_norm.kernels.triton.memory import norm_dtype
 from fused_norm.patcher import fused_block, fused_classes, linear_inputs, losses, recompute, recompute_linears
-from fused_norm.patcher.adapters import FusedAdapter
+from fused_norm.patcher.adapters import AdapterInput, FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.fused_norm_module import is_disabled
 from fused_norm.patcher.lazy_logits import LazyLogits
@@ -395,11 +395,13 @@ def _detached_input(right: Any, memory: Any, *arguments: Any, **named: Any) -> A
     return y, x.detach()
 
 
-def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], x: Tensor, own: Tensor) -> Any:
+def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], layer: FusedAdapter, x: Any) -> Any:
     """An adapter reads the output that is there for the adapter before it in the block."""
-    before = memory.get("own", own)
-    memory["own"] = own
-    return right(x, before if before.grad_fn is own.grad_fn else own)
+    if isinstance(x, AdapterInput):
+        before = memory.get("own", x.own)
+        memory["own"] = x.own
+        x = replace(x, own=before if before.grad_fn is x.own.grad_fn else x.own)
+    return right(layer, x)
 
 
 # ---- Faults of heads with their losses ----
@@ -636,7 +638,7 @@ _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     # What is dropped is the same in all adapters.
     ("dropout-same", "lora-dropout", replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first)),
     # An adapter reads another one's output of a norm.
-    ("shared", "lora-alone", replaced_by(linear_inputs, "keep_for_adapter", _adapter_shares_another_ones), ROUNDINGS),
+    ("shared", "lora-alone", replaced_by(FusedAdapter, "forward", _adapter_shares_another_ones), ROUNDINGS),
 )
 """Faults of adapters: the name, the execution, the fault, and why it may be hidden."""
 
@@ -762,7 +764,7 @@ def _faults() -> Iterator[Fault]:
         ("fallback-one-row", one_row),  # runs stock code for one sequence with gradients
         (
             "consumers-none",
-            replaced_by(fused_block, "wanted_by", lambda *_: None),
+            replaced_by(fused_block, "consumer_spec", lambda *_: None),
         ),  # linears read one tensor in silence
         # A residual's gradient is added by autograd.
         ("consumers-unjoined", replaced_by(FusedBlock, "fused_norm_passthrough", _not_joined)),

@@ -29,7 +29,7 @@ from .fused_norm_module import (
     spec_and_weights,
 )
 from .hooks import is_idle_dropout
-from .linear_inputs import ONE_OUTPUT, for_consumers, fused_norm_inputs, wanted_by
+from .linear_inputs import ConsumerSpec, consumer_spec, for_consumers, fused_norm_inputs
 from .rewrite import Rewrite
 from .rotation_recognition import Rotation, full_cos_sin, function_name
 
@@ -65,9 +65,11 @@ class FusedBlock(nn.Module):
             branch = inner(branch)
         if type(scale) not in (float, int):
             branch, scale = branch * scale, 1.0
-        wanted = None if consumer is None else wanted_by(consumer, branch, residual, spec_and_weights(norm)[1])
-        outputs = norm_of_sum(norm, branch, residual, scale, wanted)
-        return outputs if wanted is None else for_consumers(outputs, wanted, norm)
+        consumers = None
+        if consumer is not None:
+            consumers = consumer_spec(consumer, branch, residual, spec_and_weights(norm)[1])
+        outputs = norm_of_sum(norm, branch, residual, scale, consumers)
+        return outputs if consumers is None else for_consumers(outputs, consumers, norm)
 
     def fused_norm_add_by_call(self, norm: Any, residual: Any, branch: Any, *, scale: Any = 1.0) -> tuple[Any, Any]:
         """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm (``takes_residual``)."""
@@ -76,13 +78,13 @@ class FusedBlock(nn.Module):
         return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
 
     def fused_norm_passthrough(self, norm: Any, x: Any, consumer: Any = None) -> tuple[Any, Any]:
-        """``norm(x)``, which ``consumer`` alone is given, and x for all that read it behind the norm."""
+        """Return ``(norm(x), x)``, for ``consumer`` the norm's outputs; the gradient of this x joins the norm's."""
         if not torch.compiler.is_compiling():
             spec, weight = spec_and_weights(norm)
-            wanted = (None if consumer is None else wanted_by(consumer, x, weight)) or ONE_OUTPUT
-            found, reason = run_fused(RMS_NORM_FOR_CONSUMERS, spec, x, weight, *wanted)
+            consumers = (None if consumer is None else consumer_spec(consumer, x, weight)) or ConsumerSpec()
+            outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, spec, x, weight, *consumers)
             if reason is None:
-                return for_consumers(found, wanted, norm)
+                return for_consumers(outputs, consumers, norm)
         return norm(x), x
 
     fused_norm_inputs = fused_norm_inputs
@@ -218,13 +220,13 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) 
     if spec is None:
         return None
     arguments = x, residual, *weights
-    wanted = None if consumer is None else wanted_by(consumer, *arguments)
-    if wanted is not None:
-        found, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, spec, *arguments, *wanted)
+    consumers = None if consumer is None else consumer_spec(consumer, *arguments)
+    if consumers is not None:
+        outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, spec, *arguments, *consumers)
         if reason is None:
-            return for_consumers(found, wanted, norm)
-    found, _ = run_fused(NORM_ADD_NORM, spec, *arguments)
-    return found
+            return for_consumers(outputs, consumers, norm)
+    outputs, _ = run_fused(NORM_ADD_NORM, spec, *arguments)
+    return outputs
 
 
 def _written(rotated: Any, dtype: torch.dtype | None) -> Any:

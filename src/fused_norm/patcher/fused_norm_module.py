@@ -96,16 +96,16 @@ class FusedNorm(nn.Module):
         return y if reason is None else _without_kernel(self, spec, x, weight, reason)
 
 
-def norm_of_sum(norm: FusedNorm, x: Any, residual: Any, scale: float = 1.0, wanted: Any = None) -> tuple[Any, ...]:
+def norm_of_sum(norm: FusedNorm, x: Any, residual: Any, scale: float = 1.0, consumers: Any = None) -> tuple[Any, ...]:
     """``(norm(s), s)`` of ``s = residual + scale * x``, for a norm whose class stands for what runs in stock.
 
-    ``wanted``: what is asked of the norm, as ``wanted_by`` has it; then there is an output for each consumer before s.
+    ``consumers``: the spec that ``consumer_spec`` returns; if there is one, an output for each consumer precedes s.
     """
     spec, weight = spec_and_weights(norm)
-    if wanted is None:
+    if consumers is None:
         found, no_add = run_fused(ADD_RMS_NORM, spec, x, residual, weight, None, scale)
     else:
-        found, no_add = run_fused(ADD_RMS_NORM_FOR_CONSUMERS, spec, x, residual, weight, scale, *wanted)
+        found, no_add = run_fused(ADD_RMS_NORM_FOR_CONSUMERS, spec, x, residual, weight, scale, *consumers)
     if no_add is None:
         return found
     total = residual + scaled(x, scale)

@@ -17,8 +17,8 @@ from torch import nn
 
 from .fused_norm_module import FusedNorm, takes_residual
 from .hooks import are_plain_calls, has_origin_forward, replaced_linear
-from .linear_inputs import called_by, explain_consumers
-from .patterns import bypassed_by, rewrites_around, rewritten_forward
+from .linear_inputs import called_by, explain_consumers, taking_tensors
+from .patterns import bypassed_by, linears_of, rewrites_around, rewritten_forward
 from .patterns.calls import Called
 from .rewrite import Rewrite
 from .source import SourceError, member_of, namespace_of
@@ -42,6 +42,8 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
         SourceError: where the forward cannot be rewritten.
     """
     stock: Any = origin.forward
+    if linears_of(rewrites):
+        stock = taking_tensors(stock)
     norms, consumers, found = bypassed_by(origin, rewrites) if rewrites else ([], [], [])
     activations = [(act.name, _look_up(origin, act), activation) for act, activation in found]
     straight = finish(rewritten_forward(origin, rewrites) if rewrites else stock)
@@ -50,7 +52,7 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
     def other(self: Any, asked: dict[str, list[Any] | None]) -> Forward:
         """The forward for a module that the straight one is not for, as other code sees calls inside."""
         if not has_origin_forward(type(self)):
-            return origin.forward
+            return taking_tensors(origin.forward) if linears_of(rewrites) else origin.forward
         if torch.compiler.is_compiling():
             return stock
         names = [name for name, called in asked.items() if called is None or not are_plain_calls(*called)]

@@ -20,7 +20,7 @@ and a norm that is fused with the add in front of it is told its consumer there.
 
 becomes
 
-    inputs = self.fused_norm_inputs(hidden)
+    hidden, inputs = self.fused_norm_inputs(hidden)
     query = self.q_proj(inputs[0])
     key = self.k_proj(inputs[1])
 
@@ -103,7 +103,8 @@ class Inputs(Match):
         for index, call in enumerate(call for call in self.calls if called(call) in rewrite.parts):
             call.args[0] = forward.code(f"{_INPUTS}[{index}]")
         start = 0 if ast.get_docstring(self.definition) is None else 1
-        self.definition.body.insert(start, forward.code(f"{_INPUTS} = self.fused_norm_inputs({self.name})"))
+        source = f"{self.name}, {_INPUTS} = self.fused_norm_inputs({self.name})"
+        self.definition.body.insert(start, forward.code(source))
 
 
 @dataclass(repr=False)
