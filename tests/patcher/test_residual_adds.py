@@ -469,7 +469,7 @@ def test_sums_that_reach_a_norm_in_another_way_are_found(body: str, expected: st
     missed = []
     for add in patterns_of(layer_of(body)).missed_adds:
         conditions = "".join(f" if {'' if holds else 'not '}{name}" for name, holds in add.conditions)
-        missed.append(f"{add.called.name}: {add.source}{conditions}")
+        missed.append(f"{add.callee.name}: {add.source}{conditions}")
     assert "; ".join(missed) == expected
 
 

@@ -19,7 +19,7 @@ from .fused_norm_module import FusedNorm, takes_residual
 from .hooks import are_plain_calls, has_origin_forward, replaced_linear
 from .linear_inputs import called_by, explain_consumers, taking_tensors
 from .patterns import bypassed_by, linears_of, rewrites_around, rewritten_forward
-from .patterns.calls import Called
+from .patterns.calls import Callee
 from .rewrite import Rewrite
 from .source import SourceError, member_of, namespace_of
 
@@ -108,7 +108,7 @@ def _called_in(block: Any) -> list[nn.Module] | None:
     return None if called is None else [block, *called]
 
 
-def _look_up(origin: Any, act: Called) -> Callable[[nn.Module], Any]:
+def _look_up(origin: Any, act: Callee) -> Callable[[nn.Module], Any]:
     """The function that looks an activation up in a module, or among the globals of the class's forward."""
     held, _, number = act.name.partition(".")
     source = act.name if act.is_function else f"self.{held}" + (f"[{number}]" if number else "")

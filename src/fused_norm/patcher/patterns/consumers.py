@@ -42,7 +42,7 @@ from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
 from ..rewrite import Rewrite
 from ..source import SourceError, cached_by_forward, names_in, source_of
-from .calls import EditedForward, Match, call_of_own, called
+from .calls import EditedForward, Match, call_of_own, callee_name
 
 _INPUTS = "_fused_norm_inputs"
 _X = "_fused_norm_x"
@@ -75,7 +75,7 @@ class Inputs(Match):
     @property
     def consumers(self) -> tuple[str, ...]:
         """The attributes of the module that read the argument."""
-        return tuple(map(called, self.calls))
+        return tuple(map(callee_name, self.calls))
 
     def consumers_in(self, block: Block) -> tuple[str, ...]:
         """The consumers that a module has: an attribute that is None or missing belongs to another config."""
@@ -100,7 +100,7 @@ class Inputs(Match):
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Give every consumer an input of its own."""
-        for index, call in enumerate(call for call in self.calls if called(call) in rewrite.parts):
+        for index, call in enumerate(call for call in self.calls if callee_name(call) in rewrite.parts):
             call.args[0] = forward.code(f"{_INPUTS}[{index}]")
         start = 0 if ast.get_docstring(self.definition) is None else 1
         source = f"{self.name}, {_INPUTS} = self.fused_norm_inputs({self.name})"
@@ -155,7 +155,7 @@ class ConsumedNorm(Match):
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
         read = [("consumers", self.consumer.module.attr)] if self.consumer is not None and "consumers" in parts else []
-        return [("", called(self.call)), *read]
+        return [("", callee_name(self.call)), *read]
 
     def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> None:
         """Decide whether the norm gives its consumers outputs of their own, and passes its input through.
@@ -163,7 +163,7 @@ class ConsumedNorm(Match):
         ``taken``: the calls of norms that are part of another rewrite.
         """
         done = block.done("consumed_norms", index)
-        norm = called(self.call)
+        norm = callee_name(self.call)
         if self.call in taken or block.owner is not None or (block.fixed and done is None) or not block.wants_consumers:
             return
         if not block.holds_norm(norm) or block.norm_row(norm, "norm", done is not None).reason is not None:
