@@ -307,7 +307,7 @@ def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add |
         return None
     inner = before = None
     if choice is None:
-        body = flow.body_of(statement)
+        body = flow.body_of[statement]
         previous = next((earlier for earlier, later in pairwise(body) if later is statement), None)
         if any(previous is norm.statement for norm in taken):
             previous = None

@@ -79,7 +79,7 @@ def _attention_after(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> At
     function, lookups, (_, query, key, value, mask) = call.func.id, rest[: calls.index(call)], call.args
     assert isinstance(value, ast.Name)
     further = next((keyword.value for keyword in call.keywords if keyword.arg is None), ast.Tuple([], ast.Load()))
-    body = flow.body_of(rotation)
+    body = flow.body_of[rotation]
     assigned = [target for statement in body[: body.index(rotation)] for target in getattr(statement, "targets", ())]
     if (
         all(_looks_up(flow, statement, function) for statement in lookups)

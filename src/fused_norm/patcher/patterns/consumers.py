@@ -199,12 +199,12 @@ def find_inputs(layer: Any) -> list[Inputs]:
 
 
 def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str) -> Inputs:
-    argument = flow.argument(name)
+    argument = flow.arguments[name]
     calls, other = [], None if not flow.is_captured(name) else "a function inside"
     for load in flow.reads(argument):
-        user = flow.parent(load)
+        user = flow.parents[load]
         call = call_of_own(user, flow.own) if flow.definition_of(load) is argument else None
-        if call is not None and not flow.is_inside(call, (*_REPEATED, *_CONTEXTS)):
+        if call is not None and flow.innermost(call, (*_REPEATED, *_CONTEXTS)) is None:
             calls.append(call)
         elif not (isinstance(user, ast.Attribute) and user.attr in _METADATA):
             other = other or ast.unparse(user)
@@ -215,24 +215,24 @@ def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str) -> Inputs:
 def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
     """The one module that reads what a call returns, directly or by a name that nothing else reads; or None."""
     value: ast.AST = call
-    statement = flow.parent(call)
+    statement = flow.parents[call]
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         made = next(iter(flow.made_by(statement)), None) if isinstance(statement.targets[0], ast.Name) else None
         loads = [] if made is None else flow.reads(made)
         if made is None or len(loads) != 1 or flow.definition_of(loads[0]) is not made or flow.is_captured(made.name):
             return None
         (value,) = loads
-    user = flow.parent(value)
+    user = flow.parents[value]
     if isinstance(user, ast.keyword) and user.arg is not None:
         argument: str | int = user.arg
-        user = flow.parent(user)
+        user = flow.parents[user]
     elif isinstance(user, ast.Call) and value in user.args:
         argument = user.args.index(value)
         if any(isinstance(before, ast.Starred) for before in user.args[:argument]):
             return None
     else:
         return None
-    if not isinstance(user, ast.Call) or not flow.is_own(user.func) or flow.is_inside(user, _REPEATED):
+    if not isinstance(user, ast.Call) or not flow.is_own(user.func) or flow.innermost(user, _REPEATED):
         return None
     if flow.innermost(call, _CONTEXTS) is not flow.innermost(user, _CONTEXTS):
         return None
@@ -245,7 +245,7 @@ def find_consumed_norms(flow: Dataflow, taken: list[ast.Call]) -> list[ConsumedN
     for statement in (statement for body in flow.bodies for statement in body):
         match statement:
             case ast.Assign([ast.Name()], value) if (call := call_of_own(value, flow.own)) and call not in taken:
-                later = () if flow.is_inside(call, _REPEATED) else _later(flow, statement, call.args[0])
+                later = () if flow.innermost(call, _REPEATED) else _later(flow, statement, call.args[0])
                 consumer = consumer_of(flow, call)
                 if consumer is not None or later:
                     norms.append(ConsumedNorm(statement, call, consumer, later))
@@ -254,13 +254,13 @@ def find_consumed_norms(flow: Dataflow, taken: list[ast.Call]) -> list[ConsumedN
 
 def _later(flow: Dataflow, statement: ast.Assign, x: ast.expr) -> tuple[str, ...]:
     """The names that hold ``x``, the input of a statement, and are read only after it; none if any use is another."""
-    body, after = flow.body_of(statement), flow.after(statement)
+    body, after = flow.body_of[statement], flow.after(statement)
     definition = flow.definition_of(x)
     if definition is None or any(map(edits_in_place, after)):
         return ()
     names = [definition]
     for load in flow.reads(definition):
-        user = flow.parent(load)
+        user = flow.parents[load]
         if load is not x and isinstance(user, ast.Assign) and user in body and user not in after:
             if len(user.targets) != 1 or not isinstance(user.targets[0], ast.Name) or user.value is not load:
                 return ()
