@@ -187,9 +187,9 @@ class Number:
 
 
 def doubled(x: Number | Packed) -> Number:
-    for one in getattr(x, "halves", (x,)):
-        one.mul_(2)
-    return one
+    for number in getattr(x, "halves", (x,)):
+        number.mul_(2)
+    return number
 
 
 def silu(x: int) -> int:
@@ -221,13 +221,13 @@ def layer_of(
 
 
 def everything(layer: type) -> tuple[Rewrite, ...]:
-    """The rewrites that fuse all that was found in a forward."""
+    """The rewrites that fuse all matches in a forward."""
     patterns = patterns_of(layer)
-    parts = [zip(("norm", "inner", "dropout"), add.names, strict=True) for add in patterns.adds]
-    adds = (Rewrite("adds", i, tuple(part for part, name in found if name)) for i, found in enumerate(parts))
-    heads = (Rewrite("heads", i, ("rotation",) if one.rotate else ()) for i, one in enumerate(patterns.heads))
-    fed = {index for index, one in enumerate(patterns.heads) if one.rotate}
-    alone = (i for i, one in enumerate(patterns.rotations) if one.arguments and one.heads not in fed)
+    names = [zip(("norm", "inner", "dropout"), add.names, strict=True) for add in patterns.adds]
+    adds = (Rewrite("adds", i, tuple(part for part, name in parts if name)) for i, parts in enumerate(names))
+    heads = (Rewrite("heads", i, ("rotation",) if pair.rotate else ()) for i, pair in enumerate(patterns.heads))
+    with_norms = {index for index, pair in enumerate(patterns.heads) if pair.rotate}
+    alone = (i for i, call in enumerate(patterns.rotations) if call.arguments and call.heads not in with_norms)
     acts = [(i, gate) for i, gate in enumerate(patterns.gates) if "act" in gate.act.name or gate.act.is_function]
     products = {gate.product: i for i, gate in reversed(acts)}
     silu = recognise_activation(nn.SiLU())
@@ -253,10 +253,10 @@ def assert_becomes(
 
     Args:
         layer: a class whose forward is rewritten.
-        after: what is to be in the forward; if it fails, a diff is printed.
-        all_arguments: of one call of both forwards each.
-        rewrites: all that are found by default.
-        in_order: what notes it in ``order`` is called in the order of the original.
+        after: the expected body.
+        all_arguments: the arguments of each call of both forwards.
+        rewrites: what is fused, by default all matches.
+        in_order: the methods that note their calls in ``order`` are called in the same order.
     """
     forward = rewritten_forward(layer, everything(layer) if rewrites is None else rewrites)
     expected, actual = ast.unparse(ast.parse(textwrap.dedent(after))), source_of_body(forward)

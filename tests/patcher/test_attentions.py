@@ -96,20 +96,20 @@ NOT_FOUND: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("name", NOT_FOUND)
 def test_what_could_tell_is_not_asked(name: str) -> None:
     patterns = patterns_of(attention_of(*NOT_FOUND[name]))
-    assert [one.attention for one in patterns.rotations] == [None] * len(patterns.rotations)
+    assert {call.attention for call in patterns.rotations} == {None}
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "is_asked"),
     [
         *((name, True) for name in ("Qwen3", "Llama", "Gemma3", "Mistral", "Olmo2", "Granite", "Phi3", "Cohere")),
         ("GptOss", False),  # with a sink
         ("Gemma3nText", False),  # one by one
     ],
 )
-def test_what_attentions_of_transformers_have(name: str, found: bool) -> None:
+def test_what_attentions_of_transformers_have(name: str, is_asked: bool) -> None:
     folder = {"GptOss": "gpt_oss", "Gemma3nText": "gemma3n"}.get(name, name.lower())
     attention = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), f"{name}Attention")
     patterns = patterns_of(attention)
-    assert {one.attention is not None for one in patterns.rotations} == {found}
-    assert all(one.attention is patterns.rotations[0].attention for one in patterns.heads if one.rotation)
+    assert {call.attention is not None for call in patterns.rotations} == {is_asked}
+    assert all(pair.attention is patterns.rotations[0].attention for pair in patterns.heads if pair.rotation)

@@ -52,7 +52,7 @@ class DerivedNorm(Norm):
 
 def turned(x):
     """Half of each row turned, by a function of the module, with a number and a setting of it."""
-    first, second = (one * SCALE / 2 for one in x.chunk(2, dim=-1))
+    first, second = (half * SCALE / 2 for half in x.chunk(2, dim=-1))
     return torch.cat((-second, first), dim=-1) ** (SETTINGS["power"] - 1)
 
 
@@ -76,7 +76,7 @@ class Half:
 
 
 @pytest.mark.parametrize(
-    ("root", "where", "name", "value"),
+    ("root", "place", "name", "value"),
     [
         (rotate, "global", "turned", lambda x: x),
         (rotate, "global", "SCALE", 3.0),
@@ -96,12 +96,12 @@ class Half:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_code_reaches_by_name_is_in_its_key(root, where, name: str, value, monkeypatch) -> None:
+def test_what_code_reaches_by_name_is_in_its_key(root, place, name: str, value, monkeypatch) -> None:
     before = fingerprint(root).key
     assert before is not None
     assert before == fingerprint(root).key
     with monkeypatch.context() as patched:
-        patched.setattr(sys.modules[__name__] if where == "global" else where, name, value)
+        patched.setattr(sys.modules[__name__] if place == "global" else place, name, value)
         assert fingerprint(root).key != before
     assert fingerprint(root).key == before
 
@@ -266,7 +266,7 @@ def test_classes_defined_again_and_again_do_not_stay_alive() -> None:
 
     defined = [define() for _ in range(3)]
     gc.collect()
-    assert not any(one() is not None for one in defined)
+    assert [reference() for reference in defined] == [None] * 3
 
 
 class OfOthers(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The gate of an MLP is fused wherever its product stands; every value stays, and so does the order of the calls."""
+"""The gate of an MLP is fused in any statement or expression, and a rewritten forward returns what it returned."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_gates_that_are_written_otherwise_have_rows_and_what_only_scales_has_non
         "self.act(z) * x",
     ]
     assert sorted(reasons) == sorted(
-        f"its product, {one}, is written in a way that is not rewritten" for one in sources
+        f"its product, {source}, is written in a way that is not rewritten" for source in sources
     )
     assert report.counts["mlp"] == 0
     off = fused_norm.apply_fused_norm(WrittenOtherwise(), mlp=False, strict=False)

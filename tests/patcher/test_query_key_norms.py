@@ -1,4 +1,4 @@
-"""The norms of q and k are computed together, and with the rotation, only where nobody reads them in between."""
+"""The norms of q and k are computed together, and with the rotation, only if nothing reads them in between."""
 
 from __future__ import annotations
 
@@ -201,8 +201,8 @@ def test_each_pair_is_fused_with_its_own_rotation() -> None:
     ],
 )
 def test_what_attentions_of_transformers_have(attention, expected) -> None:
-    found = [(*one.names, one.rotate) for one in patterns_of(attention).heads]
-    assert found == ([] if expected is None else [expected])
+    heads = [(*pair.names, pair.rotate) for pair in patterns_of(attention).heads]
+    assert heads == ([] if expected is None else [expected])
 
 
 def test_names_of_q_and_k_norms() -> None:

@@ -487,9 +487,9 @@ def test_no_error_comes_out_of_a_key_whatever_a_thing_answers(number: int) -> No
     model = norm_that_reads(lambda self: False)()
     vars(model)["held"] = thing
     for root in (act, model, functools.partial(act, thing), lambda x, found=thing: found):
-        one, other = fingerprint(root), fingerprint(root)
-        assert one.key == other.key
-        assert hash(one.key) == hash(other.key)
+        first, second = (fingerprint(root).key for _ in range(2))
+        assert first == second
+        assert hash(first) == hash(second)
     assert recognise_activation(act).formula == "silu"
     x = torch.randn(3, 16)
     expected = model(x)

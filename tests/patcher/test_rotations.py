@@ -1,4 +1,4 @@
-"""A rotary embedding is fused by itself wherever it is called, and no value and no argument changes."""
+"""A rotary embedding is fused in any statement that calls it, and a rewritten forward returns what it returned."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .forwards import Heads, assert_becomes, layer_of
 
 
 def rotations_of(attention: type) -> list[tuple[str, int, int | None]]:
-    """The function, its arguments and the q and k norms in front, of each rotation that is found in a forward."""
-    return [(one.rotate, one.arguments, one.heads) for one in patterns_of(attention).rotations]
+    """The function of each rotation in a forward, the number of its arguments, and the index of the norms before it."""
+    return [(call.rotate, call.arguments, call.heads) for call in patterns_of(attention).rotations]
 
 
 FORWARDS = {

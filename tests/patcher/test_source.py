@@ -1,4 +1,4 @@
-"""A forward is rewritten only where the source is what runs, and keeps everything else."""
+"""A forward is rewritten only if the source is what runs, and keeps everything else."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_each_rewrite_of_a_forward_shows_its_own_source() -> None:
         model = build("llama", seed=0)
         fused_norm.apply_fused_norm(model, consumers=consumers)
         sources.append(inspect.unwrap(type(model.model.layers[0]).forward))
-    assert ["fused_norm_passthrough" in inspect.getsource(one) for one in sources] == [True, False]
+    assert ["fused_norm_passthrough" in inspect.getsource(forward) for forward in sources] == [True, False]
 
 
 def test_the_modelling_module_gains_no_name() -> None:

@@ -73,14 +73,17 @@ class Dataflow:
     Attributes:
         own: the name of the function's first argument, the instance.
         bodies: every list of statements that belongs to the function itself, in order.
+        body_of: the body that contains a statement, by statement.
         calls: every call, in the order of evaluation.
+        parents: the expression or statement that directly contains a node, by node.
+        arguments: the definitions of the arguments, by name.
     """
 
     def __init__(self, definition: ast.FunctionDef, own: str) -> None:
         self.own = own
         self.bodies = list(bodies_of(definition))
         self.calls: dict[ast.Call, None] = {}
-        self._body_of = {statement: body for body in self.bodies for statement in body}
+        self.body_of = {statement: body for body in self.bodies for statement in body}
         self._by_node: dict[ast.AST, Definition] = {}
         self._definitions: dict[ast.Name, frozenset[Definition]] = {}
         self._loads: dict[Definition, dict[ast.Name, None]] = {}
@@ -89,10 +92,10 @@ class Dataflow:
         self._inside: Names = {}  # what the expressions of the statement assign
         inner = [node for node in ast.walk(definition) if isinstance(node, _FUNCTIONS) and node is not definition]
         self._captured = {node.id for function in inner for node in ast.walk(function) if isinstance(node, ast.Name)}
-        self._parents = {inner: node for node in ast.walk(definition) for inner in ast.iter_child_nodes(node)}
-        self._arguments = {name: Definition(name, value, None) for name, value in _arguments(definition.args)}
-        self._run(definition.body, {name: frozenset([argument]) for name, argument in self._arguments.items()})
-        self._locals = {*self._arguments, *(made.name for made in self._by_node.values())}
+        self.parents = {inner: node for node in ast.walk(definition) for inner in ast.iter_child_nodes(node)}
+        self.arguments = {name: Definition(name, value, None) for name, value in _arguments(definition.args)}
+        self._run(definition.body, {name: frozenset([argument]) for name, argument in self.arguments.items()})
+        self._locals = {*self.arguments, *(made.name for made in self._by_node.values())}
 
     def definition_of(self, load: ast.AST | None) -> Definition | None:
         """The definition of the value that a load reads; None if there are several, or it is of no local name."""
@@ -103,28 +106,16 @@ class Dataflow:
         """The definitions that a statement makes."""
         return [definition for definition in self._by_node.values() if definition.statement is statement]
 
-    def argument(self, name: str) -> Definition:
-        """The definition of an argument."""
-        return self._arguments[name]
-
     def reads(self, definition: Definition) -> list[ast.Name]:
         """The loads that may read a definition, including ``a`` of ``a += b`` and excluding ``del a``."""
         return [load for load in self._loads.get(definition, ()) if not isinstance(load.ctx, ast.Del)]
 
-    def parent(self, node: ast.AST) -> ast.AST:
-        """The expression or statement that a node is a part of."""
-        return self._parents[node]
-
     def innermost(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
         """The innermost node of one of these kinds that contains a node, or None."""
-        while (node := self._parents.get(node, ast.Pass())) in self._parents:
+        while (node := self.parents.get(node, ast.Pass())) in self.parents:
             if isinstance(node, kinds):
                 return node
         return None
-
-    def is_inside(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> bool:
-        """Return whether a node of one of these kinds contains a node."""
-        return self.innermost(node, kinds) is not None
 
     def is_read_only_in(self, definition: Definition, *parts: ast.AST) -> bool:
         """Return whether only these expressions use a definition; an inner function might do so at any time."""
@@ -149,19 +140,15 @@ class Dataflow:
 
     def between(self, first: ast.stmt | None, last: ast.stmt) -> list[ast.stmt] | None:
         """The statements between two of the same body; None if ``first`` is not before ``last`` in that body."""
-        body = self._body_of[last]
-        if first is None or self._body_of.get(first) is not body or body.index(first) >= body.index(last):
+        body = self.body_of[last]
+        if first is None or self.body_of.get(first) is not body or body.index(first) >= body.index(last):
             return None
         return body[body.index(first) + 1 : body.index(last)]
 
     def after(self, statement: ast.stmt) -> list[ast.stmt]:
         """The statements that follow another one in its body."""
-        body = self._body_of[statement]
+        body = self.body_of[statement]
         return body[body.index(statement) + 1 :]
-
-    def body_of(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The list of statements that contains a statement."""
-        return self._body_of[statement]
 
     def origins(self, node: ast.AST | None, same: Sequence[str] = ()) -> list[ast.AST]:
         """The expressions that a value may come from through names, ``a if b else c`` and ``:=``, in source order.

@@ -19,7 +19,7 @@ from .fused_norm_module import FusedNorm
 from .hooks import are_plain_calls, has_hooks, replaced_linear
 from .linear_inputs import called_by, taking_tensors, warn_about_consumers
 from .patterns import bypassed_by, linears_of, rewrites_around, rewritten_forward
-from .patterns.calls import Called
+from .patterns.calls import Callee
 from .rewrite import Rewrite
 from .source import SourceError, member_of, namespace_of
 
@@ -117,7 +117,7 @@ def _takes_residual(norm: Any) -> bool:
     return is_reached and are_plain_calls(inside=type(norm))
 
 
-def _look_up(origin: Any, act: Called) -> Callable[[nn.Module], Any]:
+def _look_up(origin: Any, act: Callee) -> Callable[[nn.Module], Any]:
     """The function that looks an activation up in a module, or among the globals of the class's forward."""
     name, _, number = act.name.partition(".")
     source = act.name if act.is_function else f"self.{name}" + (f"[{number}]" if number else "")

@@ -21,7 +21,7 @@ from ..rotation_recognition import Rotation
 from ..source import Helper, SourceError, cached_by_forward, compiled, helpers_of, source_of
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .attentions import find_attentions
-from .calls import Called, EditedForward, Missed
+from .calls import Callee, EditedForward, Missed
 from .consumers import ConsumedNorm, Inputs, find_consumed_norms, find_inputs
 from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
@@ -150,7 +150,7 @@ def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
 
 def bypassed_by(
     layer: Any, rewrites: tuple[Rewrite, ...]
-) -> tuple[list[str], list[str], list[tuple[Called, Activation]]]:
+) -> tuple[list[str], list[str], list[tuple[Callee, Activation]]]:
     """What the forward of a class with these rewrites assumes to be plain, by the names of a module's attributes.
 
     These are norms that it computes without a call, blocks whose linears read a norm, and activations.
@@ -158,7 +158,7 @@ def bypassed_by(
     patterns = patterns_of(layer)
     norms: dict[str, None] = {}
     consumers: dict[str, None] = {}
-    activations: dict[tuple[Called, Activation], None] = {}
+    activations: dict[tuple[Callee, Activation], None] = {}
     for rewrite in rewrites:
         match = getattr(patterns, rewrite.pattern)[rewrite.index]
         if rewrite.activation is not None:

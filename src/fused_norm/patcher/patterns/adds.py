@@ -51,7 +51,7 @@ from ..dataflow import Conditions, Dataflow, computed, computes_nothing, may_hol
 from ..patch_report import Site
 from ..rewrite import Rewrite
 from ..source import global_of, returns_sum
-from .calls import Called, EditedForward, Match, Missed, call_of_own, called, is_name, operands_of
+from .calls import Callee, EditedForward, Match, Missed, call_of_own, callee_name, is_name, operands_of
 from .consumers import Consumer, consumer_of
 
 _Y = "_fused_norm_y"
@@ -112,7 +112,7 @@ class Add(Match):
     @property
     def names(self) -> tuple[str | None, ...]:
         """The attributes of ``after``, ``inner`` and ``before``; ``norms.0`` for a norm in a list, None without one."""
-        return tuple(None if norm is None else called(norm.call) for norm in (self.after, self.inner, self.before))
+        return tuple(None if norm is None else callee_name(norm.call) for norm in (self.after, self.inner, self.before))
 
     def calls(self, parts: Sequence[str]) -> list[ast.Call]:
         """The calls of norms and of a dropout in these parts of a rewrite."""
@@ -206,7 +206,7 @@ class Add(Match):
 
 def decide_missed_add(missed: Missed, block: Block) -> Iterator[Site]:
     """The rows of an add that reaches a norm in a way that is not fused; none if it never does."""
-    norms = [norm for norm in _named(missed.called.name, block) if block.holds_norm(norm)]
+    norms = [norm for norm in _named(missed.callee.name, block) if block.holds_norm(norm)]
     if not may_hold(missed.conditions, block.module) or _adds_number(missed.attributes, block):
         return
     if missed.function is not None and norms and not returns_sum(global_of(block.origin, missed.function)):
@@ -251,7 +251,7 @@ def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[Missed]:
             operands, function = _summed(origin, flow)
             if operands and origin not in fused.get(call, ()) and not any(map(flow.is_number, operands)):
                 attributes, conditions = _attributes(flow, *operands), flow.conditions(origin, call)
-                missed.append(Missed(ast.unparse(origin), Called(norm), conditions, function, attributes))
+                missed.append(Missed(ast.unparse(origin), Callee(norm), conditions, function, attributes))
     return list(dict.fromkeys(missed))
 
 
@@ -276,7 +276,7 @@ def _norm_called(flow: Dataflow, call: ast.Call) -> tuple[str | None, ast.expr |
     if len(arguments) != 1 or isinstance(arguments[0], ast.Starred):
         return None, None
     if call_of_own(call, flow.own) is not None:
-        return called(call), arguments[0]
+        return callee_name(call), arguments[0]
     if flow.is_own(call.func):
         return call.func.attr, arguments[0]
     if isinstance(call.func, ast.Subscript) and flow.is_own(call.func.value):
@@ -307,7 +307,7 @@ def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add |
         return None
     inner = before = None
     if choice is None:
-        body = flow.body_of(statement)
+        body = flow.body_of[statement]
         previous = next((earlier for earlier, later in pairwise(body) if later is statement), None)
         if any(previous is norm.statement for norm in taken):
             previous = None

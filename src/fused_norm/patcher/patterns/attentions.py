@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ from ..attention_functions import HARMLESS
 from ..block import Block
 from ..dataflow import Dataflow, mentions
 from ..rewrite import Rewrite
-from .calls import EditedForward, Match, call_of_own, called, is_name
+from .calls import EditedForward, Match, call_of_own, callee_name, is_name
 
 _REARRANGED = ("view", "reshape", "transpose")
 """Methods between a linear and the attention that leave the values of its output as they are."""
@@ -63,7 +64,7 @@ class Attention(Match):
 
     def parts(self, block: Block) -> tuple[str, ...]:
         """``values`` if a LoRA layer around a 4-bit linear computes them in this module, or nothing."""
-        linear: Any = self.values and block.member(called(self.values[1]))
+        linear: Any = self.values and block.member(callee_name(self.values[1]))
         return ("values",) if is_quantised_lora_layer(linear) else ()
 
     def edit_before(self, rotate: ast.Call, rewrite: Rewrite, forward: EditedForward) -> None:
@@ -110,7 +111,7 @@ def _attention_after(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> At
     function, lookups, (_, query, key, value, mask) = call.func.id, rest[: calls.index(call)], call.args
     assert isinstance(value, ast.Name)
     further = next((keyword.value for keyword in call.keywords if keyword.arg is None), ast.Tuple([], ast.Load()))
-    body = flow.body_of(rotation)
+    body = flow.body_of[rotation]
     assigned = [target for statement in body[: body.index(rotation)] for target in getattr(statement, "targets", ())]
     if (
         all(_looks_up(flow, statement, function) for statement in lookups)
@@ -126,14 +127,14 @@ def _attention_after(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> At
 
 
 def _values(
-    flow: Dataflow, rotation: ast.Assign, updates: list[ast.stmt], k: str, value: ast.expr, function: str
+    flow: Dataflow, rotation: ast.Assign, updates: Sequence[ast.stmt], k: str, value: ast.expr, function: str
 ) -> tuple[ast.Assign, ast.Call] | None:
     """The statement before a rotation that computes the values, after k, and the call of the linear; None if unclear.
 
     Nothing but the cache and the attention may read them, and the attention function must not be named before.
     """
     assert isinstance(value, ast.Name)
-    body = flow.body_of(rotation)
+    body = flow.body_of[rotation]
     before = body[: body.index(rotation)]
     for statement in reversed(before):
         if mentions(statement, function):

@@ -13,7 +13,7 @@ from ..source import global_of
 
 
 @dataclass(frozen=True)
-class Called:
+class Callee:
     """What a call calls: an attribute of the module, ``norms.0`` for a module in a list, or a global function.
 
     Attributes:
@@ -26,7 +26,7 @@ class Called:
     is_function: bool = False
     is_written_out: bool = False
 
-    def found_in(self, block: Block, function: Any = None) -> Any:
+    def resolve(self, block: Block, function: Any = None) -> Any:
         """What the name stands for in a module; a global name is one of ``function``, or of the module's forward."""
         return global_of(function or block.origin, self.name) if self.is_function else block.member(self.name)
 
@@ -37,14 +37,14 @@ class Missed:
 
     Attributes:
         source: the sum or the product.
-        called: the norm that the sum reaches; the activation that makes a factor.
+        callee: the norm that the sum reaches; the activation that makes a factor.
         conditions: those on settings of the module under which it is computed, and the norm called.
         function: the global name of a called function, if this is a sum only if that function returns one.
         attributes: those of the module that are operands of the sum.
     """
 
     source: str
-    called: Called
+    callee: Callee
     conditions: Conditions = ()
     function: str | None = None
     attributes: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Match:
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """The modules that a rewrite of these parts assumes to be plain: the part that needs it, and its name.
 
-        They are norms and activations that are not called, and the reader of a norm. The empty part means all parts.
+        They are norms and activations that are not called, and the consumer of a norm. The empty part means all parts.
         """
         return []
 
@@ -83,7 +83,7 @@ def call_of_own(node: ast.AST | None, own: str) -> ast.Call | None:
     return None
 
 
-def called(call: ast.Call) -> str:
+def callee_name(call: ast.Call) -> str:
     """``<name>`` or ``<name>.<number>`` of such a call."""
     match call.func:
         case ast.Subscript(ast.Attribute(attr=name), ast.Constant(number)):

@@ -42,7 +42,7 @@ from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
 from ..rewrite import Rewrite
 from ..source import SourceError, cached_by_forward, names_in, source_of
-from .calls import EditedForward, Match, call_of_own, called
+from .calls import EditedForward, Match, call_of_own, callee_name
 
 _INPUTS = "_fused_norm_inputs"
 _X = "_fused_norm_x"
@@ -75,7 +75,7 @@ class Inputs(Match):
     @property
     def consumers(self) -> tuple[str, ...]:
         """The attributes of the module that read the argument."""
-        return tuple(map(called, self.calls))
+        return tuple(map(callee_name, self.calls))
 
     def consumers_in(self, block: Block) -> tuple[str, ...]:
         """The consumers that a module has: an attribute that is None or missing belongs to another config."""
@@ -100,7 +100,7 @@ class Inputs(Match):
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Give every consumer an input of its own."""
-        for index, call in enumerate(call for call in self.calls if called(call) in rewrite.parts):
+        for index, call in enumerate(call for call in self.calls if callee_name(call) in rewrite.parts):
             call.args[0] = forward.code(f"{_INPUTS}[{index}]")
         start = 0 if ast.get_docstring(self.definition) is None else 1
         source = f"{self.name}, {_INPUTS} = self.fused_norm_inputs({self.name})"
@@ -155,7 +155,7 @@ class ConsumedNorm(Match):
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
         read = [("consumers", self.consumer.module.attr)] if self.consumer is not None and "consumers" in parts else []
-        return [("", called(self.call)), *read]
+        return [("", callee_name(self.call)), *read]
 
     def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> None:
         """Decide whether the norm gives its consumers outputs of their own, and passes its input through.
@@ -163,7 +163,7 @@ class ConsumedNorm(Match):
         ``taken``: the calls of norms that are part of another rewrite.
         """
         done = block.applied_parts("consumed_norms", index)
-        norm = called(self.call)
+        norm = callee_name(self.call)
         if (
             self.call in taken
             or block.override_reason is not None
@@ -215,12 +215,12 @@ def _decorator_of(forward: Any) -> str | None:
 
 
 def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str, decorator: str | None) -> Inputs:
-    argument = flow.argument(name)
+    argument = flow.arguments[name]
     calls, other = [], "a function inside" if flow.is_captured(name) else decorator
     for load in flow.reads(argument):
-        user = flow.parent(load)
+        user = flow.parents[load]
         call = call_of_own(user, flow.own) if flow.definition_of(load) is argument else None
-        if call is not None and not flow.is_inside(call, (*_REPEATED, *_CONTEXTS)):
+        if call is not None and flow.innermost(call, (*_REPEATED, *_CONTEXTS)) is None:
             calls.append(call)
         elif not (isinstance(user, ast.Attribute) and user.attr in _METADATA):
             other = other or ast.unparse(user)
@@ -231,24 +231,24 @@ def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str, decorator: s
 def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
     """The one module that reads what a call returns, directly or by a name that nothing else reads; or None."""
     value: ast.AST = call
-    statement = flow.parent(call)
+    statement = flow.parents[call]
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         made = next(iter(flow.made_by(statement)), None) if isinstance(statement.targets[0], ast.Name) else None
         loads = [] if made is None else flow.reads(made)
         if made is None or len(loads) != 1 or flow.definition_of(loads[0]) is not made or flow.is_captured(made.name):
             return None
         (value,) = loads
-    user = flow.parent(value)
+    user = flow.parents[value]
     if isinstance(user, ast.keyword) and user.arg is not None:
         argument: str | int = user.arg
-        user = flow.parent(user)
+        user = flow.parents[user]
     elif isinstance(user, ast.Call) and value in user.args:
         argument = user.args.index(value)
         if any(isinstance(before, ast.Starred) for before in user.args[:argument]):
             return None
     else:
         return None
-    if not isinstance(user, ast.Call) or not flow.is_own(user.func) or flow.is_inside(user, _REPEATED):
+    if not isinstance(user, ast.Call) or not flow.is_own(user.func) or flow.innermost(user, _REPEATED):
         return None
     if flow.innermost(call, _CONTEXTS) is not flow.innermost(user, _CONTEXTS):
         return None
@@ -261,7 +261,7 @@ def find_consumed_norms(flow: Dataflow, taken: list[ast.Call]) -> list[ConsumedN
     for statement in (statement for body in flow.bodies for statement in body):
         match statement:
             case ast.Assign([ast.Name()], value) if (call := call_of_own(value, flow.own)) and call not in taken:
-                later = () if flow.is_inside(call, _REPEATED) else _later(flow, statement, call.args[0])
+                later = () if flow.innermost(call, _REPEATED) else _later(flow, statement, call.args[0])
                 consumer = consumer_of(flow, call)
                 if consumer is not None or later:
                     norms.append(ConsumedNorm(statement, call, consumer, later))
@@ -270,13 +270,13 @@ def find_consumed_norms(flow: Dataflow, taken: list[ast.Call]) -> list[ConsumedN
 
 def _later(flow: Dataflow, statement: ast.Assign, x: ast.expr) -> tuple[str, ...]:
     """The names that hold ``x``, the input of a statement, and are read only after it; none if any use is another."""
-    body, after = flow.body_of(statement), flow.after(statement)
+    body, after = flow.body_of[statement], flow.after(statement)
     definition = flow.definition_of(x)
     if definition is None or any(map(edits_in_place, after)):
         return ()
     names = [definition]
     for load in flow.reads(definition):
-        user = flow.parent(load)
+        user = flow.parents[load]
         if load is not x and isinstance(user, ast.Assign) and user in body and user not in after:
             if len(user.targets) != 1 or not isinstance(user.targets[0], ast.Name) or user.value is not load:
                 return ()

@@ -46,7 +46,7 @@ from ..hooks import has_hooks
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
-from .calls import Called, EditedForward, Match, Missed, call_of_own, called, operands_of
+from .calls import Callee, EditedForward, Match, Missed, call_of_own, callee_name, operands_of
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 """Part of the names of functions that may be activations."""
@@ -77,7 +77,7 @@ class Gate(Match):
         consumer: the call of a module of its own, ``self.<name>(product)``, that alone reads the product; or None.
     """
 
-    act: Called
+    act: Callee
     product: ast.BinOp
     factor: ast.expr
     call: ast.Call
@@ -123,7 +123,7 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
         known = rows.get(gate.product)
         if known is not None and known.activation is not None:
             continue
-        row, act = block.own_row("mlp", block.applied_parts("gates", index) is not None), gate.act.found_in(block)
+        row, act = block.own_row("mlp", block.applied_parts("gates", index) is not None), gate.act.resolve(block)
         if isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
             row = row.skipped("hooks or other code stand on its activation", "overridden")
         try:
@@ -134,7 +134,7 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
             continue
         rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
         if row.reason is None:
-            consumer: Any = gate.consumer and block.member(called(gate.consumer))
+            consumer: Any = gate.consumer and block.member(callee_name(gate.consumer))
             parts = ("consumer",) if gate.halves is None and is_quantised_lora_layer(consumer) else ()
             block.rewrites.append(Rewrite("gates", index, parts, activation))
     reached = {gate.product for gate in gates if may_hold(gate.conditions, block.module)}
@@ -148,11 +148,11 @@ def decide_missed_gates(missed: Sequence[Missed], block: Block, function: Any, r
         if not may_hold(product.conditions, block.module):
             continue
         row = block.own_row("mlp", already=False)
-        if product.called.is_written_out:
-            yield row.skipped(f"its activation, {shorten(product.called.name, 80)}, is written out")
+        if product.callee.is_written_out:
+            yield row.skipped(f"its activation, {shorten(product.callee.name, 80)}, is written out")
             continue
         with suppress(UnrecognisedError):
-            activation = recognise_activation(product.called.found_in(block, function))
+            activation = recognise_activation(product.callee.resolve(block, function))
             reason_with_source = f"its product, {shorten(product.source, 80)}, {reason}"
             row = dataclasses.replace(row, activation=activation.formula)
             yield row.skipped(reason_with_source, in_helper=function is not block.origin)
@@ -230,15 +230,15 @@ def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.e
     if flow.may_change(call.args[0], earlier):
         return None
     halves = _halves(flow, statement, product, call.args[0], other) if called_in is statement else None
-    consumer = call_of_own(flow.parent(product), flow.own)
+    consumer = call_of_own(flow.parents[product], flow.own)
     return Gate(act, product, factor, call, halves, flow.conditions(product, call), consumer)
 
 
-def _activation(node: ast.AST, flow: Dataflow) -> Called | None:
+def _activation(node: ast.AST, flow: Dataflow) -> Callee | None:
     """What ``self.<name>(argument)`` or ``<function>(argument)`` with a known name calls, or None."""
     call = call_of_own(node, flow.own)
     if call is not None:
-        return Called(called(call))
+        return Callee(callee_name(call))
     if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
         return None
     root = node.func
@@ -246,10 +246,10 @@ def _activation(node: ast.AST, flow: Dataflow) -> Called | None:
         root = root.value
     name = ast.unparse(node.func)
     is_global = isinstance(root, ast.Name) and not flow.is_local(root.id)
-    return Called(name, True) if is_global and ACTIVATION_FUNCTION.search(name.rpartition(".")[2]) else None
+    return Callee(name, True) if is_global and ACTIVATION_FUNCTION.search(name.rpartition(".")[2]) else None
 
 
-def _written_out(node: ast.AST) -> Called | None:
+def _written_out(node: ast.AST) -> Callee | None:
     """The expression ``x * sigmoid(a * x)``, with any factor or none, or None."""
     match node:
         case ast.BinOp(left, ast.Mult(), right):
@@ -257,7 +257,7 @@ def _written_out(node: ast.AST) -> Called | None:
                 match call:
                     case ast.Call(ast.Attribute(attr=name) | ast.Name(name)) if name == SIGMOID:
                         if ast.unparse(x) in map(ast.unparse, ast.walk(call)):
-                            return Called(ast.unparse(node), is_written_out=True)
+                            return Callee(ast.unparse(node), is_written_out=True)
     return None
 
 

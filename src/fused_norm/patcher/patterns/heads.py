@@ -31,7 +31,7 @@ from ..dataflow import Dataflow, edits_in_place, mentions
 from ..patch_report import Site
 from ..rewrite import Rewrite
 from .attentions import Attention
-from .calls import EditedForward, Match, call_of_own, called
+from .calls import EditedForward, Match, call_of_own, callee_name
 from .rotations import unless_unrecognised
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
@@ -69,7 +69,7 @@ class Heads(Match):
     @property
     def names(self) -> list[str]:
         """The attributes of the attention that hold the norms."""
-        return [called(call) for call in self.calls]
+        return [callee_name(call) for call in self.calls]
 
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
@@ -170,7 +170,7 @@ def _head_norm(statement: ast.stmt, own: str) -> HeadNorm | None:
                 case ast.Call(ast.Attribute(normed, "transpose"), [ast.Constant(1), ast.Constant(2)], []):
                     value = normed
             call = call_of_own(value, own)
-            return HeadNorm(statement, call, name) if call and QK_NAME.fullmatch(called(call)) else None
+            return HeadNorm(statement, call, name) if call and QK_NAME.fullmatch(callee_name(call)) else None
     return None
 
 
