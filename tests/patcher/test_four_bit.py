@@ -225,6 +225,22 @@ def test_what_changes_after_the_patch_is_seen_at_the_next_call(case: str, device
     assert compare(model_of(device), device, change)["lora_linear_4bit"] == expected
 
 
+@pytest.mark.parametrize("p", [0.05, 0.5])
+def test_dropout_of_16_bits_has_not_the_bits_of_stocks(p: float) -> None:
+    """Why norms and gates before it are written in float32; a scale of 2 would do, but draws may be others on a GPU."""
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    dropped = []
+    for dtype in (FP32, BF16):
+        torch.manual_seed(0)
+        dropped.append(nn.functional.dropout(x.to(dtype), p).to(BF16))
+    assert torch.equal(*dropped) == (p == 0.5)
+
+
+def test_with_dropout_gate_and_up_are_summands_all_the_same(device: str) -> None:
+    counts = compare(model_of(device, lora_dropout=0.05), device)
+    assert (counts["glu_for_consumers"], counts["glu"], counts["lora_summands_4bit"]) == (1, 0, 2)
+
+
 def test_without_autocast_pefts_code_runs(device: str) -> None:
     near = lambda one, other: relative(one, other) < 1e-6  # noqa: E731 (gradients are added up in another order)
     assert compare(model_of(device), device, same=near, autocast=None)["lora_linear_4bit"] == 0

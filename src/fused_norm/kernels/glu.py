@@ -77,7 +77,7 @@ class Glu(Operator):
 
 
 class GluForConsumers(Glu):
-    """``glu`` with one or two consumers that cast its output to 16 bits: it is written in those, an alias for each.
+    """``glu`` in float32, written in ``dtype``, to which its consumers, one or two, cast it; an alias for each.
 
     A call that is trained returns as many tensors as there are consumers; one that is not, one. The backward adds up
     the consumers' gradients in float32, as autograd adds up those of casts.
@@ -102,12 +102,12 @@ class GluForConsumers(Glu):
         return wrong_choice("activation", activation, ACTIVATIONS)
 
     def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
-        gate, up, *added, _, _, dtype = arguments
-        expected = torch.float32 if added[0] is None else dtype
+        gate, up, *added, _, _, _ = arguments
+        expected = torch.float32 if added[0] is None else gate.dtype
         for name, tensor in zip(self.tensor_names, (gate, up, *added), strict=True):
             if tensor is not None and tensor.dtype != expected:  # a sum of gradients in 16 bits is rounded in stock
                 return f"{name} is {tensor.dtype} and not {expected}"
-        return None
+        return None if added[0] is None or expected.itemsize == 2 else f"summands are {expected}"
 
     def is_elementwise(self, *tensors: Any) -> bool:
         return True

@@ -242,7 +242,8 @@ def is_plain_in_4_bits(layer: Any) -> bool:
 def reads_in(layer: Any, dtype: torch.dtype) -> bool:
     """Return whether a LoRA layer's adapter reads a float32 input in ``dtype``, and in no other before, under autocast.
 
-    One of the other 16 bits has it rounded to those first, and dropout may draw other numbers for another dtype.
+    One of the other 16 bits has it rounded to those first. Dropout scales float32, which is rounded after that: a
+    product of rounded numbers has other bits, and on a GPU other numbers may be drawn for another dtype.
     """
     (name,) = layer.active_adapters
     weight, dropout = layer.lora_A[name].weight, layer.lora_dropout[name]
