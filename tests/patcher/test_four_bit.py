@@ -287,11 +287,19 @@ def test_compiled_layers_run_pefts_code(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part",
-    ["down_proj", "down_proj.base_layer", "down_proj.lora_A.default", "act_fn", "up_proj", "gate_proj.base_layer"],
+    ("part", "gates", "summands"),
+    [
+        ("down_proj", 1, 2),  # the product in float32
+        ("down_proj.base_layer", 1, 2),
+        ("down_proj.lora_A.default", 1, 2),
+        ("up_proj", 1, 1),
+        ("gate_proj.base_layer", 1, 1),
+        ("act_fn", 0, 0),
+    ],
 )
-def test_who_watches_what_reads_the_gated_product_sees_stocks_tensors(part: str, device: str) -> None:
-    """Behind a gate that is written in float32, as behind an activation that is called."""
+def test_who_watches_what_is_around_the_gated_product_sees_stocks_tensors(
+    part: str, gates: int, summands: int, device: str
+) -> None:
     seen: list[tuple[torch.dtype, torch.dtype]] = []
 
     def watched(model: Any) -> None:
@@ -300,8 +308,7 @@ def test_who_watches_what_reads_the_gated_product_sees_stocks_tensors(part: str,
         mlp.get_submodule(part).register_forward_hook(note)
 
     counts = compare(model_of(device), device, watched)
-    assert counts["glu_for_consumers"] == ("up_proj" in part or "gate_proj" in part)
-    assert counts["lora_summands_4bit"] == ("up_proj" in part or "gate_proj" in part)  # that of the other one
+    assert (counts["glu_for_consumers"], counts["lora_summands_4bit"]) == (gates, summands)
     assert len(set(seen)) == 1, seen
 
 
