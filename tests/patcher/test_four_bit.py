@@ -206,6 +206,39 @@ def without_adapter(model: Any) -> None:
     model.base_model.disable_adapter_layers()
 
 
+def with_a_state_dict(model: Any) -> None:
+    """Other factors, and codes; the state of the quantisation, which a linear does not load, stays."""
+    state = dict(model.state_dict())
+    for name, value in state.items():
+        if "lora_" in name:
+            state[name] = value + 0.1
+        elif value.dtype == torch.uint8 and name.endswith("base_layer.weight"):
+            state[name] = value ^ 0x11
+    assert not model.load_state_dict(state, strict=False).missing_keys
+
+
+def with_a_second_adapter(model: Any) -> None:
+    torch.manual_seed(10)
+    config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    model.add_adapter("second", config)
+    model.set_adapter("second")
+
+
+def merged(model: Any) -> None:
+    model.enable_input_require_grads()  # else there is nothing to differentiate
+    model.merge_adapter()
+
+
+def with_a_merge_taken_back(model: Any) -> None:
+    model.merge_adapter()
+    model.unmerge_adapter()
+
+
+def moved(model: Any) -> None:
+    device = next(model.parameters()).device
+    model.to("cpu").to(device)
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "another weight": (with_another_weight, 7),
     "codes written in place": (with_codes_written, 7),
@@ -214,12 +247,19 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
     "a bias": (with_bias, 7),
     "a bias in fp32": (with_wide_bias, 7),  # bitsandbytes casts it at the first call, for good
     "adapters switched off": (without_adapter, 0),
+    "a state dict loaded over it": (with_a_state_dict, 7),
+    "a second adapter": (with_a_second_adapter, 7),
+    "merged": (merged, 0),
+    "merged and unmerged": (with_a_merge_taken_back, 7),
+    "moved": (moved, 7),
     "another scale": (lambda model: first_layer(model).set_scale("default", 3), 7),
 }
 """Changes after the patch, and how many layers run as one operator then."""
 
 
-@pytest.mark.parametrize("case", marked_slow(CHANGES, "codes written in place", "a bias in fp32", "another scale"))
+@pytest.mark.parametrize(
+    "case", marked_slow(CHANGES, "codes written in place", "a bias in fp32", "another scale", "moved", "merged")
+)
 def test_what_changes_after_the_patch_is_seen_at_the_next_call(case: str, device: str) -> None:
     change, expected = CHANGES[case]
     assert compare(model_of(device), device, change)["lora_linear_4bit"] == expected
