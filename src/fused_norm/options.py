@@ -27,7 +27,7 @@ class Switch:
         kind: of the sites.
         what: is fused at such a site, in words.
         follows: the option whose value it takes when it is None; without one, None is on.
-        alone: it may be on where that option is off.
+        alone: it may be on if that option is off.
     """
 
     option: str
@@ -43,7 +43,7 @@ def _switch(kind: Kind, what: str, follows: str | None = None, *, alone: bool = 
 
 @dataclass(frozen=True)
 class FuseOptions:
-    """The options of ``apply_fused_norm``, checked when made.
+    """The options of ``apply_fused_norm``, checked on creation.
 
     Attributes:
         norms: fuse the RMSNorms that are not q or k norms. None is on.
@@ -128,7 +128,7 @@ class FuseOptions:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns of ``modules``; empty where it is a function or None."""
+        """The patterns of ``modules``; empty if it is a function or None."""
         if self.modules is None or callable(self.modules):
             return ()
         return (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
@@ -145,7 +145,7 @@ class FuseOptions:
         """Return whether ``modules`` admits the norm, attention, MLP or LoRA layer at ``path``.
 
         Raises:
-            TypeError: where it is a function that returns anything but True and False.
+            TypeError: if it is a function that returns anything but True and False.
         """
         if self.modules is None:
             return True
@@ -157,18 +157,18 @@ class FuseOptions:
         return any(fnmatchcase(path, pattern) for pattern in self.patterns)
 
     def casting_at(self, path: str) -> Casting | None:
-        """Return the casting that ``casting`` gives the norm at ``path``, None where it gives none.
+        """Return the casting that ``casting`` gives the norm at ``path``, None if it gives none.
 
         Raises:
-            ValueError: where it gives several.
+            ValueError: if it gives several.
         """
-        given = {casting for pattern, casting in (self.casting or {}).items() if fnmatchcase(path, pattern)}
-        if len(given) > 1:
-            raise ValueError(f"casting gives {path} several castings: {', '.join(sorted(given))}")
-        return next(iter(given), None)
+        castings = {casting for pattern, casting in (self.casting or {}).items() if fnmatchcase(path, pattern)}
+        if len(castings) > 1:
+            raise ValueError(f"casting gives {path} several castings: {', '.join(sorted(castings))}")
+        return next(iter(castings), None)
 
     def _decisive(self, kind: Kind) -> str:
-        """The option that decides for sites of this kind: their own, or the one it follows where that is None."""
+        """The option that decides for sites of this kind: their own, or the one it follows if that is None."""
         option = next(switch.option for switch in SWITCHES.values() if switch.kind == kind)
         while getattr(self, option) is None and (follows := SWITCHES[option].follows) is not None:
             option = follows
@@ -176,7 +176,7 @@ class FuseOptions:
 
 
 SWITCHES: Mapping[str, Switch] = MappingProxyType(
-    {one.name: Switch(one.name, **one.metadata) for one in fields(FuseOptions) if one.metadata}
+    {option.name: Switch(option.name, **option.metadata) for option in fields(FuseOptions) if option.metadata}
 )
 """The options that switch a kind of site, by name."""
 

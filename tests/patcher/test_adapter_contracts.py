@@ -84,7 +84,7 @@ def assert_same_bits(found: list[Tensor | None], expected: list[Tensor | None]) 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """What was logged about LoRA layers until now: the reasons."""
-    monkeypatch.setattr(fused_norm_module, "_explained", {})
+    monkeypatch.setattr(fused_norm_module, "_warned", {})
     return lambda: [one.partition(": ")[2] for one in caplog.messages if ABOUT_PEFT in one]
 
 
@@ -303,7 +303,7 @@ def test_what_other_code_has_put_on_a_part_of_a_layer_runs(part: str, seen: str,
         found = getattr(layer_of(model), part)
         SEEN[seen](found if isinstance(found, nn.Linear) else found["default"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_norm_module, "_explained", {})
+        patch.setattr(fused_norm_module, "_warned", {})
         _, found = step(fused, device)
     assert_same_bits(found, step(stock, device)[1])
 

@@ -179,7 +179,7 @@ def test_a_layer_has_pefts_bits_and_says_whether_it_is_fused(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fused_norm_module, "_explained", {})
+    monkeypatch.setattr(fused_norm_module, "_warned", {})
     config, change, autocast, is_fused = LAYERS[case]
     torch.manual_seed(0)
     base = nn.Sequential(make(64, 80))
@@ -262,7 +262,7 @@ def test_layers_run_fused_under_autocast_and_not_while_all_is_disabled(device: s
 def test_layers_that_come_after_the_patch_are_logged_and_fused_by_another_one(
     device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_norm_module, "_explained", {})
+    monkeypatch.setattr(fused_norm_module, "_warned", {})
     model = build("qwen3", seed=0, device=device).to(BF16)
     fused_norm.apply_fused_norm(model)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False))
@@ -352,7 +352,7 @@ def test_adapters_train_on_two_ranks(tmp_path: Path) -> None:
 def test_adapters_are_merged_switched_added_and_copied_as_in_stock(
     device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_norm_module, "_explained", {})
+    monkeypatch.setattr(fused_norm_module, "_warned", {})
     stock = adapted(device)
     fused, _ = fused_copy(stock)
     fused = pickle.loads(pickle.dumps(copy.deepcopy(fused)))

@@ -85,7 +85,7 @@ def test_a_part_of_a_layer_that_is_compiled_is_logged(device: str, caplog: pytes
 def test_a_layer_that_is_compiled_later_is_logged_when_it_is_traced_for_a_backward(
     level: Any, trains: bool, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recompute, "_explained", set())
+    monkeypatch.setattr(recompute, "_warned", set())
     model = build("llama", seed=0, device=device)
     fused_norm.apply_fused_norm(model, recompute=level)
     caplog.set_level(logging.WARNING, "fused_norm")

@@ -287,7 +287,7 @@ def test_every_linear_and_every_adapter_gets_the_output_that_is_its_own(names: s
 def test_adapters_that_came_after_the_patch_are_named_where_they_run_and_not_inside_disabled(
     device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_norm_module, "_explained", {})
+    monkeypatch.setattr(fused_norm_module, "_warned", {})
     model = fused_copy(made())
     peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q"], init_lora_weights=False), model)
     with fused_norm.disabled():

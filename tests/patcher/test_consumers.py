@@ -297,10 +297,17 @@ class ByAFunctionInside(Attention):
         return (lambda: self.q(x))() + self.k(x)
 
 
+class BehindADecorator(Attention):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) + self.k(x)
+
+
 @pytest.mark.parametrize(
     ("block", "consumers", "other"),
     [
         (ByLinears, ("q", "k", "k"), None),
+        (BehindADecorator, ("q", "k"), "a decorator from torch.utils._contextlib"),
         (ByAView, ("q",), "x.view"),
         (InALoop, (), "self.q(x)"),
         (WhereItMayBeAnother, (), "self.q(x)"),

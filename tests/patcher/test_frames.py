@@ -58,7 +58,7 @@ def explained(frames: Counter[str]) -> str:
     return "\n".join([f"{frames.total()} frames", *(f"{number} {frame}" for frame, number in frames.most_common())])
 
 
-@pytest.mark.parametrize(("model_type", "most"), [("qwen3", 66), ("llama", 69), ("gemma3_text", 75)])
+@pytest.mark.parametrize(("model_type", "most"), [("qwen3", 56), ("llama", 56), ("gemma3_text", 65)])
 def test_a_layer_that_has_run_before_takes_few_frames(model_type: str, most: int, device: str) -> None:
     """Eight of them are for the decorators that forwards have in some releases of transformers."""
     model = build(model_type, seed=0, device=device)
@@ -81,7 +81,7 @@ def test_a_lora_layer_that_has_run_before_takes_few_frames(device: str) -> None:
 
     run()
     frames = frames_of(model.model.layers[1].self_attn.q_proj, run)
-    assert 5 < frames.total() <= 15, explained(frames)
+    assert 5 < frames.total() <= 11, explained(frames)
 
 
 def test_a_norm_that_has_run_before_takes_few_frames(device: str) -> None:

@@ -91,6 +91,25 @@ def test_no_more_variants_are_made_than_are_worth_it(
     assert [found for found, _ in added] == [left for _, left in added[:most]] + [0] * (16 - most)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_stock_forward_gets_the_tensor_that_a_norm_returns_in_stock(
+    dtype: torch.dtype | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer passes the outputs of a norm to an attention that then runs its stock forward."""
+    monkeypatch.setattr(guard, "_MOST_VARIANTS", 0)
+    stock, fused = twins("qwen3", device)
+    monkeypatch.setattr(guard, "rewritten_forward", None)
+    heard: list[int] = []
+    fused.model.layers[0].self_attn.k_norm.register_forward_hook(lambda *_: heard.append(1))
+    ids, grads = tokens(device, batch=1, length=3), []
+    for model in (stock, fused):
+        with torch.autocast(device, torch.bfloat16, enabled=dtype is not None):
+            model(ids, use_cache=False).logits.float().sum().backward()
+        grads.append([parameter.grad for parameter in model.model.layers[0].self_attn.parameters()])
+    assert len(heard) == 1
+    assert all(relative(mine, theirs) < (1e-5 if dtype is None else 3e-2) for mine, theirs in zip(*grads, strict=True))
+
+
 class OneNorm(nn.Module):
     """A norm of a branch that is also the norm of the sum."""
 

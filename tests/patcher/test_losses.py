@@ -74,7 +74,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """What is logged, as if nothing had been before: each reason is logged once."""
-    monkeypatch.setattr(fused_norm_module, "_explained", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(fused_norm_module, "_warned", weakref.WeakKeyDictionary())
     caplog.set_level(logging.WARNING, "fused_norm")
     return caplog
 

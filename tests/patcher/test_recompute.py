@@ -107,7 +107,7 @@ def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, recomp
     assert all(torch.equal(one.grad, first[name]) for name, one in recomputing.named_parameters())
     del held, loss
     gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is recompute._Recomputed]
+    assert not [one for one in gc.get_objects() if type(one) is recompute._Recomputable]
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_evaluation_and_no_grad_recompute_nothing(device: str, monkeypatch: pyte
 def test_under_gradient_checkpointing_it_is_off_and_says_so(
     reentrant: bool, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recompute, "_explained", set())
+    monkeypatch.setattr(recompute, "_warned", set())
     plain, recomputing = pair("qwen3", device, dtype=torch.bfloat16)
     expected = step(plain, FEW)
     recomputing.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -170,7 +170,7 @@ def checkpointed_inside(around: str, device: str, recompute: bool) -> tuple[nn.M
 def test_a_checkpoint_inside_runs_as_often_and_keeps_as_little_as_without(
     around: str, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recompute, "_explained", set())
+    monkeypatch.setattr(recompute, "_warned", set())
     results, said = [], []
     for recomputes in (False, True):
         model, caller = checkpointed_inside(around, device, recomputes)
@@ -546,7 +546,7 @@ def test_an_output_is_made_anew_for_another_stream(device: str, monkeypatch: pyt
     (recomputed,) = {one for result in results for one in recomputed_in(result.grad_fn)}
     streams = iter([1, 2, 2])
     monkeypatch.setattr(recompute, "_current_stream", lambda: next(streams))
-    first, second, third = (recomputed.take((0, torch.float32)) for _ in range(3))
+    first, second, third = (recomputed.materialize((0, torch.float32)) for _ in range(3))
     assert first is not second
     assert second is third
 

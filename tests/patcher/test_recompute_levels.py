@@ -236,7 +236,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], bool]] = {
 def test_what_is_not_known_is_kept_and_named(
     change: str, device: str, products: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recompute, "_explained", set())
+    monkeypatch.setattr(recompute, "_warned", set())
     make, is_known = CHANGES[change]
     results = []
     for level in (False, "mlp"):

@@ -42,7 +42,7 @@ from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.fused_norm_module import is_disabled
 from fused_norm.patcher.lazy_logits import LazyLogits
 from fused_norm.patcher.losses import LossCall
-from fused_norm.patcher.recompute import _Recomputed
+from fused_norm.patcher.recompute import _Recomputable
 from fused_norm.patcher.recompute_linears import LinearOutputs
 
 from .planting import (
@@ -370,16 +370,14 @@ def _residual_before_rounding(call: Backward) -> Results:
     return call.results(dy=dys, x=x.float())
 
 
-def _last_reads_the_input(right: Any, memory: Any, found: tuple[Tensor, ...], *wanted: Any) -> Any:
-    *ys, y, s = found
-    return right((*ys, s.to(y.dtype), s) if ys else found, *wanted)
+def _last_reads_the_input(right: Any, memory: Any, ys: list[Tensor], dtype: Any, norm: Any, x: Tensor) -> Any:
+    return right([*ys[:-1], x.to(ys[-1].dtype)] if len(ys) > 1 else ys, dtype, norm, x)
 
 
-def _last_reads_the_norm_before(right: Any, memory: dict[str, Tensor], found: tuple[Tensor, ...], *wanted: Any) -> Any:
-    *ys, y, s = found
-    before = memory.get("y", y)
-    memory["y"] = y.detach()
-    return right((*ys, before, s) if ys and before.shape == y.shape else found, *wanted)
+def _last_reads_the_norm_before(right: Any, memory: dict[str, Tensor], ys: list[Tensor], *others: Any) -> Any:
+    before = memory.get("y", ys[-1])
+    memory["y"] = ys[-1].detach()
+    return right([*ys[:-1], before] if len(ys) > 1 and before.shape == ys[-1].shape else ys, *others)
 
 
 def _not_joined(right: Any, memory: Any, block: FusedBlock, norm: Any, x: Tensor, consumer: Any = None) -> Any:
@@ -593,8 +591,11 @@ _IN_RECOMPUTATION: tuple[tuple[str, Planting], ...] = (
     ("attention", _recomputes_as(attention="mlp")),  # attention keeps what its linears make, in silence
     ("no-linears", _recomputes_as(mlp=True, attention=True)),  # outputs of no linear are recomputed
     ("one-layer", replaced_by(fused_classes, "call_recomputing", _not_in_the_first_layer)),  # one layer keeps all
-    ("held", replaced_by(_Recomputed, "saved_as", _held_for_ever)),  # outputs that are recomputed are held as well
-    ("freed", replaced_by(_Recomputed, "take", _never_freed)),  # what was recomputed is never freed
+    (
+        "held",
+        replaced_by(_Recomputable, "recipe_for_view", _held_for_ever),
+    ),  # outputs that are recomputed are held as well
+    ("freed", replaced_by(_Recomputable, "materialize", _never_freed)),  # what was recomputed is never freed
     ("head", _real_logits),  # logits are real in silence
 )
 """Faults in what is recomputed, and in what a level of ``recompute`` saves, which changes no number."""
@@ -622,8 +623,8 @@ _IN_SUMS: tuple[tuple[Any, ...], ...] = (
 """Faults in the roundings of a sum of gradients of a norm that knows its consumers, as ``_IN_BACKWARDS``."""
 
 _AMONG_CONSUMERS: tuple[tuple[Any, ...], ...] = (
-    ("input", fused_block, "for_consumers", _last_reads_the_input),  # a linear reads the norm's input
-    ("neighbour", fused_block, "for_consumers", _last_reads_the_norm_before),  # a linear reads the norm before
+    ("input", fused_block, "NormOutputs", _last_reads_the_input),  # a linear reads the norm's input
+    ("neighbour", fused_block, "NormOutputs", _last_reads_the_norm_before),  # a linear reads the norm before
     ("detached", FusedBlock, "fused_norm_passthrough", _detached_input),  # the input that is handed on has no gradient
 )
 """Faults in who reads what: the name, the function and its owner, and what is called instead."""

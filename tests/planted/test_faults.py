@@ -70,7 +70,7 @@ def test_what_a_fault_replaces_is_there_and_comes_back(name):
     fault, model = FAULTS[name], torch.nn.Module()
     modules = adapters, fused_block, fused_classes, fused_norm_module, linear_inputs, losses, recompute
     classes = FusedAdapter, FusedBlock, FusedHead, LazyLogits, Projection, Recompute, torch.nn.Dropout
-    classes += recompute_linears, recompute_linears.LinearOutputs, recompute._Recomputed, losses.LossCall
+    classes += recompute_linears, recompute_linears.LinearOutputs, recompute._Recomputable, losses.LossCall
     owners = (*OPERATORS.values(), *modules, linear_cross_entropy, *classes)
     before = [dict(vars(owner)) for owner in owners]
     with fault.planted(model):

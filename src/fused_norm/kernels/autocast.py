@@ -7,6 +7,9 @@ import contextlib
 import torch
 from torch import Tensor
 
+is_any_autocast_on = torch._C._is_any_autocast_enabled
+"""Return whether autocast is on for any device: without a Python frame, for those that ask at each call."""
+
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast casts to on the device of ``x``; None if it is off, or the device has no autocast.

@@ -20,8 +20,8 @@ from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
 from .four_bit import packed_weight, why_unreadable
-from .fused_norm_module import explain, is_disabled, run_fused
-from .hooks import are_plain_calls, has_origin_forward, is_idle_dropout, replaced_forward, replaced_linear
+from .fused_norm_module import is_disabled, run_fused, warn_once
+from .hooks import are_plain_calls, is_idle_dropout, replaced_forward, replaced_linear
 
 _PEFTS = "PEFT's LoRA code"
 
@@ -74,7 +74,7 @@ class FusedAdapter(nn.Module):
     fused_norm_is_quantised: ClassVar[bool]
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the linear and add its adapter's output, by kernels where they compute what PEFT's layer does.
+        """Run the linear and add its adapter's output, by kernels if they compute what PEFT's layer does.
 
         ``x`` is [..., K], or an ``AdapterInput``; the result is [..., N].
         """
@@ -85,14 +85,15 @@ class FusedAdapter(nn.Module):
             x, own = given.x, given.own
         if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
             return self._in_stock(x, given, *args, **kwargs)
-        reason = replaced_linear() or why_stock(layer)
+        # The guard of the forward that passes an AdapterInput has asked.
+        reason = replaced_linear() or why_stock(layer) if given is None else None
         dtype = None if reason is not None else autocast_dtype(x)
         if reason is not None and not _adds_something(layer):
             reason = ""
         elif reason is None and dtype is None and self.fused_norm_is_quantised:
             reason = "its linear is quantised, and autocast is off"
         if reason is not None:
-            explain(self.fused_norm_origin, reason, _PEFTS)
+            warn_once(self.fused_norm_origin, reason, _PEFTS)
             return self._in_stock(x, given)
         (name,), parts = layer.active_adapters, layer._modules
         first, second = parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
@@ -104,7 +105,7 @@ class FusedAdapter(nn.Module):
             y_dtype = torch.promote_types((given and given.dtype) or x.dtype, dtype)
             if given is not None and given.y_dtype is not None:
                 y_dtype = given.y_dtype
-            weight = packed_weight(parts["base_layer"], x, dtype)
+            weight = packed_weight(parts["base_layer"], x, dtype, is_readable=given is not None)
             if not isinstance(weight, str):
                 if not is_idle_dropout(dropout):
                     dropped = dropout(self._cast_for_adapter(own, a.dtype))
@@ -116,7 +117,7 @@ class FusedAdapter(nn.Module):
                 if y is not None:
                     return y if is_sum else Summands(*y)
             else:
-                explain(self.fused_norm_origin, weight, "its linear by bitsandbytes' code")
+                warn_once(self.fused_norm_origin, weight, "its linear by bitsandbytes' code")
         base = parts["base_layer"](x)
         if given is not None and self.fused_norm_is_quantised:
             base = base.to(given.y_dtype or given.dtype or base.dtype)
@@ -131,7 +132,7 @@ class FusedAdapter(nn.Module):
             y, reason = run_fused(LORA_ADD, None, base, x, a, b, scale)
         if y is not None:
             return y
-        explain(self.fused_norm_origin, _SCALED if isinstance(scale, Tensor) else reason, _PEFTS)
+        warn_once(self.fused_norm_origin, _SCALED if isinstance(scale, Tensor) else reason, _PEFTS)
         added = second(first(x)) * scale
         if not self.fused_norm_is_quantised:
             return (base + added).to(base.dtype)
@@ -154,7 +155,7 @@ class FusedAdapter(nn.Module):
 def is_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear, fused or not; PEFT is not imported for it."""
     layers = sys.modules.get("peft.tuners.lora.layer")
-    origin = _origin_of(module)
+    origin = _original_class(module)
     # Older ones cast in their forward, and have no variants.
     return layers is not None and origin is layers.Linear and _is_recent(module)
 
@@ -162,7 +163,7 @@ def is_lora_layer(module: nn.Module) -> bool:
 def is_quantised_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear of bitsandbytes, fused or not."""
     layers = sys.modules.get("peft.tuners.lora.bnb")
-    origin = _origin_of(module)
+    origin = _original_class(module)
     found = any(origin is getattr(layers, name, None) for name in ("Linear4bit", "Linear8bitLt"))
     return found and _is_recent(module)
 
@@ -172,7 +173,7 @@ def name_of(cls: type) -> str:
     return f"lora.{cls.__name__}" if cls.__module__.startswith("peft.tuners.lora.") else cls.__name__
 
 
-def _origin_of(module: nn.Module) -> Any:
+def _original_class(module: nn.Module) -> Any:
     return module.fused_norm_origin if isinstance(module, FusedAdapter) else type(module)
 
 
@@ -185,8 +186,8 @@ def why_stock(layer: Any) -> str | None:
 
     Whether other code has replaced all linears is another question, ``replaced_linear``.
     """
-    is_known = isinstance(layer, FusedAdapter) and has_origin_forward(type(layer))
-    if reason := None if is_known else replaced_forward(_origin_of(layer)):
+    is_known = isinstance(layer, FusedAdapter) and are_plain_calls(inside=type(layer))
+    if reason := None if is_known else replaced_forward(_original_class(layer)):
         return reason
     own, parts, active = layer.__dict__, layer._modules, layer.active_adapters
     if own["_disable_adapters"] or own["merged_adapters"]:

@@ -12,7 +12,7 @@ from torch import nn
 from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
-from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
+from .class_swap import ClassChange, Fused, change_class, class_override_reason, original_class, stock_class
 from .patch_report import PatchReport, Site
 from .reached_code import no_code_changes
 from .survey import survey
@@ -91,12 +91,12 @@ def remove_fused_norm(model: nn.Module) -> int:
         The number of modules restored: 0 for a model that was never patched.
 
     Raises:
-        FusedNormError: where other code has built on a fused class (FSDP does, when it shards); nothing was restored.
+        FusedNormError: if other code has built on a fused class (FSDP does, when it shards); nothing was restored.
         TypeError: for a model that is no module.
     """
     _check_is_module(model)
     fused = [module for module in model.modules() if isinstance(module, Fused)]
-    _change([ClassChange(module, origin_of(module)) for module in fused])
+    _change([ClassChange(module, original_class(module)) for module in fused])
     return len(fused)
 
 
@@ -106,7 +106,7 @@ def _check_is_module(model: Any) -> None:
 
 
 def _check(model: nn.Module, report: PatchReport, expected: Sequence[_Expected]) -> None:
-    """Raise FusedNormError where nothing is fused, or a known family lacks a site."""
+    """Raise FusedNormError if nothing is fused, or a known family lacks a site."""
     if not report.fused:
         raise FusedNormError(f"nothing to fuse in {type(model).__name__}; pass strict=False to go on\n{report}")
     missing = [
@@ -124,14 +124,14 @@ def _check(model: nn.Module, report: PatchReport, expected: Sequence[_Expected])
 
 def _sites_of_others(model: nn.Module, sites: Sequence[Site], expected: Sequence[_Expected]) -> Iterator[Site]:
     """A row for every attention and MLP of a known family whose code others have replaced, so that nothing is fused."""
-    known = [site for site in sites if not site.in_helper]
-    found = {(site.kind, path) for site in known for path in accumulate(site.path.split("."), "{}.{}".format)}
+    own = [site for site in sites if not site.in_helper]
+    seen = {(site.kind, path) for site in own for path in accumulate(site.path.split("."), "{}.{}".format)}
     for _, path, kind, _, layers in expected:
-        if kind not in ("rope", "mlp") or path is None or (kind, path) in found:
+        if kind not in ("rope", "mlp") or path is None or (kind, path) in seen:
             continue
-        found.add((kind, path))
+        seen.add((kind, path))
         origin = stock_class(model.get_submodule(path))
-        reason = class_forward_replaced(origin)
+        reason = class_override_reason(origin)
         if reason is None and origin.__module__ != stock_class(layers[0]).__module__:
             reason = f"its class was replaced, by {origin.__module__}.{origin.__qualname__}"
         if reason is not None:
@@ -144,7 +144,7 @@ _Expected = tuple[str, str | None, Kind, Family, nn.ModuleList]
 def _expected_sites(model: nn.Module) -> Iterator[_Expected]:
     """Every site that the decoders of known families in ``model`` should have: its place, path, kind, family, layers.
 
-    A module that is shared is reported at the first of its places, which is the path; it is None where no module is.
+    A module that is shared is reported at the first of its places, which is the path; it is None if no module is.
     """
     modules = dict(model.named_modules())
     paths = {id(module): path for path, module in modules.items()}

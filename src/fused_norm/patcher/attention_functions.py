@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.autocast import autocast_dtype
+from ..kernels.autocast import autocast_dtype, is_any_autocast_on
 from ..kernels.operator import dispatch_modes, is_dynamo_compiling
 from .adapters import AdapterInput, is_plain_in_4_bits
 from .fused_norm_module import is_disabled
@@ -57,7 +57,7 @@ def read_dtype(
     Args:
         attention: the module.
         attend: the function ``attend(attention, q, k, value, mask, **further)`` that nothing but reads them.
-        cache: what would keep k, None where nothing does.
+        cache: what would keep k, None if nothing does.
         mask: of the attention.
         key: k before its rotation.
         value: the values; None if there are none yet.
@@ -66,7 +66,7 @@ def read_dtype(
     given = key if value is None else value
     if cache is not None or is_dynamo_compiling() or type(given) is not Tensor:
         return None
-    dtype = autocast_dtype(given)
+    dtype = autocast_dtype(given) if is_any_autocast_on() else None
     if dtype is None or dispatch_modes() or is_disabled() or function_mode():
         return None
     reader = _reader_of(attend, attend.__code__) if type(attend) is FunctionType else None
@@ -76,7 +76,7 @@ def read_dtype(
         if namespace[name] is not expected or getattr(expected, "__code__", None) is not code:
             return None
     if reader.use_gqa is None:
-        # It casts v where q is float32; transformers 4 asks for autocast on CUDA alone.
+        # It casts v if q is float32; transformers 4 asks for autocast on CUDA alone.
         casts = given.is_cuda and (value is None or value.dtype is dtype)
     else:
         # Gradients of repeated keys are summed in the dtype of k.
@@ -106,7 +106,7 @@ def for_values(attention: Any, linear: Any, x: Any, attend: Any, cache: Any, mas
 
 @lru_cache(maxsize=64)
 def _is_not_repeated(use_gqa: Callable[..., bool], key: int, value: int) -> bool:
-    """Return whether keys and values of such widths are not repeated where there is no mask."""
+    """Return whether keys and values of such widths are not repeated if there is no mask."""
     given = None, torch.empty(1, 1, 1, key), torch.empty(1, 1, 1, value)
     return use_gqa(*given[: len(inspect.signature(use_gqa).parameters)])
 

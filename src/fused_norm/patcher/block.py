@@ -12,15 +12,15 @@ from ..spec import Kind
 from .adapters import FusedAdapter, is_lora_layer, is_quantised_lora_layer, why_unfused
 from .class_swap import (
     ClassChange,
-    built_upon,
     change_to,
-    foreign_forward,
+    forward_override_reason,
+    has_derived_class,
     is_called_around,
     is_called_in_parallel,
     stock_class,
 )
 from .fused_block import FusedBlock
-from .hooks import are_plain_calls, has_hooks, has_origin_forward
+from .hooks import are_plain_calls, has_hooks
 from .linear_inputs import called_by
 from .norm_recognition import looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
@@ -72,34 +72,37 @@ class Block:
         path: its first one in the model.
         module: itself.
         origin: its class in the stock model.
-        owner: why a change of its class would not take effect, for other code has it; None where it would.
-        fixed: other code has built on its fused class.
+        override_reason: why a change of its class would have no effect, as other code replaced its forward; or None.
+        is_sealed: whether other code has derived a class from its fused one.
         sites: the rows of what may be fused in its forward.
         rewrites: the matches in its forward that are to be fused, added to by those that decide on them.
         consumers_row: the row on how its linears read a norm that is passed to it; None if no norm is.
-        layer: the row on its recomputing; None where it is no layer with something fused in it, or the option is off.
+        layer: the row on its recomputing; None if it is no layer with something fused in it, or the option is off.
     """
 
     def __init__(self, path: str, model: SurveyedModel) -> None:
         self.path, self.module = path, model.modules[path]
         self.origin: Any = stock_class(self.module)
-        self.owner = foreign_forward(self.module)
-        self.fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
+        self.override_reason = forward_override_reason(self.module)
+        self.is_sealed = isinstance(self.module, FusedBlock) and has_derived_class(self.module)
         self.sites: list[Site] = []
         self.rewrites: list[Rewrite] = []
         self.consumers_row: Site | None = None
         self.layer: Site | None = None
         self._model = model
-        self._done: tuple[Rewrite, ...] = ()
-        if isinstance(self.module, FusedBlock) and has_origin_forward(type(self.module)):
-            self._done = self.module.fused_norm_rewrites
+        self._applied: tuple[Rewrite, ...] = ()
+        if isinstance(self.module, FusedBlock) and are_plain_calls(inside=type(self.module)):
+            self._applied = self.module.fused_norm_rewrites
 
-    def done(self, pattern: str, index: int) -> tuple[str, ...] | None:
-        """The parts of a match that are fused now; None where it is not."""
-        return next((one.parts for one in self._done if (one.pattern, one.index) == (pattern, index)), None)
+    def applied_parts(self, pattern: str, index: int) -> tuple[str, ...] | None:
+        """The parts of a match that are fused now; None if it is not."""
+        for rewrite in self._applied:
+            if (rewrite.pattern, rewrite.index) == (pattern, index):
+                return rewrite.parts
+        return None
 
     def member(self, name: str) -> Any:
-        """An attribute, or with ``name.0`` a module in a list that is one; None where there is none."""
+        """An attribute, or with ``name.0`` a module in a list that is one; None if there is none."""
         return member_of(self.module, name)
 
     def child(self, name: str) -> Block | None:
@@ -115,8 +118,8 @@ class Block:
     def decide_consumers(self, index: int, linears: tuple[str, ...], obstacle: str | None) -> bool:
         """Decide whether the ``linears`` that read argument ``index`` get inputs of their own; it gets a row."""
         rewrite = Rewrite("inputs", index, linears)
-        reason = self.owner or obstacle
-        if self.fixed and self.done("inputs", index) is None:
+        reason = self.override_reason or obstacle
+        if self.is_sealed and self.applied_parts("inputs", index) is None:
             reason = reason or "other code has built on its class since that was patched"
         if not self._model.options.selects(self.path, self.module):
             reason = "not selected by modules"
@@ -133,11 +136,11 @@ class Block:
     def keep(self, reason: str, cause: Cause) -> None:
         """Leave its forward as it is, and say in its rows why."""
         self.rewrites = []
-        self.sites = [row.kept_for(reason, cause) for row in self.sites]
-        self.consumers_row = None if self.consumers_row is None else self.consumers_row.kept_for(reason, None)
+        self.sites = [row.skipped(reason, cause) for row in self.sites]
+        self.consumers_row = None if self.consumers_row is None else self.consumers_row.skipped(reason, None)
 
     def output_count(self, name: str) -> int:
-        """Return the number of tensors that a linear of this name will read as its input; 0 where it is not plain."""
+        """Return the number of tensors that a linear of this name will read as its input; 0 if it is not plain."""
         linear, adapter = self.member(name), FusedAdapter
         if is_lora_layer(linear) or is_quantised_lora_layer(linear):
             path = self._model.paths[id(linear)]
@@ -161,10 +164,10 @@ class Block:
         """The row of a site that takes in the norm of this name: fused unless something prevents it.
 
         It has the first path of a norm that several modules share. ``already``: it is fused now; ``option``: the kind
-        of sites whose option decides, where it is another one.
+        of sites whose option decides, if it is another one.
 
         Raises:
-            FusedNormError: where it is not to be fused any more and other code has built on the fused class.
+            FusedNormError: if it is not to be fused any more and other code has built on the fused class.
         """
         norm = self.member(name)
         path = self._model.paths[id(norm)]
@@ -172,13 +175,13 @@ class Block:
         site = self._model.norm_sites.get(path)
         if site is None:
             reason = f"its norm is wrapped in a {type(norm).__name__}, which is called as it is"
-            return row.kept_for(reason, "overridden")
+            return row.skipped(reason, "overridden")
         row = replace(row, spec=site.spec, replaced=site.replaced)
         if site.reason is not None:
-            return row.kept_for(f"its norm is kept: {site.reason}", site.cause)
+            return row.skipped(f"its norm is kept: {site.reason}", site.cause)
         called_around = is_called_around(norm) if kind in ("sandwich", "rope") else is_called_in_parallel(norm)
         if has_hooks(norm) or called_around:
-            return row.kept_for("hooks or other code stand on its norm", "overridden")
+            return row.skipped("hooks or other code stand on its norm", "overridden")
         return self._unless_prevented(row, option or kind, norm, already)
 
     def own_row(self, kind: Kind, already: bool) -> Site:
@@ -191,26 +194,26 @@ class Block:
 
     def _unless_prevented(self, row: Site, option: Kind, selected: nn.Module, already: bool) -> Site:
         """``row``, kept if other code has the module or the options leave the ``selected`` one out."""
-        if self.fixed and not already:
+        if self.is_sealed and not already:
             reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
-            return row.kept_for(reason, "overridden")
-        if self.owner is not None:
-            return row.kept_for(self.owner, "overridden")
+            return row.skipped(reason, "overridden")
+        if self.override_reason is not None:
+            return row.skipped(self.override_reason, "overridden")
         if unwanted := why_left_out(option, row.path, selected, self._model.options):
-            if self.fixed:
+            if self.is_sealed:
                 change_to(self.module, self.origin)
-            return row.kept_for(unwanted, "option")
+            return row.skipped(unwanted, "option")
         return row
 
 
 def why_left_out(kind: Kind, path: str, module: nn.Module, options: FuseOptions) -> str | None:
-    """The reason why the options leave a site of this kind out, that of the module at ``path``; None where it is in."""
+    """The reason why the options leave a site of this kind out, that of the module at ``path``; None if it is in."""
     if not options.wants(kind):
         return f"switched off: {options.because(kind)}"
     return None if options.selects(path, module) else "not selected by modules"
 
 
-def alike(one: Site, other: Site) -> bool:
+def alike(site: Site, other: Site) -> bool:
     """Return whether the norms of two sites compute the same but for their weights."""
-    specs = [row.spec and replace(row.spec, weighted=True) for row in (one, other)]
+    specs = [row.spec and replace(row.spec, weighted=True) for row in (site, other)]
     return specs[0] is not None and specs[0] == specs[1]

@@ -12,7 +12,7 @@ from torch import nn
 from ..spec import Kind
 from .activation_recognition import looks_like_activation
 from .block import Block, SurveyedModel
-from .class_swap import class_forward_replaced, fused_forward_replaced, stock_class
+from .class_swap import class_override_reason, fused_override_reason, stock_class
 from .fused_block import FusedBlock
 from .fused_classes import fused_block_class
 from .patch_report import Cause, Site
@@ -45,7 +45,7 @@ def plan_block(block: Block, model: SurveyedModel) -> bool:
     """
     module, rewrites, recompute = block.module, tuple(block.rewrites), block.recompute
     new = None
-    if block.owner is not None or block.fixed:
+    if block.override_reason is not None or block.is_sealed:
         if isinstance(module, FusedBlock) and module.fused_norm_recompute and not recompute:
             rewrites = module.fused_norm_rewrites
             new = fused_block_class(block.origin, rewrites) if rewrites else block.origin
@@ -55,11 +55,11 @@ def plan_block(block: Block, model: SurveyedModel) -> bool:
         except SourceError as error:
             block.keep(str(error), "unrecognised")
             return False
-        if owner := fused_forward_replaced(new):
+        if override := fused_override_reason(new):
             if block.layer is None or not recompute:
-                block.keep(owner, "overridden")
+                block.keep(override, "overridden")
                 return False
-            block.layer = block.layer.kept_for(owner, None)
+            block.layer = block.layer.skipped(override, None)
             return plan_block(block, model)
     elif isinstance(module, FusedBlock):  # another class is not from here
         new = block.origin
@@ -75,23 +75,23 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
     """
     replaced = isinstance(error, WrappedError)  # which is another's doing
     reason = None if error is None else str(error)
-    owner = block.owner or class_forward_replaced(block.origin) or (reason if replaced else None)
-    if owner is None and reason is None:
+    override = block.override_reason or class_override_reason(block.origin) or (reason if replaced else None)
+    if override is None and reason is None:
         return []
     module = block.module
-    rewrites = module.fused_norm_rewrites if owner and isinstance(module, FusedBlock) else ()
+    rewrites = module.fused_norm_rewrites if override and isinstance(module, FusedBlock) else ()
     fused = {rewrite.pattern for rewrite in rewrites}
-    heads = owner and any(block.holds_norm(name) for name in module._modules if QK_NAME.fullmatch(name))
-    own_names = replaced or not owner  # those of a forward that another has replaced tell nothing
+    heads = override and any(block.holds_norm(name) for name in module._modules if QK_NAME.fullmatch(name))
+    own_names = replaced or not override  # those of a forward that another has replaced tell nothing
     kinds: dict[Kind, object] = {
         "residual": is_layer,
         "rope": heads or fused & {"heads", "rotations"} or (own_names and _names_rotation(block.origin)),
         "mlp": "gates" in fused or (replaced and _names_activation(module)),
     }
-    known = {row.kind for row in rows}
-    row = partial(Site, block.path, module=block.origin.__name__, reason=owner or reason)
-    cause: Cause = "overridden" if owner else "unrecognised"
-    return [row(kind=kind, cause=cause) for kind, there in kinds.items() if there and kind not in known]
+    kinds_in_rows = {row.kind for row in rows}
+    row = partial(Site, block.path, module=block.origin.__name__, reason=override or reason)
+    cause: Cause = "overridden" if override else "unrecognised"
+    return [row(kind=kind, cause=cause) for kind, there in kinds.items() if there and kind not in kinds_in_rows]
 
 
 def may_rotate_or_gate(module: nn.Module) -> bool:
@@ -101,24 +101,24 @@ def may_rotate_or_gate(module: nn.Module) -> bool:
 
 def _names_rotation(origin: Any) -> bool:
     """Return whether a forward, or a method that it calls, uses the name of a rotary embedding of its file."""
-    methods = (one for one in helpers_of(origin).values() if one.is_method)
+    methods = (helper for helper in helpers_of(origin).values() if helper.is_method)
     return any(
-        ROTATION_NAME.search(name) and global_of(one, name) is not None
-        for one in (origin, *methods)
-        for name in names_in(one)
+        ROTATION_NAME.search(name) and global_of(forward, name) is not None
+        for forward in (origin, *methods)
+        for name in names_in(forward)
     )
 
 
 def _names_activation(module: nn.Module, *further: str) -> bool:
     """Return whether a module's forward uses the name of an activation that it holds, or of a function.
 
-    So it does where a method or a function that it calls does. ``further``: names that count too.
+    So it does if a method or a function that it calls does. ``further``: names that count too.
     """
     origin = stock_class(module)
     names = names_in(origin).union(*map(names_in, helpers_of(origin).values()))
     if any(map(ACTIVATION_FUNCTION.search, names)) or not names.isdisjoint(further):
         return True
     functions = (FunctionType, BuiltinFunctionType)
-    held: dict[str, Any] = {name: one for name, one in vars(module).items() if isinstance(one, functions)}
-    held |= {name: child for name, child in module._modules.items() if child is not None}
-    return any(name in names and looks_like_activation(name, one) for name, one in held.items())
+    members: dict[str, Any] = {name: f for name, f in vars(module).items() if isinstance(f, functions)}
+    members |= {name: child for name, child in module._modules.items() if child is not None}
+    return any(name in names and looks_like_activation(name, member) for name, member in members.items())

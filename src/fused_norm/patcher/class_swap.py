@@ -34,8 +34,8 @@ def fused_class(module: Fused) -> Any:
     return next(base for base in type(module).__mro__ if "fused_norm_origin" in vars(base))
 
 
-def class_forward_replaced(origin: type[nn.Module]) -> str | None:
-    """The reason, for a report, that other code has put its forward on a class; None where the class has its own."""
+def class_override_reason(origin: type[nn.Module]) -> str | None:
+    """The reason, for a report, that other code has put its forward on a class; None if the class has its own."""
     if origin.forward is nn.Module.forward:
         return None
     forward: Any = inspect.unwrap(origin.forward)
@@ -45,17 +45,17 @@ def class_forward_replaced(origin: type[nn.Module]) -> str | None:
     return f"its class's forward was replaced, by {place}"
 
 
-def fused_forward_replaced(fused: Any) -> str | None:
-    """The reason, for a report, that other code has put its forward on a fused class; None where it has its own."""
+def fused_override_reason(fused: Any) -> str | None:
+    """The reason, for a report, that other code has put its forward on a fused class; None if it has its own."""
     if fused.forward is fused.fused_norm_forward:
         return None
     return f"the forward of its fused class was replaced, by {name_of_function(fused.forward)}"
 
 
-def foreign_forward(module: nn.Module) -> str | None:
+def forward_override_reason(module: nn.Module) -> str | None:
     """The reason why a change of class would not take effect: other code has put a ``forward`` on this instance."""
-    if isinstance(module, Fused) and (owner := fused_forward_replaced(fused_class(module))):
-        return owner
+    if isinstance(module, Fused) and (override := fused_override_reason(fused_class(module))):
+        return override
     forward = vars(module).get("forward")
     if forward is None or _is_bound(forward, module):
         return None
@@ -86,15 +86,15 @@ class ClassChange:
 
 
 def change_to(module: nn.Module, new: type[nn.Module]) -> list[ClassChange]:
-    """The change that gives a module this class, where it has another one.
+    """The change that gives a module this class, if it has another one.
 
     Raises:
-        FusedNormError: where other code has built on its fused class.
+        FusedNormError: if other code has built on its fused class.
     """
     if isinstance(module, Fused):
         if fused_class(module) is new:
             return []
-        origin_of(module)  # raises there
+        original_class(module)  # raises there
     return [] if type(module) is new else [ClassChange(module, new)]
 
 
@@ -113,18 +113,18 @@ def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:
     return undo
 
 
-def built_upon(module: Fused) -> bool:
+def has_derived_class(module: Fused) -> bool:
     """Return whether other code has derived a class of its own from the fused one, as FSDP does when it shards."""
     return "fused_norm_origin" not in vars(type(module))
 
 
-def origin_of(module: Fused) -> type[nn.Module]:
+def original_class(module: Fused) -> type[nn.Module]:
     """The class that a fused instance had before.
 
     Raises:
-        FusedNormError: where other code has derived a class of its own from the fused one.
+        FusedNormError: if other code has derived a class of its own from the fused one.
     """
-    if built_upon(module):
+    if has_derived_class(module):
         bases = ", ".join(f"{base.__module__}.{base.__name__}" for base in type(module).__bases__)
         raise FusedNormError(
             f"{type(module).__name__} was derived from a fused class afterwards (its bases: {bases}); "

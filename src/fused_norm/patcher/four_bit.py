@@ -59,7 +59,9 @@ def _rounds_values_on_cpu() -> bool:
     )
 
 
-def packed_weight(linear: Any, x: Tensor, dtype: torch.dtype) -> tuple[PackedWeight, int] | str:
+def packed_weight(
+    linear: Any, x: Tensor, dtype: torch.dtype, *, is_readable: bool = False
+) -> tuple[PackedWeight, int] | str:
     """Return the weight of a ``Linear4bit``, and how many weights share a scale; or why its own code has to run.
 
     The reason is empty if it is not worth a log.
@@ -68,8 +70,9 @@ def packed_weight(linear: Any, x: Tensor, dtype: torch.dtype) -> tuple[PackedWei
         linear: any module.
         x: its input.
         dtype: of products.
+        is_readable: the caller knows that ``why_unreadable`` is None.
     """
-    reason = why_unreadable(linear)
+    reason = None if is_readable else why_unreadable(linear)
     if reason is not None:
         return reason
     weight = linear._parameters["weight"]

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.glu import GLU
-from ..kernels.norm import NORM_ADD, NORM_ADD_NORM, NORM_ADD_NORM_FOR_CONSUMERS, RMS_NORM_FOR_CONSUMERS
+from ..kernels.norm import (
+    ADD_RMS_NORM,
+    ADD_RMS_NORM_FOR_CONSUMERS,
+    NORM_ADD,
+    NORM_ADD_NORM,
+    NORM_ADD_NORM_FOR_CONSUMERS,
+    RMS_NORM_FOR_CONSUMERS,
+)
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
 from ..kernels.reference import written
 from ..kernels.sharded import is_plain
@@ -22,15 +29,15 @@ from ..options import RecomputeLevel
 from .activation_recognition import Formula
 from .attention_functions import for_values, read_dtype
 from .fused_norm_module import (
-    explain,
     is_disabled,
-    norm_of_sum,
+    norm_after_add,
     run_fused,
     spec_and_weights,
+    warn_once,
 )
 from .gated_linear import fused_norm_gated
 from .hooks import is_idle_dropout
-from .linear_inputs import ConsumerSpec, consumer_spec, for_consumers, fused_norm_inputs
+from .linear_inputs import ConsumerSpec, NormOutputs, consumer_spec, fused_norm_inputs
 from .rewrite import Rewrite
 from .rotation_recognition import Rotation, full_cos_sin, name_of
 
@@ -66,14 +73,19 @@ class FusedBlock(nn.Module):
             branch = inner(branch)
         if type(scale) not in (float, int):
             branch, scale = branch * scale, 1.0
-        consumers = None
-        if consumer is not None:
-            consumers = consumer_spec(consumer, branch, residual, spec_and_weights(norm)[1])
-        outputs = norm_of_sum(norm, branch, residual, scale, consumers)
-        return outputs if consumers is None else for_consumers(outputs, consumers, norm)
+        spec, weight = spec_and_weights(norm)
+        consumers = None if consumer is None else consumer_spec(consumer, branch, residual, weight)
+        if consumers is None:
+            outputs, reason = run_fused(ADD_RMS_NORM, spec, branch, residual, weight, None, scale)
+            return outputs if reason is None else norm_after_add(norm, branch, residual, scale, reason)
+        outputs, reason = run_fused(ADD_RMS_NORM_FOR_CONSUMERS, spec, branch, residual, weight, scale, *consumers)
+        if reason is not None:
+            return norm_after_add(norm, branch, residual, scale, reason)
+        *tensors, s = outputs
+        return NormOutputs(tensors, consumers.dtype, norm, s), s
 
     def fused_norm_add_by_call(self, norm: Any, residual: Any, branch: Any, *, scale: Any = 1.0) -> tuple[Any, Any]:
-        """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm (``takes_residual``)."""
+        """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm."""
         if type(scale) not in (float, int):
             branch, scale = branch * scale, 1.0
         return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
@@ -82,10 +94,11 @@ class FusedBlock(nn.Module):
         """Return ``(norm(x), x)``, for ``consumer`` the norm's outputs; the gradient of this x joins the norm's."""
         if not torch.compiler.is_compiling():
             spec, weight = spec_and_weights(norm)
-            consumers = (None if consumer is None else consumer_spec(consumer, x, weight)) or ConsumerSpec()
-            outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, spec, x, weight, *consumers)
+            consumers = None if consumer is None else consumer_spec(consumer, x, weight)
+            outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, spec, x, weight, *(consumers or ConsumerSpec()))
             if reason is None:
-                return for_consumers(outputs, consumers, norm)
+                *tensors, x = outputs
+                return tensors[0] if consumers is None else NormOutputs(tensors, consumers.dtype, norm, x), x
         return norm(x), x
 
     fused_norm_inputs = fused_norm_inputs
@@ -95,14 +108,14 @@ class FusedBlock(nn.Module):
         if dropout is not None and not is_idle_dropout(dropout):
             return residual + dropout(inner(branch))
         spec, weight = spec_and_weights(inner)
-        found, reason = run_fused(NORM_ADD, spec, branch, residual, weight)
-        return found if reason is None else residual + inner(branch)
+        outputs, reason = run_fused(NORM_ADD, spec, branch, residual, weight)
+        return outputs if reason is None else residual + inner(branch)
 
     def fused_norm_pair(self, q_norm: Any, k_norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
         """``q_norm(q), k_norm(k)``."""
         spec, *weights = spec_and_weights(q_norm, k_norm)
-        found, reason = run_fused(QK_NORM, spec, q, k, *weights, None, None, 1, None)
-        return found if reason is None else (q_norm(q), k_norm(k))
+        outputs, reason = run_fused(QK_NORM, spec, q, k, *weights, None, None, 1, None)
+        return outputs if reason is None else (q_norm(q), k_norm(k))
 
     fused_norm_read_dtype = read_dtype
 
@@ -126,7 +139,7 @@ class FusedBlock(nn.Module):
         tensors, heads_dim = (q, k, *weights), named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
             if rotation.angles is full_cos_sin and not rotation.tokens_first and rotation.is_now(rotate):
-                found, reason = run_fused(
+                outputs, reason = run_fused(
                     QK_NORM,
                     spec,
                     *tensors,
@@ -138,9 +151,9 @@ class FusedBlock(nn.Module):
                     unless=rotation.unlike_qk_norm,
                 )
                 if reason is None:
-                    return found
-        found, reason = run_fused(QK_NORM, spec, *tensors, None, None, 1, None)
-        q, k = found if reason is None else (q_norm(q), k_norm(k))
+                    return outputs
+        outputs, reason = run_fused(QK_NORM, spec, *tensors, None, None, 1, None)
+        q, k = outputs if reason is None else (q_norm(q), k_norm(k))
         return self.fused_norm_rope(rotate, q, k, cos, sin, dtype=dtype, **named)
 
     def fused_norm_rope(
@@ -154,7 +167,7 @@ class FusedBlock(nn.Module):
         dtype: torch.dtype | None = None,
         **named: Any,
     ) -> tuple[Any, Any]:
-        """``rotate(q, k, cos, sin, *further)``; in ``dtype``, if given, where that would be float32."""
+        """``rotate(q, k, cos, sin, *further)``; in ``dtype``, if given, in place of float32."""
         rotated = self._rotated(rotate, (q, k), (cos, sin, *further), named, dtype)
         return _written(rotate(q, k, cos, sin, *further, **named), dtype) if rotated is None else rotated
 
@@ -166,7 +179,7 @@ class FusedBlock(nn.Module):
     def _rotated(
         self, rotate: Any, heads: tuple[Any, Any], angles: tuple[Any, ...], named: dict[str, Any], dtype: Any
     ) -> tuple[Tensor, Tensor | None] | None:
-        """q and k rotated by the kernel; None where it may not take them.
+        """q and k rotated by the kernel; None if it may not take them.
 
         ``angles``: cos, sin, and what tells more of them.
         """
@@ -180,7 +193,7 @@ class FusedBlock(nn.Module):
         if rotation.angles is not full_cos_sin and not is_disabled() and isinstance(q, Tensor) and runs_kernels_on(q):
             if not all(map(is_plain, (q, cos, sin))):
                 what = f"{name_of(rotation.function)} is called with tensors of other kinds than the kernel takes"
-                explain(self.fused_norm_origin, what)
+                warn_once(self.fused_norm_origin, what)
                 return None
             cos, sin = rotation.angles(cos, *further), rotation.angles(sin, *further)
         heads_dim = named.get("unsqueeze_dim", 1)
@@ -191,36 +204,36 @@ class FusedBlock(nn.Module):
             (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
         )
         options = heads_dim, single, dtype
-        found, reason = run_fused(
+        outputs, reason = run_fused(
             ROPE, None, *heads, cos, sin, *options, programs=rotation.programs, unless=rotation.unlike_rope
         )
         if reason is not None:
-            explain(self.fused_norm_origin, reason)
-        if found is None or not rotation.tokens_first:
-            return found
-        return _like(found[0], q), None if k is None else _like(found[1], k)
+            warn_once(self.fused_norm_origin, reason)
+        if outputs is None or not rotation.tokens_first:
+            return outputs
+        return _like(outputs[0], q), None if k is None else _like(outputs[1], k)
 
     def fused_norm_gate(self, activation: Formula, act: Any, *, gate: Any, up: Any) -> Any:
         """``act(gate) * up``; ``activation`` is the formula of ``act``."""
-        found, reason = run_fused(GLU, None, gate, up, activation)
+        outputs, reason = run_fused(GLU, None, gate, up, activation)
         if reason is None:
-            return found
-        explain(self.fused_norm_origin, reason)
+            return outputs
+        warn_once(self.fused_norm_origin, reason)
         return act(gate) * up
 
     fused_norm_gated = fused_norm_gated
 
     def fused_norm_gate_packed(self, activation: Formula, act: Any, packed: Any) -> Any:
         """``act(gate) * up`` of the two halves of a tensor; ``activation`` is the formula of ``act``."""
-        found, reason = run_fused(GLU, None, packed, None, activation)
+        outputs, reason = run_fused(GLU, None, packed, None, activation)
         if reason is None:
-            return found
-        explain(self.fused_norm_origin, reason)
+            return outputs
+        warn_once(self.fused_norm_origin, reason)
         gate, up = packed.chunk(2, dim=-1)
         return act(gate) * up
 
 
-def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) -> tuple[Tensor, Tensor] | None:
+def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) -> tuple[Any, Tensor] | None:
     spec, *weights = spec_and_weights(inner, norm)
     if spec is None:
         return None
@@ -229,14 +242,15 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) 
     if consumers is not None:
         outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, spec, *arguments, *consumers)
         if reason is None:
-            return for_consumers(outputs, consumers, norm)
+            *tensors, s = outputs
+            return NormOutputs(tensors, consumers.dtype, norm, s), s
     outputs, _ = run_fused(NORM_ADD_NORM, spec, *arguments)
     return outputs
 
 
 def _written(rotated: Any, dtype: torch.dtype | None) -> Any:
     """Cast what stock code has rotated from float32 to ``dtype``, if that is given."""
-    return rotated if dtype is None else tuple([written(one, dtype) for one in rotated])
+    return rotated if dtype is None else tuple([written(x, dtype) for x in rotated])
 
 
 def _with_batch(x: Any, without: int) -> Any:
@@ -244,6 +258,6 @@ def _with_batch(x: Any, without: int) -> Any:
     return x.unsqueeze(0) if isinstance(x, Tensor) and x.dim() == without else x
 
 
-def _like(x: Tensor, given: Tensor) -> Tensor:
-    """``x`` without the dimension of the batch that ``given`` had not."""
-    return x if x.dim() == given.dim() else x.squeeze(0)
+def _like(x: Tensor, other: Tensor) -> Tensor:
+    """``x`` without the dimension of the batch if ``other`` has none."""
+    return x if x.dim() == other.dim() else x.squeeze(0)

@@ -18,7 +18,7 @@ from .adapters import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm
 from .guard import guarded_forward
-from .hooks import has_origin_forward
+from .hooks import are_plain_calls
 from .losses import FusedHead, FusedLoss, fused_forward
 from .patterns import linears_of, rotations_of
 from .recompute import call_recomputing
@@ -36,7 +36,7 @@ class _NoHubKernel:
 def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str, replaced: Casting | None = None) -> type[nn.Module]:
     """The fused class for norms of class ``origin`` that compute ``spec``, with eps in the attribute ``eps_name``.
 
-    ``replaced``: the casting of ``origin``, where that of ``spec`` is another one.
+    ``replaced``: the casting of ``origin``, if that of ``spec`` is another one.
     """
     made_by = fused_norm_class, spec, eps_name, replaced
     return _known(origin, made_by) or _derive(
@@ -57,7 +57,7 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
     what linears return (``recompute.py``).
 
     Raises:
-        SourceError: where the forward cannot be rewritten.
+        SourceError: if the forward cannot be rewritten.
     """
     made_by = fused_block_class, rewrites, recompute
     rotations = rotations_of(origin, rewrites) if rewrites else ()
@@ -117,10 +117,10 @@ def _known(origin: Any, made_by: tuple[Any, ...], **members: Any) -> Any:
 
     It lives as long as an instance does: the list of a class's subclasses does not hold them.
     """
-    wanted = {"fused_norm_made_by": made_by, **members}
-    for one in origin.__subclasses__():
-        if all(vars(one).get(name) == value for name, value in wanted.items()) and has_origin_forward(one):
-            return one
+    members = {"fused_norm_made_by": made_by, **members}
+    for derived in origin.__subclasses__():
+        if all(vars(derived).get(name) == value for name, value in members.items()) and are_plain_calls(inside=derived):
+            return derived
     return None
 
 
@@ -132,7 +132,7 @@ def _derive(base: type, origin: Any, made_by: tuple[Any, ...], **members: Any) -
         constructor, values, *state = origin.__reduce_ex__(self, protocol)
         if not values or values[0] is not derived:  # a subclass made by others (FSDP's) pickles in its own way
             return constructor, values, *state
-        if not has_origin_forward(derived):  # what runs is the forward that the class has now
+        if not are_plain_calls(inside=derived):  # what runs is the forward that the class has now
             return constructor, (origin, *values[1:]), *state
         return _rebuild, (make, origin, arguments), *state
 

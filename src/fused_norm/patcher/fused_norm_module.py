@@ -1,7 +1,7 @@
 """The forward of fused norms, and the switch that turns all fusing off.
 
 Every call checks first that the kernels may take it. Where they may not, it runs the stock code of the norm's own
-class, so a patched model can do all that it could before; or PyTorch's operators, where options replace its rounding.
+class, so a patched model can do all that it could before; or PyTorch's operators, if options replace its rounding.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..kernels import reference
 from ..kernels.arguments import wrong_eps
 from ..kernels.autocast import autocast_dtype
 from ..kernels.gated_rms_norm import GATED_RMS_NORM
-from ..kernels.norm import ADD_RMS_NORM, ADD_RMS_NORM_FOR_CONSUMERS, RMS_NORM
+from ..kernels.norm import ADD_RMS_NORM, RMS_NORM
 from ..kernels.operator import Operator, norm_spec
 from ..kernels.program import Programs
 from ..spec import Casting, GatedNormSpec, NormSpec
 from . import hooks
-from .hooks import has_hooks, has_origin_forward
+from .hooks import are_plain_calls
 from .running_code import RunningCode
 
 logger = logging.getLogger("fused_norm")
 
 _disabled_depth = 0
 _disabled_lock = threading.Lock()
-_explained: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -84,36 +84,28 @@ class FusedNorm(nn.Module):
             scale: what it is multiplied by before.
             named: x under the stock parameter's name.
         """
-        if not has_origin_forward(type(self)):
-            given = (x, residual) if residual is not None else (x,) if x is not None else ()
-            return self.fused_norm_origin.forward(self, *given, **named)
+        if not are_plain_calls(inside=type(self)):
+            args = (x, residual) if residual is not None else (x,) if x is not None else ()
+            return self.fused_norm_origin.forward(self, *args, **named)
         if named:
             (x,) = named.values()
-        if residual is not None:
-            return norm_of_sum(self, x, residual, scale)
         spec, weight = spec_and_weights(self)
+        if residual is not None:
+            outputs, reason = run_fused(ADD_RMS_NORM, spec, x, residual, weight, None, scale)
+            return outputs if reason is None else norm_after_add(self, x, residual, scale, reason)
         y, reason = run_fused(RMS_NORM, spec, x, weight, None)
         return y if reason is None else _without_kernel(self, spec, x, weight, reason)
 
 
-def norm_of_sum(norm: FusedNorm, x: Any, residual: Any, scale: float = 1.0, consumers: Any = None) -> tuple[Any, ...]:
-    """``(norm(s), s)`` of ``s = residual + scale * x``, for a norm whose class stands for what runs in stock.
-
-    ``consumers``: the spec that ``consumer_spec`` returns; if there is one, an output for each consumer precedes s.
-    """
+def norm_after_add(norm: FusedNorm, x: Any, residual: Any, scale: float, reason: str) -> tuple[Any, Any]:
+    """Return ``(norm(s), s)`` of ``s = residual + scale * x`` if no kernel adds, for this ``reason``."""
     spec, weight = spec_and_weights(norm)
-    if consumers is None:
-        found, no_add = run_fused(ADD_RMS_NORM, spec, x, residual, weight, None, scale)
-    else:
-        found, no_add = run_fused(ADD_RMS_NORM_FOR_CONSUMERS, spec, x, residual, weight, scale, *consumers)
-    if no_add is None:
-        return found
-    total = residual + scaled(x, scale)
+    total = residual + (x if scale == 1.0 else x * scale)
     y, no_norm = run_fused(RMS_NORM, spec, total, weight, None)
     if no_norm is not None:
         y = _without_kernel(norm, spec, total, weight, no_norm)
     else:
-        explain(norm.fused_norm_origin, no_add, "PyTorch's add")
+        warn_once(norm.fused_norm_origin, reason, "PyTorch's add")
     return y, total
 
 
@@ -127,9 +119,9 @@ class FusedGatedNorm(FusedNorm):
 
         ``named``: x under the stock parameter's name.
         """
-        if not has_origin_forward(type(self)):
-            given = {"gate": gate} if gate is not None else {}
-            return self.fused_norm_origin.forward(self, *(() if x is None else (x,)), **given, **named)
+        if not are_plain_calls(inside=type(self)):
+            gates = {"gate": gate} if gate is not None else {}
+            return self.fused_norm_origin.forward(self, *(() if x is None else (x,)), **gates, **named)
         if named:
             (x,) = named.values()
         if gate is None:
@@ -141,19 +133,19 @@ class FusedGatedNorm(FusedNorm):
         else:
             options = how.activation, how.norm_before_gate, how.groups
             spec, weight = spec_and_weights(self)
-            found, reason = run_fused(GATED_RMS_NORM, spec, x, gate, weight, *options)
+            outputs, reason = run_fused(GATED_RMS_NORM, spec, x, gate, weight, *options)
             if reason is None:
-                return found
-        explain(self.fused_norm_origin, reason)
+                return outputs
+        warn_once(self.fused_norm_origin, reason)
         return self.fused_norm_origin.forward(self, x, gate)
 
 
 def _without_kernel(norm: FusedNorm, spec: NormSpec | None, x: Any, weight: Any, reason: str) -> Any:
-    """The norm by its stock code, or by PyTorch's operators where options replace its rounding points."""
+    """The norm by its stock code, or by PyTorch's operators if options replace its rounding points."""
     if norm.fused_norm_replaced is None or spec is None or is_disabled():
-        explain(norm.fused_norm_origin, reason)
+        warn_once(norm.fused_norm_origin, reason)
         return norm.fused_norm_origin.forward(norm, x)
-    explain(norm.fused_norm_origin, reason, "PyTorch's operators")
+    warn_once(norm.fused_norm_origin, reason, "PyTorch's operators")
     return reference.rms_norm(spec, x, weight)
 
 
@@ -182,22 +174,6 @@ def spec_and_weights(*norms: FusedNorm) -> tuple[Any, ...]:
     ):
         first = None
     return first, *weights
-
-
-def scaled(branch: Any, scale: float) -> Any:
-    """``scale * branch``; the branch itself where ``scale`` is 1."""
-    return branch if scale == 1.0 else branch * scale
-
-
-def takes_residual(norm: Any) -> bool:
-    """Return whether ``norm(x, residual)`` reaches the forward of a fused norm, and no hook would see the residual."""
-    if not isinstance(norm, FusedNorm) or has_hooks(norm) or type(norm).forward is not FusedNorm.forward:
-        return False
-    if not has_origin_forward(type(norm)):
-        return False
-    own = norm.__dict__
-    forward = own["_old_forward"] if "_old_forward" in own else own.get("forward")  # accelerate calls the former
-    return forward is None or getattr(forward, "__func__", None) is FusedNorm.forward
 
 
 def run_fused(
@@ -243,11 +219,11 @@ def _without_numbers(reason: str) -> str:
     return re.sub(r"\([\d, ]*\)|\d+", "", reason)
 
 
-def explain(origin: type[nn.Module], reason: str | None, what: str = "its stock code") -> None:
+def warn_once(origin: type[nn.Module], reason: str | None, what: str = "its stock code") -> None:
     """Log, once for each class and sort of reason, why a norm runs ``what`` and no kernel; nothing for no reason."""
     if not reason or torch.compiler.is_compiling():
         return
     sort = _without_numbers(reason)
-    if sort not in _explained.setdefault(origin, set()):
-        _explained[origin].add(sort)
+    if sort not in _warned.setdefault(origin, set()):
+        _warned[origin].add(sort)
         logger.warning("%s runs %s: %s", origin.__name__, what, reason)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .fused_norm_module import FusedNorm, takes_residual
-from .hooks import are_plain_calls, has_origin_forward, replaced_linear
-from .linear_inputs import called_by, explain_consumers, taking_tensors
+from .fused_norm_module import FusedNorm
+from .hooks import are_plain_calls, has_hooks, replaced_linear
+from .linear_inputs import called_by, taking_tensors, warn_about_consumers
 from .patterns import bypassed_by, linears_of, rewrites_around, rewritten_forward
 from .patterns.calls import Called
 from .rewrite import Rewrite
@@ -28,7 +28,7 @@ logger = logging.getLogger("fused_norm")
 Forward = Callable[..., Any]
 
 _MOST_VARIANTS = 8
-"""Forwards of a class for calls that other code sees; where more would be needed, the stock one runs."""
+"""Forwards of a class for calls that other code sees; if more would be needed, the stock one runs."""
 
 
 def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable[[Forward], Forward]) -> Forward:
@@ -39,27 +39,25 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
     ``finish``: what is done with each rewritten forward.
 
     Raises:
-        SourceError: where the forward cannot be rewritten.
+        SourceError: if the forward cannot be rewritten.
     """
-    stock: Any = origin.forward
-    if linears_of(rewrites):
-        stock = taking_tensors(stock)
-    norms, consumers, found = bypassed_by(origin, rewrites) if rewrites else ([], [], [])
-    activations = [(act.name, _look_up(origin, act), activation) for act, activation in found]
+    stock: Any = taking_tensors(origin.forward) if linears_of(rewrites) else origin.forward
+    norms, consumers, bypassed = bypassed_by(origin, rewrites) if rewrites else ([], [], [])
+    activations = [(act.name, _look_up(origin, act), activation) for act, activation in bypassed]
     straight = finish(rewritten_forward(origin, rewrites) if rewrites else stock)
     variants: dict[frozenset[tuple[str, bool]], Forward] = {frozenset(): straight}
 
     def other(self: Any, asked: dict[str, list[Any] | None]) -> Forward:
         """The forward for a module that the straight one is not for, as other code sees calls inside."""
-        if not has_origin_forward(type(self)):
+        if not are_plain_calls(inside=type(self)):
             return taking_tensors(origin.forward) if linears_of(rewrites) else origin.forward
         if torch.compiler.is_compiling():
-            return stock
+            return origin.forward
         names = [name for name, called in asked.items() if called is None or not are_plain_calls(*called)]
         for name in names:
             if name in consumers:
-                explain_consumers(self._modules.get(name))
-        seen = {name: takes_residual(member_of(self, name)) for name in names}
+                warn_about_consumers(self._modules.get(name))
+        seen = {name: _takes_residual(member_of(self, name)) for name in names}
         key = frozenset(seen.items())
         if key not in variants:
             if len(variants) > _MOST_VARIANTS:
@@ -98,18 +96,33 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
     return forward
 
 
+def _takes_residual(norm: Any) -> bool:
+    """Return whether ``norm(x, residual)`` reaches the forward of a fused norm, though other code may stand before it.
+
+    That is accelerate, which calls the forward that it has kept; a hook would see the residual.
+    """
+    if not isinstance(norm, FusedNorm) or has_hooks(norm) or type(norm).forward is not FusedNorm.forward:
+        return False
+    own = norm.__dict__
+    forward = own["_old_forward"] if "_old_forward" in own else own.get("forward")
+    is_reached = forward is None or getattr(forward, "__func__", None) is FusedNorm.forward
+    return is_reached and are_plain_calls(inside=type(norm))
+
+
 def _called_in(block: Any) -> list[nn.Module] | None:
     """The block and the modules by which its linears read a norm, if their calls are plain; None if they are others."""
     fused: Any = type(block)  # a wrapper may forward the attributes of what is inside
     linears = getattr(fused, "fused_norm_linears", ())
     if not linears or fused.forward is not fused.fused_norm_forward:
         return None
-    called = called_by(map(block._modules.get, linears))
+    called: list[Any] | None = list(map(block._modules.get, linears))
+    if called is not None and set(map(type, called)) != {nn.Linear}:
+        called = called_by(called)
     return None if called is None else [block, *called]
 
 
 def _look_up(origin: Any, act: Called) -> Callable[[nn.Module], Any]:
     """The function that looks an activation up in a module, or among the globals of the class's forward."""
-    held, _, number = act.name.partition(".")
-    source = act.name if act.is_function else f"self.{held}" + (f"[{number}]" if number else "")
+    name, _, number = act.name.partition(".")
+    source = act.name if act.is_function else f"self.{name}" + (f"[{number}]" if number else "")
     return eval(f"lambda self: {source}", namespace_of(origin))

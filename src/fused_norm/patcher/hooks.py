@@ -45,21 +45,13 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def has_origin_forward(fused: Any) -> bool:
-    """Return whether a fused class stands for what runs in stock: no code has put another forward on its origin.
-
-    Nor has any put other code into that forward, as ``%autoreload`` does.
-    """
-    forward, running = fused.fused_norm_origin.forward, fused.fused_norm_origin_code
-    return forward is fused.fused_norm_origin_forward and running.is_in(forward)
-
-
 def are_plain_calls(*modules: Any, inside: Any = None) -> bool:
-    """Return whether calls of modules run the forwards of their classes, and neither a hook nor a wrapper beside them.
+    """Return whether calls of modules run the forwards of their classes, and no hook or wrapper sees them.
 
-    A module of a fused class has to stand for what runs in stock.
+    A fused class among theirs has to stand for what runs in stock: no code has put another forward on its origin since,
+    nor other code into that forward, as ``%autoreload`` does.
 
-    ``inside``: a fused class that has to stand for what runs in stock, too.
+    ``inside``: a fused class of which that is asked too; without modules of it alone.
     """
     if modules and (
         _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks
@@ -131,8 +123,8 @@ def replaced_linear() -> str | None:
 def is_genuine(cls: Any) -> bool:
     """Return whether a class has the forward that stands in its own source, with no function around it."""
     forward = cls.forward
-    known = _GENUINE.get(cls)
-    if known is not None and forward is known[0] and forward.__code__ is known[1]:
+    genuine = _GENUINE.get(cls)
+    if genuine is not None and forward is genuine[0] and forward.__code__ is genuine[1]:
         return True
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     return (

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Linear, Parameter
 
-from ..kernels.autocast import autocast_dtype, set_autocast
+from ..kernels.autocast import autocast_dtype, is_any_autocast_on, set_autocast
 from ..kernels.triton.memory import norm_dtype
 from ..kernels.triton.norm_backward import MOST_CONSUMERS
 from .adapters import AdapterInput, FusedAdapter, is_lora_layer, reads_in, why_stock, why_unfused
 from .four_bit import why_unreadable
-from .fused_norm_module import explain, is_disabled, spec_and_weights
+from .fused_norm_module import is_disabled, spec_and_weights, warn_once
 
 _SINCE = (
     "they have come since the model was patched; apply_fused_norm once more fuses them, if its options do not leave"
@@ -50,7 +50,7 @@ class NormOutputs:
         x: what the norm is of.
     """
 
-    tensors: tuple[Tensor, ...]
+    tensors: Sequence[Tensor]
     dtype: torch.dtype | None
     norm: Any
     x: Tensor
@@ -72,7 +72,7 @@ def consumer_spec(block: Any, *tensors: Any) -> ConsumerSpec | None:
     """
     if torch.compiler.is_compiling() or type(tensors[0]) is not Tensor:
         return None
-    dtype = autocast_dtype(tensors[0])
+    dtype = autocast_dtype(tensors[0]) if is_any_autocast_on() else None
     if dtype is None and not torch.is_grad_enabled():
         return None
     consumers = list(map(block._modules.get, block.fused_norm_linears))
@@ -106,16 +106,16 @@ def called_by(linears: Iterable[Any], *, adapter: type[nn.Module] = FusedAdapter
     return called
 
 
-def explain_consumers(block: Any) -> None:
+def warn_about_consumers(block: Any) -> None:
     """Log if LoRA layers that no kernel takes are why a block's linears get the result of a norm as it is in stock."""
     for linear in map(block._modules.get, getattr(block, "fused_norm_linears", ())):
         if is_lora_layer(linear) and not isinstance(linear, FusedAdapter) and not is_disabled():
-            explain(block.fused_norm_origin, why_unfused(linear) or _SINCE, "LoRA layers as PEFT has them")
+            warn_once(block.fused_norm_origin, why_unfused(linear) or _SINCE, "LoRA layers as PEFT has them")
 
 
 def _are_cast(consumers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> bool:
     """Return whether a norm may be float32, and all consumers cast it to autocast's dtype and to no other before it."""
-    if not any(one is not None and one.dtype == torch.float32 for one in tensors):
+    if not any(tensor is not None and tensor.dtype == torch.float32 for tensor in tensors):
         return False
     for linear in consumers:
         if type(linear) is not Linear:
@@ -131,15 +131,7 @@ def _are_cast(consumers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dty
     return True
 
 
-def for_consumers(outputs: tuple[Tensor, ...], spec: ConsumerSpec, norm: Any) -> tuple[Any, Tensor]:
-    """Return what the consumers of a norm get, and the norm's input, from what the operator has returned."""
-    *tensors, s = outputs
-    if len(tensors) == 1 and spec.dtype is None:
-        return tensors[0], s
-    return NormOutputs(tuple(tensors), spec.dtype, norm, s), s
-
-
-def tensors_of(given: Any) -> tuple[Any, ...]:
+def tensors_of(given: Any) -> Sequence[Any]:
     """Return the tensors of what a rewritten forward passes to a block or a LoRA layer; anything else is one itself."""
     if type(given) is NormOutputs:
         return given.tensors
@@ -177,7 +169,7 @@ def fused_norm_inputs(block: Any, x: Any) -> tuple[Any, Sequence[Any]]:
         spec, weight = spec_and_weights(x.norm)
         in_stock = norm_dtype(spec, x.x.dtype, weight)
     if in_stock is None and len(tensors) in (1, len(linears)):
-        return y, tensors if len(tensors) > 1 else tensors * len(linears)
+        return y, tensors if len(tensors) > 1 else (y,) * len(linears)
     outputs = iter(tensors if len(tensors) > 1 else ())
     inputs: list[Tensor | AdapterInput] = []
     for name in linears:

@@ -14,10 +14,10 @@ from ..options import FuseOptions
 from .adapters import name_of
 from .block import SurveyedModel, why_left_out
 from .class_swap import (
-    built_upon,
-    class_forward_replaced,
-    foreign_forward,
-    fused_forward_replaced,
+    class_override_reason,
+    forward_override_reason,
+    fused_override_reason,
+    has_derived_class,
     stock_class,
 )
 from .fused_classes import fused_head_class, fused_loss_class
@@ -32,7 +32,7 @@ _CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy"})
 """Names by which forwards compute a loss of their own."""
 
 
-def survey_losses(known: SurveyedModel) -> list[Site]:
+def survey_losses(surveyed: SurveyedModel) -> list[Site]:
     """The rows of heads of language models; the classes of both are planned, but for models that have a plan.
 
     Raises:
@@ -40,30 +40,30 @@ def survey_losses(known: SurveyedModel) -> list[Site]:
     """
     rows: dict[int, Site] = {}
     fused = set()
-    model = known.modules[""]
+    model = surveyed.modules[""]
     for module, head in language_models(model):
-        if id(head) not in known.paths:
+        if id(head) not in surveyed.paths:
             continue
-        block = known.blocks.get(known.paths[id(module)])
+        block = surveyed.blocks.get(surveyed.paths[id(module)])
         row = rows.get(id(head))
         if row is None:
-            path = known.paths[id(head)]
+            path = surveyed.paths[id(head)]
             row = Site(path, "loss", stock_class(module).__name__)
-            for reason, cause in _reasons(path, head, module, known.options):
+            for reason, cause in _reasons(path, head, module, surveyed.options):
                 if reason is not None:  # the first one counts, and others may ask what is not there
-                    row = row.kept_for(reason, cause)
+                    row = row.skipped(reason, cause)
                     break
         if row.reason is None and block is not None and (block.rewrites or block.recompute):
-            row = row.kept_for("its model recomputes as a whole, or is rewritten for other sites")
+            row = row.skipped("its model recomputes as a whole, or is rewritten for other sites")
         rows[id(head)] = row
         if row.reason is None:
-            known.plan(module, fused_loss_class(stock_class(module)))
-            known.plan(head, fused_head_class(stock_class(head)))
+            surveyed.plan(module, fused_loss_class(stock_class(module)))
+            surveyed.plan(head, fused_head_class(stock_class(head)))
             fused |= {id(head), id(module)}
     for module in model.modules():
-        is_fused = isinstance(module, FusedLoss | FusedHead) and not built_upon(module)
-        if is_fused and id(module) not in fused and id(module) not in known.changes:
-            known.plan(module, stock_class(module))
+        is_fused = isinstance(module, FusedLoss | FusedHead) and not has_derived_class(module)
+        if is_fused and id(module) not in fused and id(module) not in surveyed.changes:
+            surveyed.plan(module, stock_class(module))
     return list(rows.values())
 
 
@@ -92,12 +92,12 @@ def _parameters(origin: Any) -> tuple[str, ...]:
 def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterator[tuple[str | None, Cause]]:
     """Why a head and the language model that computes a loss of its logits stay stock, each None if it is no reason."""
     origin, linear = stock_class(module), stock_class(head)
-    yield foreign_forward(module) or class_forward_replaced(origin), "overridden"
+    yield forward_override_reason(module) or class_override_reason(origin), "overridden"
     yield why_left_out("loss", path, head, options), "option"
     if linear is not nn.Linear:
         yield f"its head is a {name_of(linear)}, no plain linear", "unrecognised"
-    owner = foreign_forward(head) or class_forward_replaced(linear)
-    yield owner and f"its head: {owner}", "overridden"
+    override = forward_override_reason(head) or class_override_reason(linear)
+    yield override and f"its head: {override}", "overridden"
     yield why_seen(head), "overridden"  # such as the forward of transformers' tensor parallelism
     if not is_plain(head.weight) and not is_sharded(head.weight):  # FSDP2 makes it plain for a call
         yield f"its head has a {type(head.weight).__name__} for a weight", "unrecognised"
@@ -105,12 +105,12 @@ def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterato
         yield f"its head computes in {head.weight.dtype}", "unrecognised"
     yield replaced_function(), "overridden"
     for fused in (fused_loss_class(origin), fused_head_class(linear)):
-        yield fused_forward_replaced(fused), "overridden"
+        yield fused_override_reason(fused), "overridden"
     yield _why_other_loss(module, origin, head), "unrecognised"
 
 
 def _why_other_loss(module: Any, origin: Any, head: Any) -> str | None:
-    """The reason why a model's loss is no cross entropy of its logits; None if it is one, as far as is known.
+    """The reason why a model's loss is no cross entropy of its logits; None if it is one, as far as is surveyed.
 
     A loss function is run on a few lazy logits. A forward that computes its loss itself is told by the names in it.
     """

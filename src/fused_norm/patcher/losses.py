@@ -24,8 +24,8 @@ from ..kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
 from ..kernels.operator import dispatch_modes
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
-from .fused_norm_module import explain, is_disabled
-from .hooks import has_hooks, has_origin_forward, replaced_linear
+from .fused_norm_module import is_disabled, warn_once
+from .hooks import are_plain_calls, has_hooks, replaced_linear
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 from .running_code import RunningCode
 
@@ -69,8 +69,8 @@ class FusedHead(nn.Module):
         """
         if is_disabled():
             num_items = None if how.num_items is None else torch.as_tensor(how.num_items)
-            given = x, self.weight, self.bias, how.target, num_items, how.reduction, how.ignore_index
-            return reference.linear_cross_entropy(*given, how.label_smoothing, how.scale, how.cap, how.in_fp32)
+            args = x, self.weight, self.bias, how.target, num_items, how.reduction, how.ignore_index
+            return reference.linear_cross_entropy(*args, how.label_smoothing, how.scale, how.cap, how.in_fp32)
         return linear_cross_entropy(
             x,
             self.weight,
@@ -175,12 +175,12 @@ class CountedLabels(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         lead = args[0] if args else None
-        if isinstance(lead, CountedLabels) and type(found) is Tensor and _selects(func.__name__, args[1:], kwargs):
-            found = found.as_subclass(cls)
-            found._number, found._event = lead._number, lead._event
-        return found
+        if isinstance(lead, CountedLabels) and type(result) is Tensor and _selects(func.__name__, args[1:], kwargs):
+            result = result.as_subclass(cls)
+            result._number, result._event = lead._number, lead._event
+        return result
 
 
 def _selects(name: str, args: Any, kwargs: Any) -> bool:
@@ -197,7 +197,7 @@ def _selects(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _current_call(head: FusedHead) -> LossCall | None:
-    return next((one for one in reversed(_calls.stack) if one.head is head), None)
+    return next((call for call in reversed(_calls.stack) if call.head is head), None)
 
 
 def fused_forward(origin: Any) -> Callable[..., Any]:
@@ -208,11 +208,11 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
     @wraps(origin.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = args[place] if len(args) > place else kwargs.get("labels")
-        if labels is None or torch.compiler.is_compiling() or is_disabled() or not has_origin_forward(type(self)):
+        if labels is None or torch.compiler.is_compiling() or is_disabled() or not are_plain_calls(inside=type(self)):
             return origin.forward(self, *args, **kwargs)
         reason = why_real_logits(self) or _why_not_now(labels)
         if reason is not None:
-            explain(origin, reason)
+            warn_once(origin, reason)
             return origin.forward(self, *args, **kwargs)
         call = LossCall(self.get_output_embeddings(), labels)
         if len(args) > place:
@@ -222,7 +222,7 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
         with call:
             output = _with_real_sums(origin.forward(self, *args, **kwargs))
         if not call.is_fused:
-            explain(origin, call.reason)
+            warn_once(origin, call.reason)
         return output
 
     return forward
@@ -231,12 +231,12 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
 def _with_real_sums(output: Any) -> Any:
     """A model's output, with a number in the place of a sum that nobody has divided by a number of items."""
     if isinstance(output, tuple):
-        if any(isinstance(one, LazySum) for one in output):
-            return tuple(one.read("the model") if isinstance(one, LazySum) else one for one in output)
+        if any(isinstance(value, LazySum) for value in output):
+            return tuple(value.read("the model") if isinstance(value, LazySum) else value for value in output)
     elif isinstance(output, dict):
-        for name, one in list(output.items()):
-            if isinstance(one, LazySum):
-                output[name] = one.read("the model")
+        for name, value in list(output.items()):
+            if isinstance(value, LazySum):
+                output[name] = value.read("the model")
     return output
 
 
@@ -260,9 +260,9 @@ def why_real_logits(model: Any) -> str | None:
     if reason := why_seen(head):
         return reason
     hook = own.get("_hf_hook")
-    if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
+    if any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ()))):
         return "its head is offloaded, and has no weights between its calls"
-    if not has_origin_forward(type(head)) or type(head).forward is not FusedHead.forward:
+    if not are_plain_calls(inside=type(head)) or type(head).forward is not FusedHead.forward:
         return "the forward of linears was replaced"
     return None
 
@@ -270,16 +270,16 @@ def why_real_logits(model: Any) -> str | None:
 def _why_real(head: FusedHead, x: Any) -> str | None:
     """The reason for real logits of these hidden states."""
     tensors = [x, head.weight, *([] if head.bias is None else [head.bias])]
-    for one in tensors:
-        if not isinstance(one, Tensor) or not is_plain(one):
-            return f"its head computes with a {type(one).__name__}"
-        if one.dtype not in _DTYPES:
-            return f"its head computes in {one.dtype}"
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or not is_plain(tensor):
+            return f"its head computes with a {type(tensor).__name__}"
+        if tensor.dtype not in _DTYPES:
+            return f"its head computes in {tensor.dtype}"
     if not runs_kernels_on(*tensors):
         return f"kernels do not run on {x.device.type}"
     if x.device != head.weight.device:
         return f"its head is on {head.weight.device}, and the hidden states are on {x.device}"
-    if autocast_dtype(x) is None and any(one.dtype != x.dtype for one in tensors):
+    if autocast_dtype(x) is None and any(tensor.dtype != x.dtype for tensor in tensors):
         return f"its head is {head.weight.dtype}, and the hidden states are {x.dtype}"
     return None
 

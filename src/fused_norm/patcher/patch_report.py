@@ -23,7 +23,7 @@ class Site:
 
     Attributes:
         path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
-            that takes the sum, or the layer where none does. ``sandwich``: the norm of the branch. ``rope``: the
+            that takes the sum, or the layer if none does. ``sandwich``: the norm of the branch. ``rope``: the
             attention. ``mlp``: the module with the product. ``adapter``: the LoRA layer. ``loss``: the head.
             ``consumers``: the attention or MLP. ``recompute``: the layer.
         kind: one of ``KINDS``; ``consumers`` for an attention or MLP that reads a fused norm, each of whose linears
@@ -31,13 +31,13 @@ class Site:
             recomputes outputs of fused operators in its backward.
         module: the class of the norm; for the kinds that fuse more than a norm that of the layer, attention, MLP, LoRA
             layer or language model.
-        spec: what the norm computes; None where it was not recognised, and for a site without one.
-        reason: why it was kept as it was; None where it was fused.
+        spec: what the norm computes; None if it was not recognised, and for a site without one.
+        reason: why it was kept as it was; None if it was fused.
         cause: the source of that reason. ``option``: the caller's options. ``overridden``: other code that has
             replaced or wrapped it. ``unrecognised``: it does not compute what is fused here. None for ``consumers`` and
             ``recompute``.
-        activation: what the activation of an MLP computes; None where it was not recognised.
-        replaced: the casting of the stock norm where the caller's options give it another one, which ``spec`` has.
+        activation: what the activation of an MLP computes; None if it was not recognised.
+        replaced: the casting of the stock norm if the caller's options give it another one, which ``spec`` has.
         in_helper: it was kept because it is written in a method or function that the module's forward calls.
     """
 
@@ -62,8 +62,8 @@ class Site:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "rotation alone"
 
-    def kept_for(self, reason: str, cause: Cause | None = "unrecognised", *, in_helper: bool = False) -> Site:
-        """This row as one that is kept for this reason; itself where it has a reason already."""
+    def skipped(self, reason: str, cause: Cause | None = "unrecognised", *, in_helper: bool = False) -> Site:
+        """Return this row as skipped for this reason; itself if it has a reason already."""
         return self if self.reason is not None else replace(self, reason=reason, cause=cause, in_helper=in_helper)
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,14 +114,14 @@ class PatchReport:
     @property
     def counts(self) -> dict[Kind, int]:
         """Fused sites by kind."""
-        found = Counter([site.kind for site in self.fused])
-        return {kind: found[kind] for kind in KINDS}
+        numbers = Counter([site.kind for site in self.fused])
+        return {kind: numbers[kind] for kind in KINDS}
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """The report as JSON: model, model_type, counts, and the rows of fused, kept, recompute and consumers."""
         fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
         lists = {name: getattr(self, name) for name in ("fused", "kept", "recompute", "consumers")}
-        rows = {name: [row.to_dict() for row in found] for name, found in lists.items() if found is not None}
+        rows = {name: [row.to_dict() for row in sites] for name, sites in lists.items() if sites is not None}
         return json.dumps({**fields, **rows}, indent=indent)
 
     def summary(self) -> str:

@@ -3,7 +3,7 @@
 The output of a norm, the rotated queries and keys and the product of a gate are kept by what comes after them, a linear
 or the attention, for its own backward. One cheap kernel recomputes them from what the operators keep anyway. While the
 forward of a layer runs, hooks see every tensor that autograd saves, and save how to recompute such an output instead.
-The backward recomputes it once for all that have saved it. Outputs of the linears behind a norm cost a product of
+The backward recomputes it once for all that have saved it. Outputs of the linears after a norm cost a product of
 matrices each, and are recomputed on demand: those that a gate reads, or all of them.
 
 What is saved holds the tensors that are needed themselves, or other recomputed outputs. It is taken only for the output
@@ -61,7 +61,7 @@ _CONSUMERS_OF_LINEARS: Mapping[RecomputeLevel, Sequence[Operator | None]] = {
 """Those for which outputs of linears are recomputed: operators, of their first two arguments, and None, all others."""
 
 _OTHER_HOOKS = "other saved-tensor hooks are active, as under gradient checkpointing or offloading"
-_explained: set[str] = set()
+_warned: set[str] = set()
 
 COMPILED = "it is compiled, and its compiler decides what is kept; gradient checkpointing keeps less"
 """The reason not to recompute what a layer computes."""
@@ -110,8 +110,8 @@ def _is_possible() -> bool:
 
 
 def _explain(reason: str, message: str = "recompute is off for some calls of layers: %s") -> None:
-    if reason not in _explained:
-        _explained.add(reason)
+    if reason not in _warned:
+        _warned.add(reason)
         logger.warning(message, reason)
 
 
@@ -185,7 +185,7 @@ class _SavedTensorHook:
             call = recompute.operator, recompute.spec
             recipe = Recipe.of(lambda *operands: Recompute(*call, operands).outputs(), *recompute.arguments)
             feeds_linears = recompute.operator is RECOMPUTED_NORM and bool(self._consumers)
-            recomputed = _Recomputed(recipe, feeds_linears=feeds_linears)
+            recomputed = _Recomputable(recipe, feeds_linears=feeds_linears)
             for place, tensors in enumerate(handed_out[: len(recompute.operator.outputs)]):
                 for output in tensors:
                     self._outputs[output.grad_fn, output.output_nr] = _Output(recomputed, place, output)
@@ -217,13 +217,13 @@ class _SavedTensorHook:
             output = self._outputs.get(node.next_functions[0])
         if output is None and self._operator in self._consumers:
             output, is_cast = self._linear_output(node, tensor), False
-        recipe = None if output is None else output.seen_as(tensor, is_cast)
+        recipe = None if output is None else output.recipe_for(tensor, is_cast)
         if recipe is None and self._operator is not None:
             _explain(name, "recompute keeps outputs of linears that nodes of this kind have made: %s")
         return recipe
 
     def _linear_output(self, node: Any, tensor: Tensor) -> _Output | None:
-        """The output of a linear behind a norm, which a node has made, and this tensor is, or is a view of."""
+        """The output of a linear after a norm, which a node has made, and this tensor is, or is a view of."""
         # Another product reads rows, and what it reads is kept: the small output of a LoRA layer's first one.
         if tensor._version != 0 or (self._operator is None and tensor.dim() == 2):
             return None
@@ -239,11 +239,11 @@ class _SavedTensorHook:
             with torch.no_grad(), set_autocast(device, None):  # its operands were cast in the forward
                 return (compute(),)
 
-        output = self._outputs[node, 0] = _Output(_Recomputed(Recipe(outputs, reads)), 0, whole)
+        output = self._outputs[node, 0] = _Output(_Recomputable(Recipe(outputs, reads)), 0, whole)
         return output
 
     def _norm_output(self, node: Any, number: int, columns: int, dtype: torch.dtype) -> Matrix | None:
-        """Rows of so many columns of a norm's output, in a dtype; None where it is no norm that is recomputed."""
+        """Rows of so many columns of a norm's output, in a dtype; None if it is no norm that is recomputed."""
         output = self._outputs.get((node, number))
         return None if output is None else output.rows_of_norm(columns, dtype)
 
@@ -255,21 +255,21 @@ class _SavedTensorHook:
 class _Output:
     """One output of a call that can be recomputed, recognised as long as its memory is there."""
 
-    __slots__ = ("_columns", "_output", "_place", "_recomputed", "_rows", "_storage", "_version", "_without_memory")
+    __slots__ = ("_columns", "_output", "_place", "_recomputable", "_rows", "_storage", "_version", "_without_memory")
 
-    def __init__(self, recomputed: _Recomputed, place: int, output: Tensor) -> None:
-        self._recomputed, self._place = recomputed, place
+    def __init__(self, recomputable: _Recomputable, place: int, output: Tensor) -> None:
+        self._recomputable, self._place = recomputable, place
         self._output, self._version = weakref.ref(output), output._version
         self._without_memory: Tensor | None = None
-        if recomputed.feeds_linears and output.is_contiguous() and output.storage_offset() == 0:
+        if recomputable.feeds_linears and output.is_contiguous() and output.storage_offset() == 0:
             self._without_memory = _without_memory(output)  # linears may have read it, written into, when it is gone
             self._columns = output.shape[-1]
             self._rows = output.numel() // max(self._columns, 1)
         # The storage's address belongs to no other as long as there is a weak reference to it.
         self._storage = StorageWeakRef(output.untyped_storage())
 
-    def seen_as(self, tensor: Tensor, is_cast: bool) -> Recipe | None:
-        """How to recompute a view of the output, or of a cast of it; None where either may have been written into."""
+    def recipe_for(self, tensor: Tensor, is_cast: bool) -> Recipe | None:
+        """How to recompute a view of the output, or of a cast of it; None if either may have been written into."""
         source: Any = tensor
         if is_cast:
             # What the cast has read is what the operator has written, if the output is that still.
@@ -280,17 +280,17 @@ class _Output:
                 return None
         if source._version != self._version or source.untyped_storage()._cdata != self._storage.cdata:
             return None
-        if not self._recomputed.is_possible():
+        if not self._recomputable.is_possible():
             return None
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return self._recomputed.saved_as((self._place, tensor.dtype), *layout, tensor)
+        return self._recomputable.recipe_for_view((self._place, tensor.dtype), *layout, tensor)
 
     def rows_of_norm(self, columns: int, dtype: torch.dtype) -> Matrix | None:
         """The output of a norm, as rows, in a dtype; None for another output, or one that was written into."""
         output = self._without_memory
         if output is None or columns != self._columns or output._version != self._version:
             return None
-        recipe = self._recomputed.saved_as((self._place, dtype), (self._rows, columns), (columns, 1), 0)
+        recipe = self._recomputable.recipe_for_view((self._place, dtype), (self._rows, columns), (columns, 1), 0)
         return Matrix(recipe, self._rows, columns, is_of_norm=True)
 
 
@@ -298,14 +298,14 @@ _Place = tuple[int, torch.dtype]
 """Which output of a call, and the dtype that it is cast to."""
 
 
-class _Recomputed:
-    """The outputs of one call, recomputed once for all who have saved them, and freed when all have got them.
+class _Recomputable:
+    """The outputs of one call, recomputed once for all nodes that have saved them, and freed after the last one.
 
     It holds what autograd itself would save: the memory that the forward has read, whatever memory its tensors have
     been given since, and their versions.
 
     Attributes:
-        feeds_linears: its first output is a norm, and the linears behind that are recomputed.
+        feeds_linears: its first output is a norm, and the linears after that are recomputed.
     """
 
     __slots__ = ("_compute", "_made", "_reads", "_saved", "_stream", "_versions", "_waiting", "feeds_linears")
@@ -313,7 +313,7 @@ class _Recomputed:
     def __init__(self, recipe: Recipe, *, feeds_linears: bool = False) -> None:
         self._compute, self._reads = recipe
         self.feeds_linears = feeds_linears
-        self._versions = [one._version for one in self._reads]
+        self._versions = [tensor._version for tensor in self._reads]
         self._saved: dict[_Place, int] = {}
         """How many have saved it."""
         self._waiting: dict[_Place, int] = {}
@@ -322,9 +322,12 @@ class _Recomputed:
 
     def is_possible(self) -> bool:
         """Return whether all that is needed is there, and unchanged."""
-        return [one._version for one in self._reads] == self._versions and not any(map(_is_freed, self._reads))
+        versions = [tensor._version for tensor in self._reads]
+        return versions == self._versions and not any(map(_is_freed, self._reads))
 
-    def saved_as(self, place: _Place, size: Any, strides: Any, offset: Any, saved: Tensor | None = None) -> Recipe:
+    def recipe_for_view(
+        self, place: _Place, size: Any, strides: Any, offset: Any, saved: Tensor | None = None
+    ) -> Recipe:
         """Note that an output, or its cast, is saved, and return how to compute this view of it.
 
         ``saved``: the tensor that autograd would have saved; None if another recipe reads the view.
@@ -337,29 +340,29 @@ class _Recomputed:
         """A view of an output, or of its cast; an error if the tensor that was saved was written into."""
         if guard is not None and guard.tensor._version != guard.version:
             raise _modified(*guard, size)
-        return self.take(place).as_strided(size, strides, offset)
+        return self.materialize(place).as_strided(size, strides, offset)
 
-    def take(self, wanted: _Place) -> Tensor:
-        """An output for one of those who have saved it."""
-        # What was made on another stream may not be there yet.
+    def materialize(self, place: _Place) -> Tensor:
+        """Compute an output, or a cast of it, for one of the nodes that have saved it."""
+        # An output that was computed on another stream may not be there yet.
         stream = _current_stream()
-        output = self._made.get(wanted) if stream == self._stream else None
+        output = self._made.get(place) if stream == self._stream else None
         if output is None:
-            for one, version in zip(self._reads, self._versions, strict=True):
-                if one._version != version:
-                    raise _modified(one, version, one.shape)
-                if _is_freed(one):
+            for tensor, version in zip(self._reads, self._versions, strict=True):
+                if tensor._version != version:
+                    raise _modified(tensor, version, tensor.shape)
+                if _is_freed(tensor):
                     raise RuntimeError(
-                        f"recompute: the memory of a tensor of shape {tuple(one.shape)} was freed between forward and "
-                        "backward; apply_fused_norm(model, recompute=False) goes without it"
+                        f"recompute: the memory of a tensor of shape {tuple(tensor.shape)} was freed between forward "
+                        "and backward; apply_fused_norm(model, recompute=False) goes without it"
                     )
             outputs = self._compute()
-            made = {(place, dtype): outputs[place].to(dtype) for place, dtype in self._saved}
-            output = made[wanted]
-            self._made, self._waiting, self._stream = made, self._saved.copy(), stream
-        self._waiting[wanted] -= 1
-        if self._waiting[wanted] <= 0:
-            self._made.pop(wanted, None)
+            self._made = {(number, dtype): outputs[number].to(dtype) for number, dtype in self._saved}
+            self._waiting, self._stream = self._saved.copy(), stream
+            output = self._made[place]
+        self._waiting[place] -= 1
+        if self._waiting[place] <= 0:
+            self._made.pop(place, None)
         return output
 
 

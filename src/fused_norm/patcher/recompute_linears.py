@@ -1,4 +1,4 @@
-"""Outputs of the linears behind a norm, read off the autograd graph so that a backward can compute them again.
+"""Outputs of the linears after a norm, read off the autograd graph so that a backward can compute them again.
 
 What made such a tensor is told by the nodes behind it: a product of matrices, with a bias or without, or with a weight
 of 4 bits by bitsandbytes; the sum of it and a LoRA adapter's output; casts. They end at an output of a norm, which is
@@ -91,7 +91,7 @@ class LinearOutputs:
         self._norm_output = norm_output
 
     def of(self, node: Any) -> Matrix | None:
-        """Return how to compute the output of ``node``; None where the graph does not tell."""
+        """Return how to compute the output of ``node``; None if the graph does not tell."""
         read = self._READ.get(node.name())
         return None if read is None else read(self, node)
 
@@ -222,6 +222,6 @@ def _behind_views(edge: Any) -> Any:
 
 
 def _kept(raw: Any) -> Tensor | None:
-    """The tensor that a node keeps; None where it keeps none, what can be recomputed, or one written into since."""
+    """The tensor that a node keeps; None if it keeps none, what can be recomputed, or one written into since."""
     packed = raw.data
     return packed.tensor if isinstance(packed, Kept) and packed.tensor._version == packed.version else None

@@ -35,8 +35,8 @@ def decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Block]
         several = repr(level), len(parts), parts[0]
         logger.warning("recompute=%s does nothing in %s parts of layers, %s the first: %s", *several, COMPILED)
     for layer in layers:
-        reason = layer.owner
-        if reason is None and layer.fixed:
+        reason = layer.override_reason
+        if reason is None and layer.is_sealed:
             if not layer.module.fused_norm_recompute:
                 reason = "other code has built on its class since it was patched; remove_fused_norm before sharding"
         elif reason is None and layer.path in compiled:
@@ -51,15 +51,15 @@ def compiled_modules(model: nn.Module) -> list[str]:
     """Return the paths of the modules of a model that ``torch.compile`` has been called on, or on their forward."""
     return [
         path
-        for path, one in model.named_modules()
-        if one._compiled_call_impl
-        or "_orig_mod" in one._modules
-        or hasattr(vars(one).get("forward"), "_torchdynamo_orig_callable")
+        for path, module in model.named_modules()
+        if module._compiled_call_impl
+        or "_orig_mod" in module._modules
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     ]
 
 
 def _is_within(path: str, whole: str) -> bool:
-    """Return whether a module is another one, or a part of it, by their paths."""
+    """Return whether a module is another module, or a part of it, by their paths."""
     return not whole or path == whole or path.startswith(f"{whole}.")
 
 

@@ -17,15 +17,15 @@ from .block import SurveyedModel, why_left_out
 from .block_survey import decide_block, may_rotate_or_gate, plan_block
 from .class_swap import (
     ClassChange,
-    built_upon,
-    class_forward_replaced,
-    foreign_forward,
-    fused_forward_replaced,
+    class_override_reason,
+    forward_override_reason,
+    fused_override_reason,
+    has_derived_class,
     stock_class,
 )
 from .fused_classes import fused_adapter_class, fused_norm_class
 from .fused_norm_module import FusedNorm
-from .hooks import has_origin_forward, replaced_forward, replaced_linear
+from .hooks import are_plain_calls, replaced_forward, replaced_linear
 from .loss_survey import language_models, survey_losses
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Site
@@ -43,7 +43,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     Each site is judged as if the model were stock, and what is fused already but is not to be gets its own class back.
 
     Raises:
-        FusedNormError: where a pattern of ``options.modules`` selects nothing; where a site is to be stock again and
+        FusedNormError: if a pattern of ``options.modules`` selects nothing; if a site is to be stock again and
             other code has built on its fused class.
     """
     everywhere = dict(model.named_modules(remove_duplicate=False))
@@ -57,7 +57,9 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         for path, module in modules.items()
         if path not in norms and not isinstance(module, torch.jit.ScriptModule) and may_rotate_or_gate(module)
     }
-    adapters = {path: one for path, one in modules.items() if is_lora_layer(one) or is_quantised_lora_layer(one)}
+    adapters = {
+        path: module for path, module in modules.items() if is_lora_layer(module) or is_quantised_lora_layer(module)
+    }
     heads = {paths[id(head)]: head for _, head in language_models(model) if id(head) in paths}
     count, name = len(norms), type(model).__name__
     for pattern in options.patterns:
@@ -73,32 +75,32 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
                 f"casting={{{pattern!r}: ...}} selects none of the {count} norms of {name};"
                 f" one of their paths is {next(iter(norms), None)}"
             )
-    known = SurveyedModel(modules, paths, {}, options)
+    surveyed = SurveyedModel(modules, paths, {}, options)
     for path, module in norms.items():
-        known.norm_sites[path] = site = _survey_norm(path, module, known)
+        surveyed.norm_sites[path] = site = _survey_norm(path, module, surveyed)
         gated = isinstance(site.spec, GatedNormSpec)
         if options.casting_at(path) is not None and (gated or site.reason is not None):
             refused = f"casting gives {path} other rounding points, but it stays stock: {site.reason}"
             if gated:
                 refused = f"casting gives {path} other rounding points, which a norm with a gate does not take"
             raise FusedNormError(refused)
-    holders = _holders(everywhere, known)
+    holders = _holders(everywhere, surveyed)
     decided = dict.fromkeys([*holders, *blocks])
     for path in decided:
-        decide_block(known.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
-    adapter_rows = [_survey_adapter(path, layer, known) for path, layer in adapters.items()]
+        decide_block(surveyed.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
+    adapter_rows = [_survey_adapter(path, layer, surveyed) for path, layer in adapters.items()]
 
     def rows() -> list[Site]:
-        in_blocks = [row for path in decided for row in known.block(path).sites]
-        return [*known.norm_sites.values(), *in_blocks, *adapter_rows]
+        in_blocks = [row for path in decided for row in surveyed.block(path).sites]
+        return [*surveyed.norm_sites.values(), *in_blocks, *adapter_rows]
 
-    layers = decide_recompute(known, rows())
+    layers = decide_recompute(surveyed, rows())
     # A forward that cannot be rewritten after all may have had all that is fused in a layer.
-    while not all(plan_block(block, known) for block in known.blocks.values()):
-        layers = decide_recompute(known, rows())
-    losses = survey_losses(known)
-    about_blocks = [layer.layer for layer in layers] + [block.consumers_row for block in known.blocks.values()]
-    return [*rows(), *losses, *(row for row in about_blocks if row is not None)], [*known.changes.values()]
+    while not all(plan_block(block, surveyed) for block in surveyed.blocks.values()):
+        layers = decide_recompute(surveyed, rows())
+    losses = survey_losses(surveyed)
+    about_blocks = [layer.layer for layer in layers] + [block.consumers_row for block in surveyed.blocks.values()]
+    return [*rows(), *losses, *(row for row in about_blocks if row is not None)], [*surveyed.changes.values()]
 
 
 def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
@@ -106,30 +108,32 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
     origin: Any = stock_class(norm)
     kind = _kind_of(path)
     site = Site(path, kind, origin.__name__)
-    owner = foreign_forward(norm)
-    if isinstance(norm, FusedNorm) and built_upon(norm) and not has_origin_forward(type(norm)):
-        reason = owner or class_forward_replaced(origin) or "the forward of its class has changed since it was patched"
-        return site.kept_for(reason, "overridden")
+    override = forward_override_reason(norm)
+    if isinstance(norm, FusedNorm) and has_derived_class(norm) and not are_plain_calls(inside=type(norm)):
+        reason = (
+            override or class_override_reason(origin) or "the forward of its class has changed since it was patched"
+        )
+        return site.skipped(reason, "overridden")
     try:
-        known = _recognise(norm, origin)
+        recognised = _recognise(norm, origin)
     except UnrecognisedError as error:
-        model.plan(norm, None if owner else origin)
-        replaced = class_forward_replaced(origin)
-        return site.kept_for(replaced, "overridden") if replaced else site.kept_for(str(error))
-    stock = known.spec.casting
+        model.plan(norm, None if override else origin)
+        replaced = class_override_reason(origin)
+        return site.skipped(replaced, "overridden") if replaced else site.skipped(str(error))
+    stock = recognised.spec.casting
     casting = model.options.casting_at(path) or stock
-    spec = replace(known.spec, casting=casting)
+    spec = replace(recognised.spec, casting=casting)
     site = replace(site, spec=spec, replaced=None if casting == stock else stock)
-    if owner:  # it may call the forward that it found: the class stays
-        return site.kept_for(owner, "overridden")
+    if override:  # it may call the forward that it found: the class stays
+        return site.skipped(override, "overridden")
     if unwanted := why_left_out(kind, path, norm, model.options):
         model.plan(norm, origin)
-        return site.kept_for(unwanted, "option")
+        return site.skipped(unwanted, "option")
     if isinstance(norm, FusedNorm) and replace(norm.fused_norm_spec, eps=spec.eps) == spec:
         spec = norm.fused_norm_spec  # eps is read at each call
-    fused = fused_norm_class(origin, spec, known.eps_name, site.replaced)
-    if owner := fused_forward_replaced(fused):
-        return site.kept_for(owner, "overridden")
+    fused = fused_norm_class(origin, spec, recognised.eps_name, site.replaced)
+    if override := fused_override_reason(fused):
+        return site.skipped(override, "overridden")
     model.plan(norm, fused)
     return site
 
@@ -138,12 +142,12 @@ def _survey_adapter(path: str, layer: nn.Module, model: SurveyedModel) -> Site:
     """The row of a LoRA layer; its class is planned."""
     origin = stock_class(layer)
     row = Site(path, "adapter", name_of(origin))
-    if owner := foreign_forward(layer) or replaced_forward(origin) or replaced_linear():
-        return row.kept_for(owner, "overridden")
+    if override := forward_override_reason(layer) or replaced_forward(origin) or replaced_linear():
+        return row.skipped(override, "overridden")
     if unwanted := why_left_out("adapter", path, layer, model.options):
-        row = row.kept_for(unwanted, "option")
+        row = row.skipped(unwanted, "option")
     elif reason := why_unfused(layer):
-        row = row.kept_for(reason)
+        row = row.skipped(reason)
     model.plan(layer, fused_adapter_class(origin) if row.reason is None else origin)
     return row
 
@@ -163,24 +167,24 @@ def _recognise(norm: nn.Module, origin: Any) -> Recognised:
 
 
 def _kind_of(path: str) -> Kind:
-    """``qk`` where the norm, or a wrapper around it, has such a name; a layer's index ends the search."""
+    """``qk`` if the norm, or a wrapper around it, has such a name; a layer's index ends the search."""
     names = itertools.takewhile(lambda name: not name.isdigit(), reversed(path.split(".")))
     return "qk" if any(map(QK_NAME.fullmatch, names)) else "norm"
 
 
-def _holders(modules: Mapping[str, nn.Module], known: SurveyedModel) -> dict[str, None]:
+def _holders(modules: Mapping[str, nn.Module], surveyed: SurveyedModel) -> dict[str, None]:
     """The paths of modules that hold a norm, recognised or others' by now, directly or in up to two wrappers.
 
     ``modules``: those of the model by all of their paths. A norm with a gate does not count: no add is fused with it.
     """
     holders: dict[str, None] = {}
     for path, module in modules.items():
-        site = known.norm_sites.get(known.paths[id(module)])
+        site = surveyed.norm_sites.get(surveyed.paths[id(module)])
         if site is None or (site.spec is None and site.cause != "overridden") or isinstance(site.spec, GatedNormSpec):
             continue
         for _ in range(3 if site.kind == "norm" else 1):
             if not path:
                 break
             path = path.rpartition(".")[0]
-            holders[known.paths[id(modules[path])]] = None
+            holders[surveyed.paths[id(modules[path])]] = None
     return holders

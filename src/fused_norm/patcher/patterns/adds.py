@@ -132,7 +132,7 @@ class Add(Match):
         """
         if _adds_number(self.attributes, block):
             return
-        done = block.done("adds", index) or ()
+        done = block.applied_parts("adds", index) or ()
         norm, inner, before = self.names
         dropout = before is not None and isinstance(block.member(inner or ""), nn.Dropout)
         name, part = (before, ("inner", "dropout")) if dropout else (inner, ("inner",))
@@ -148,7 +148,7 @@ class Add(Match):
         if name is not None and block.holds_norm(name):
             row = block.norm_row(name, "sandwich", "inner" in done)
             if after is not None and after.reason is None and not alike(row, after):
-                row = row.kept_for("it differs from the norm after the add in more than the weight")
+                row = row.skipped("it differs from the norm after the add in more than the weight")
             parts += part if row.reason is None else ()
             if come_out_so(self.conditions[0], block.module):
                 yield row
@@ -211,7 +211,7 @@ def decide_missed_add(missed: Missed, block: Block) -> Iterator[Site]:
         return
     for norm in norms:
         row = block.norm_row(norm, "residual", already=False)
-        yield row.kept_for(f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten")
+        yield row.skipped(f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten")
 
 
 def _named(norm: str, block: Block) -> list[str]:

@@ -166,9 +166,14 @@ class ConsumedNorm(Match):
 
         ``taken``: the calls of norms that are part of another rewrite.
         """
-        done = block.done("consumed_norms", index)
+        done = block.applied_parts("consumed_norms", index)
         norm = called(self.call)
-        if self.call in taken or block.owner is not None or (block.fixed and done is None) or not block.wants_consumers:
+        if (
+            self.call in taken
+            or block.override_reason is not None
+            or (block.is_sealed and done is None)
+            or not block.wants_consumers
+        ):
             return
         if not block.holds_norm(norm) or block.norm_row(norm, "norm", done is not None).reason is not None:
             return
@@ -199,12 +204,23 @@ def find_inputs(layer: Any) -> list[Inputs]:
     """
     definition, flow = source_of(layer).definition, flow_of(layer)
     arguments = [*definition.args.posonlyargs, *definition.args.args][1:]
-    return [_inputs(definition, flow, argument.arg) for argument in arguments]
+    decorator = _decorator_of(layer.forward)
+    return [_inputs(definition, flow, argument.arg, decorator) for argument in arguments]
 
 
-def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str) -> Inputs:
+def _decorator_of(forward: Any) -> str | None:
+    """A decorator that gets the arguments of a forward and may look into a tensor among them; None without one."""
+    while hasattr(forward, "__wrapped__"):
+        module = forward.__globals__["__name__"]
+        if module != "transformers.utils.deprecation":  # which looks at names
+            return f"a decorator from {module}"
+        forward = forward.__wrapped__
+    return None
+
+
+def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str, decorator: str | None) -> Inputs:
     argument = flow.argument(name)
-    calls, other = [], None if not flow.is_captured(name) else "a function inside"
+    calls, other = [], "a function inside" if flow.is_captured(name) else decorator
     for load in flow.reads(argument):
         around = flow.parent(load)
         call = call_of_own(around, flow.own)

@@ -134,14 +134,14 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
         known = rows.get(gate.product)
         if known is not None and known.activation is not None:
             continue
-        row, act = block.own_row("mlp", block.done("gates", index) is not None), gate.act.found_in(block)
+        row, act = block.own_row("mlp", block.applied_parts("gates", index) is not None), gate.act.found_in(block)
         if isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
-            row = row.kept_for("hooks or other code stand on its activation", "overridden")
+            row = row.skipped("hooks or other code stand on its activation", "overridden")
         try:
             activation = recognise_activation(act)
         except UnrecognisedError as error:  # who hooks it may also have put attributes on it, as ZeRO-3 does
             if known is None and looks_like_activation(gate.act.name, act):
-                rows[gate.product] = row.kept_for(str(error))
+                rows[gate.product] = row.skipped(str(error))
             continue
         rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
         if row.reason is None:
@@ -162,13 +162,13 @@ def decide_missed_gates(missed: Sequence[Missed], block: Block, function: Any, r
             continue
         row = block.own_row("mlp", already=False)
         if one.called.is_written_out:
-            yield row.kept_for(f"its activation, {shorten(one.called.name, 80)}, is written out")
+            yield row.skipped(f"its activation, {shorten(one.called.name, 80)}, is written out")
             continue
         with suppress(UnrecognisedError):
             found = global_of(function, one.called.name) if one.called.is_function else block.member(one.called.name)
             row = dataclasses.replace(row, activation=recognise_activation(found).formula)
             in_helper = function is not block.origin
-            yield row.kept_for(f"its product, {shorten(one.source, 80)}, {reason}", in_helper=in_helper)
+            yield row.skipped(f"its product, {shorten(one.source, 80)}, {reason}", in_helper=in_helper)
 
 
 def find_gates(flow: Dataflow) -> list[Gate]:

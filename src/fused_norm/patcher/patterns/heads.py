@@ -91,7 +91,7 @@ class Heads(Match):
 
         ``taken``: the calls of norms that are part of another rewrite.
         """
-        done = block.done("heads", index)
+        done = block.applied_parts("heads", index)
         if not taken.isdisjoint(self.calls):
             return None
         if not all(map(block.holds_norm, self.names)) or self._row("qk", block, done is not None).reason is not None:
@@ -112,7 +112,7 @@ class Heads(Match):
         weights = [getattr(block.member(name), "weight", None) for name in self.names]
         one, other = (getattr(weight, "ds_shape", getattr(weight, "shape", None)) for weight in weights)
         if not alike(*rows) or one != other:
-            row = row.kept_for("its q and k norms differ in more than the weight")
+            row = row.skipped("its q and k norms differ in more than the weight")
         return row
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:

@@ -92,7 +92,7 @@ def decide_rotations(
     for index, rotation in enumerate(rotations):
         row = None if rotation.heads is None else with_norms[rotation.heads]
         if row is None:
-            row = block.own_row("rope", block.done("rotations", index) is not None)
+            row = block.own_row("rope", block.applied_parts("rotations", index) is not None)
             row = unless_unrecognised(row, rotation.rotate, rotation.arguments, block)
             parts = () if rotation.attention is None else rotation.attention.parts(block)
             block.rewrites += [Rewrite("rotations", index, parts)] if row.reason is None else []
@@ -112,7 +112,7 @@ def decide_missed_rotations(
             if rotation.arguments and come_out_so(rotation.conditions, block.module):
                 rotation_of(function, rotation.rotate, rotation.arguments)
                 row = block.own_row("rope", already=False)
-                yield row.kept_for(f"its {rotation.rotate} {reason}", in_helper=function is not block.origin)
+                yield row.skipped(f"its {rotation.rotate} {reason}", in_helper=function is not block.origin)
 
 
 def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) -> Site:
@@ -120,13 +120,13 @@ def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) ->
     if row.reason is not None:
         return row
     if not arguments:
-        return row.kept_for(f"{rotate} takes other arguments than q, k, cos, sin")
+        return row.skipped(f"{rotate} takes other arguments than q, k, cos, sin")
     try:
         rotation_of(block.origin, rotate, arguments)
     except UnrecognisedError as error:
         owner = _owner_of(global_of(block.origin, rotate), block.origin)
-        row = row if owner is None else row.kept_for(f"{rotate} was replaced, by {owner}", "overridden")
-        return row.kept_for(str(error))
+        row = row if owner is None else row.skipped(f"{rotate} was replaced, by {owner}", "overridden")
+        return row.skipped(str(error))
     return row
 
 
