@@ -22,6 +22,10 @@ from fused_norm.kernels.operator import calls
 from fused_norm.patcher import four_bit, recompute_linears
 
 from .models import relative
+from .test_frames import explained, frames_of
+
+MOST_FRAMES = 250
+"""Python frames of this package in the forward of a warm decoder layer with seven 4-bit LoRA layers."""
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -387,6 +391,27 @@ def test_values_are_written_in_the_16_bits_of_attention_unless_something_else_re
         handle.remove()
     attention.v_proj.lora_dropout["default"] = nn.Dropout(0.5)
     assert values_of(model, device) == BF16, "a dropout before the adapter does not matter"
+
+
+def test_a_warm_layer_costs_few_frames_and_saves_few_tensors() -> None:
+    model = model_of("cpu")
+    model.enable_input_require_grads()
+    fused_norm.apply_fused_norm(model, strict=False)
+    saved: list[tuple[int, ...]] = []
+
+    def run() -> None:
+        saved.clear()
+        with (
+            torch.autocast("cpu", BF16),
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda one: (saved.append(tuple(one.shape)), one)[1], lambda one: one
+            ),
+        ):
+            model(input_ids=torch.zeros(2, 5, dtype=torch.long), use_cache=False)
+
+    frames = frames_of(model.base_model.model.layers[0], run)
+    assert frames.total() <= MOST_FRAMES, explained(frames)
+    assert len(saved) <= 52, saved
 
 
 def test_few_rows_are_left_to_a_product_of_bitsandbytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,9 @@ class FusedAdapter(nn.Module):
                 y_dtype = given.y_dtype
             weight = packed_weight(parts["base_layer"], x, dtype, is_readable=given is not None)
             if not isinstance(weight, str):
-                if not is_idle_dropout(dropout):
+                # Who passes an input in another dtype than stock's has asked (``reads_in``).
+                is_idle = given is not None and given.dtype is not None
+                if not is_idle and not is_idle_dropout(dropout):
                     dropped = dropout(self._cast_for_adapter(own, a.dtype))
                 adapter_x = own if dropped is None else dropped
                 options = parts["base_layer"].bias, weight[1], scale, dtype, y_dtype
