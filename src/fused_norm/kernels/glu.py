@@ -77,7 +77,7 @@ class Glu(Operator):
 
 
 class GluForConsumers(Glu):
-    """``glu`` with one or two consumers that cast its output to 16 bits: it is written in those, an alias for each.
+    """``glu`` in float32, written in ``dtype``, to which its consumers, one or two, cast it; an alias for each.
 
     A call that is trained returns as many tensors as there are consumers; one that is not, one. The backward adds up
     the consumers' gradients in float32, as autograd adds up those of casts.
@@ -94,20 +94,16 @@ class GluForConsumers(Glu):
     gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup", "dgate_added", "dup_added")
 
     def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
-        _, _, gate_added, up_added, activation, consumers, _ = arguments
-        if consumers not in (1, 2):
-            return Unsupported(f"consumers must be 1 or 2, not {consumers!r}", ValueError)
-        if (gate_added is None) is not (up_added is None):
-            return Unsupported("gate_added and up_added must both be there, or neither", ValueError)
+        *_, activation, _, _ = arguments
         return wrong_choice("activation", activation, ACTIVATIONS)
 
     def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
-        gate, up, *added, _, _, dtype = arguments
-        expected = torch.float32 if added[0] is None else dtype
-        for name, tensor in zip(self.tensor_names, (gate, up, *added), strict=True):
-            if tensor is not None and tensor.dtype != expected:  # a sum of gradients in 16 bits is rounded in stock
-                return f"{name} is {tensor.dtype} and not {expected}"
-        return None
+        gate, up, *added, _, _, _ = arguments
+        expected = torch.float32 if added[0] is None else gate.dtype
+        # In stock a sum of gradients in 16 bits is rounded. The reason is not worth a log: ``glu`` may take the call.
+        is_sum_wide = added[0] is None or expected.itemsize == 2
+        same = all(tensor is None or tensor.dtype == expected for tensor in (gate, up, *added))
+        return None if is_sum_wide and same else ""
 
     def is_elementwise(self, *tensors: Any) -> bool:
         return True

@@ -107,7 +107,9 @@ class FusedAdapter(nn.Module):
                 y_dtype = given.y_dtype
             weight = packed_weight(parts["base_layer"], x, dtype, is_readable=given is not None)
             if not isinstance(weight, str):
-                if not is_idle_dropout(dropout):
+                # Who passes an input in another dtype than stock's has asked (``reads_in``).
+                is_idle = given is not None and given.dtype is not None
+                if not is_idle and not is_idle_dropout(dropout):
                     dropped = dropout(self._cast_for_adapter(own, a.dtype))
                 adapter_x = own if dropped is None else dropped
                 options = parts["base_layer"].bias, weight[1], scale, dtype, y_dtype
@@ -243,7 +245,8 @@ def is_plain_in_4_bits(layer: Any) -> bool:
 def reads_in(layer: Any, dtype: torch.dtype) -> bool:
     """Return whether a LoRA layer's adapter reads a float32 input in ``dtype``, and in no other before, under autocast.
 
-    One of the other 16 bits has it rounded to those first, and dropout may draw other numbers for another dtype.
+    One of the other 16 bits has it rounded to those first. Dropout scales float32, which is rounded after that: a
+    product of rounded numbers has other bits, and on a GPU other numbers may be drawn for another dtype.
     """
     (name,) = layer.active_adapters
     weight, dropout = layer.lora_A[name].weight, layer.lora_dropout[name]

@@ -7,6 +7,7 @@ another way, the linear's own code runs.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,11 +38,25 @@ def why_unreadable(linear: Any) -> str | None:
         return "its weight is packed for a CPU, or no matrix"
     if weight.device.type == "cpu" and state.shape[1] % state.blocksize:
         return "bitsandbytes reads its scales in another way on a CPU"
+    if weight.device.type == "cpu" and _rounds_values_on_cpu():
+        return "this release of bitsandbytes dequantises in 16 bits on a CPU"
     if state.dtype not in (dtype, torch.float32):  # the backward rounds to it first
         return f"its weight is dequantised to {state.dtype}, and its products are of {dtype}"
     if state.nested and (state.state2.blocksize != SCALES_TOGETHER or state.state2.absmax.dtype is not torch.float32):
         return "its scales are quantised in another way"
     return None
+
+
+@cache
+def _rounds_values_on_cpu() -> bool:
+    """Return whether bitsandbytes rounds the 16 values of a code before it scales them on a CPU, as until 0.48."""
+    functional: Any = sys.modules["bitsandbytes.functional"]
+    codes, state = functional.quantize_4bit(torch.linspace(-0.7, 0.7, 64, dtype=torch.bfloat16), quant_type="nf4")
+    high, low = codes.flatten() >> 4, codes.flatten() & 15
+    values = state.code[torch.stack((high, low), dim=1).flatten().int()]
+    return not torch.equal(
+        (values * state.absmax).to(torch.bfloat16), functional.dequantize_4bit(codes, state).flatten()
+    )
 
 
 def packed_weight(

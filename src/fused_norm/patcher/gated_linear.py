@@ -24,33 +24,42 @@ def fused_norm_gated(block: Any, activation: Formula, act: Any, linear: Any, **f
 
     ``factors``: gate and up in their order in stock code; each is a tensor, or a pair of a linear and what it reads.
     """
-    dtype = _dtype_read_by(linear, factors)
-    summands = dtype if dtype is not None and not recomputes_linears() else None
+    products = _dtype_of_products(factors["gate"])
+    dtype = _dtype_read_by(linear, products)
+    summands = None if recomputes_linears() else products
     computed = {name: _computed(factor, summands) for name, factor in factors.items()}
     gate, up = computed["gate"], computed["up"]
-    if dtype is not None:
-        tensors: tuple[Any, ...]
-        if type(gate) is type(up) is Summands:
-            tensors = gate.base, up.base, gate.added, up.added
-        else:
-            gate, up = _sum(gate), _sum(up)
+    tensors: tuple[Any, ...] | None = None
+    if type(gate) is type(up) is Summands:
+        tensors = gate.base, up.base, gate.added, up.added
+    else:
+        gate, up = _sum(gate), _sum(up)
+        if dtype is not None:
             tensors = gate, up, None, None
-        y, reason = run_fused(GLU_FOR_CONSUMERS, None, *tensors, activation, 2, dtype)
+    if tensors is not None:
+        written = (1, torch.float32) if dtype is None else (2, dtype)
+        found, reason = run_fused(GLU_FOR_CONSUMERS, None, *tensors, activation, *written)
         if reason is None:
-            y, own = (y, y) if isinstance(y, Tensor) else y
-            return linear(AdapterInput(y, own, torch.float32))
+            y, own = (found, found) if isinstance(found, Tensor) else (found[0], found[-1])
+            return linear(y if dtype is None else AdapterInput(y, own, torch.float32))
     return linear(block.fused_norm_gate(activation, act, gate=_sum(gate), up=_sum(up)))
 
 
-def _dtype_read_by(linear: Any, factors: dict[str, Any]) -> torch.dtype | None:
-    """The 16 bits that a 4-bit LoRA layer, as it is now, casts a float32 input to before all else; None if unknown."""
-    if torch.compiler.is_compiling() or not getattr(linear, "fused_norm_is_quantised", False):
+def _dtype_of_products(factor: Any) -> torch.dtype | None:
+    """Autocast's dtype for a factor, which may be a linear and what it reads; None without autocast."""
+    x = factor[1] if type(factor) is tuple else factor
+    x = x.x if type(x) is AdapterInput else x
+    return None if torch.compiler.is_compiling() or type(x) is not Tensor else autocast_dtype(x)
+
+
+def _dtype_read_by(linear: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The 16 bits that a 4-bit LoRA layer, as it is now, casts a float32 input to before all else; None if unknown.
+
+    ``dtype``: autocast's.
+    """
+    if dtype is None or not getattr(linear, "fused_norm_is_quantised", False):
         return None
-    lead = factors["gate"]
-    lead = lead[1] if type(lead) is tuple else lead
-    lead = lead.x if type(lead) is AdapterInput else lead
-    dtype = autocast_dtype(lead) if type(lead) is Tensor else None
-    if dtype is None or not is_plain_in_4_bits(linear) or not reads_in(linear, dtype):
+    if not is_plain_in_4_bits(linear) or not reads_in(linear, dtype):
         return None
     return dtype if linear.base_layer.compute_dtype is dtype else None
 
