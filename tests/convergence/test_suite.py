@@ -148,8 +148,9 @@ def test_a_model_is_green_however_its_steps_run(execution):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("execution", LORA)
-@pytest.mark.parametrize("precision", ["mixed", "bf16"])
+@pytest.mark.parametrize(
+    ("execution", "precision"), [("lora", "bf16"), ("lora-recompute", "bf16"), *((how, "mixed") for how in LORA)]
+)
 def test_a_model_with_adapters_is_green_and_all_of_them_are_fused(execution, precision):
     (result,) = run_plan(tiny_plan([Comparison("llama", precision, execution)]), None, Silent())
     assert result.verdict.status == "green"

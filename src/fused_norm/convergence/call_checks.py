@@ -59,8 +59,8 @@ class CallRecord:
         gradients: distance from the stock modules' gradients over the size of those, in last places of the coarsest
             dtype on their way.
         losses: relative gap of the loss that a head's call returns, divided by what roundings explain of it.
-        turned: share of the numbers in a 16-bit gradient of a head's call that are rounded to another number than
-            stock's, whose products have the same factors and are rounded in the same places.
+        turned: share of the numbers in a 16-bit gradient of a head, or of the input of a linear of 4 bits, that are
+            rounded to another number than stock's, whose products have the same factors and roundings.
         slopes: ``|slope - 1|`` of a least-squares fit of fused gradients against stock gradients, in units of the
             deviation expected from rounding.
         changes: share of the numbers handed to the call, or to its backward, that it overwrote.
@@ -147,7 +147,8 @@ def compare(
                 place, right = f"{name}: gradient of {argument}", stock.gradients[argument]
                 rounding = stock.rounding_of(argument)
                 add(record.gradients, place, distance(gradient, right) / rounding)
-                if _is_of_head(call) and stock.computes_in_16_bits:
+                has_same_products = _is_of_head(call) or (argument == "x" and "lora_linear_4bit" in call.operators)
+                if has_same_products and stock.computes_in_16_bits:
                     add(record.turned, place, share_apart(gradient, right))
                 add(record.slopes, place, slope_error(gradient, right) / _slope_by_chance(rounding, right.numel()))
 
@@ -257,7 +258,7 @@ def _is_of_head(call: FusedCall) -> bool:
 
 def _has_products(call: FusedCall) -> bool:
     """Return whether a call multiplies matrices, and sums in another order than stock code does."""
-    return "lora_add" in call.operators or _is_of_head(call)
+    return not {"lora_add", "lora_linear_4bit"}.isdisjoint(call.operators) or _is_of_head(call)
 
 
 def _slope_by_chance(rounding: float, count: int) -> float:

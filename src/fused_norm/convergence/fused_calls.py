@@ -58,7 +58,7 @@ _KINDS: Mapping[str, _Kind] = {
         frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
     ),
     "mlp": _Kind(frozenset({"glu"}), frozenset({"fused_norm_gate", "fused_norm_gate_packed"})),
-    "adapter": _Kind(frozenset({"lora_add", _IN_FLOAT32}), frozenset({"forward"})),
+    "adapter": _Kind(frozenset({"lora_add", "lora_linear_4bit", _IN_FLOAT32}), frozenset({"forward"})),
     "loss": _Kind(frozenset({"linear_cross_entropy"}), frozenset({"fused_norm_cross_entropy"})),
     "readers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
 }

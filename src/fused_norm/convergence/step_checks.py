@@ -6,7 +6,7 @@ A loss tells late that something is wrong; they tell where.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,21 @@ def layer_tensors(
         {path: snapshot(output) for path, output in outputs.items()},
         {path: snapshot(gradient) for path, gradient in gradients.items()},
     )
+
+
+def hooked_dtypes(model: nn.Module, tokens: Tensor, paths: Iterable[str], *, mixed: bool) -> dict[str, torch.dtype]:
+    """The dtypes of what the modules at ``paths`` return, as their forward hooks see them."""
+    dtypes: dict[str, torch.dtype] = {}
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for path in paths:
+
+            def note(module: nn.Module, inputs: Any, output: Tensor, path: str = path) -> None:
+                dtypes[path] = output.dtype
+
+            hooks.callback(model.get_submodule(path).register_forward_hook(note).remove)
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
+            model(input_ids=tokens, use_cache=False)
+    return dtypes
 
 
 def own_loss(model: Any, tokens: Tensor) -> Tensor:

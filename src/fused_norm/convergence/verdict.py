@@ -122,7 +122,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "call_turned",
         "call, turned",
-        "share of a head's gradients in 16 bits that are rounded otherwise than the stock modules' on equal inputs",
+        "share of the gradients of a head, or of a 4-bit linear's input, that are rounded otherwise than the stock "
+        "modules' on equal inputs",
         bar=0.05,
         why="Turned: a logit that is rounded the other way, in a row of some hundreds, turns one in fifty of the row.",
     ),
