@@ -256,9 +256,9 @@ def _sequences(args: argparse.Namespace, source: ModelSource, length: int, drawn
 def _source(name: str) -> ModelSource:
     from ..convergence.model_source import ModelSource
 
-    found = find_model(name)
-    refuse_unless_causal_lm(found)
-    return ModelSource(_label(name), found.config, found.weights)
+    source = find_model(name)
+    refuse_unless_causal_lm(source)
+    return ModelSource(_label(name), source.config, source.weights)
 
 
 def _texts(args: argparse.Namespace) -> Any:

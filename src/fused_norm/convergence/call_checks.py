@@ -158,11 +158,11 @@ def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
 
     Each with whether norms are frozen, and whether it is differentiated.
     """
-    sequences = max(len(one) for one in tensors_in(call.arguments.arguments) if one.dim())
+    sequences = max(len(tensor) for tensor in tensors_in(call.arguments.arguments) if tensor.dim())
     beginning = _with_tensors(call, _beginning)
     packed = _with_tensors(call, functools.partial(_packed, sequences=sequences))
     # The last positions of a head's sequence have no label, and the one before the last is the last then.
-    spoilt = _with_tensors(call, lambda one: _with_a_nan(one.roll(1, 0) if _is_of_head(call) else one))
+    spoilt = _with_tensors(call, lambda tensor: _with_a_nan(tensor.roll(1, 0) if _is_of_head(call) else tensor))
     return {
         "": (call, False, True),
         ", norms frozen": (call, True, True),
@@ -298,10 +298,10 @@ def _with_a_nan(tensor: Tensor) -> Tensor:
 def _with_tensors(call: FusedCall, change: Callable[[Tensor], Tensor]) -> FusedCall:
     """A call with other tensors of rows; its labels, one for each row, are those of the same rows."""
 
-    def changed(one: Tensor) -> Tensor:
-        if not one.dim():
-            return one
-        return change(one) if one.is_floating_point() else change(one[..., None])[..., 0]
+    def changed(tensor: Tensor) -> Tensor:
+        if not tensor.dim():
+            return tensor
+        return change(tensor) if tensor.is_floating_point() else change(tensor[..., None])[..., 0]
 
-    gradients = [None if one is None else changed(one) for one in call.gradients]
+    gradients = [None if gradient is None else changed(gradient) for gradient in call.gradients]
     return replace(call, arguments=with_arguments(call.arguments, changed), gradients=gradients)

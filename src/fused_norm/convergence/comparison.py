@@ -168,7 +168,7 @@ def features_of(model: str) -> list[str]:
 
 def by_baseline(comparisons: Iterable[Comparison]) -> dict[Comparison, list[Comparison]]:
     """The comparisons, grouped by the stock and control runs they share."""
-    found: dict[Comparison, list[Comparison]] = {}
+    groups: dict[Comparison, list[Comparison]] = {}
     for comparison in comparisons:
-        found.setdefault(comparison.baseline, []).append(comparison)
-    return found
+        groups.setdefault(comparison.baseline, []).append(comparison)
+    return groups

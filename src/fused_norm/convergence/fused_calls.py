@@ -109,7 +109,8 @@ class FusedCall:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for calls of one method that run the same operators on tensors of the same dtypes, and return such."""
-        return self.method, *self.operators, *(one.dtype for one in tensors_in(self.arguments.arguments)), *self.dtypes
+        dtypes = [tensor.dtype for tensor in tensors_in(self.arguments.arguments)]
+        return self.method, *self.operators, *dtypes, *self.dtypes
 
     @property
     def name(self) -> str:
@@ -209,7 +210,7 @@ class _Watch:
             if self._outermost is not None or path is None:
                 return method(*positional, **named)
             given = signature.bind(*positional, **named)
-            weighted = [self._paths[id(one)] for one in _weighted(given.arguments.values())]
+            weighted = [self._paths[id(module)] for module in _weighted(given.arguments.values())]
             kept = with_arguments(given, copied if self._with_tensors else _emptied)
             call = FusedCall(path, method, tuple(weighted), kept)
             self._outermost = call
@@ -268,8 +269,10 @@ def sites_not_compiled(sites: Iterable[Site], graphs: Sequence[Sequence[str]]) -
     numbers: Counter[str] = Counter()
     for name in (name for graph in graphs for name in graph):
         operator = name.removeprefix("fused_norm.").removesuffix("_forward.default")
-        for kind, found in _KINDS.items():
-            if operator in found.operators or (operator == "qk_norm" and kind == "rope"):  # with a rotation and without
+        for kind, of_kind in _KINDS.items():
+            if operator in of_kind.operators or (
+                operator == "qk_norm" and kind == "rope"
+            ):  # with a rotation and without
                 numbers[kind] += _SITES_OF_CALL.get((kind, operator), 1)
     missing = []
     for site in sites:
@@ -285,19 +288,19 @@ def computes(call: FusedCall) -> bool:
     return call.method.__name__ not in _KINDS["readers"].methods
 
 
-def is_tensor(one: Any) -> bool:
+def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor that is no parameter."""
-    return isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in a tree, without parameters."""
-    return [one for one in tree_leaves(tree) if is_tensor(one)]
+    return [tensor for tensor in tree_leaves(tree) if is_tensor(tensor)]
 
 
-def returned(found: Any) -> list[Tensor]:
+def returned(outputs: Any) -> list[Tensor]:
     """The tensors that a call returned, a norm's for all of its readers among them."""
-    return [each for one in tensors_in(found) for each in outputs_of(one)]
+    return [each for tensor in tensors_in(outputs) for each in outputs_of(tensor)]
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -305,26 +308,26 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _are_of_one_node(found: Any) -> bool:
+def _are_of_one_node(outputs: Any) -> bool:
     """Return whether the first two tensors that a call returned are outputs of one node of the graph."""
-    if not isinstance(found, tuple) or len(found) < 2 or not all(map(is_tensor, found[:2])):
+    if not isinstance(outputs, tuple) or len(outputs) < 2 or not all(map(is_tensor, outputs[:2])):
         return False
-    return found[0].grad_fn is not None and found[0].grad_fn is found[1].grad_fn
+    return outputs[0].grad_fn is not None and outputs[0].grad_fn is outputs[1].grad_fn
 
 
 def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
     """The modules among arguments whose weights take part in a call; for a LoRA layer those of its adapters."""
-    for one in arguments:
-        if isinstance(one, FusedNorm | FusedHead):
-            yield one
-        elif isinstance(one, FusedAdapter):
-            layer: Any = one
+    for argument in arguments:
+        if isinstance(argument, FusedNorm | FusedHead):
+            yield argument
+        elif isinstance(argument, FusedAdapter):
+            layer: Any = argument
             yield from (*layer.lora_A.values(), *layer.lora_B.values())
 
 
 def _multiplies_in_float32(layer: Any, x: Tensor) -> bool:
     weights = layer.lora_A.parameters()
-    return autocast_dtype(x) is None and any(one.dtype == torch.float32 for one in weights)
+    return autocast_dtype(x) is None and any(weight.dtype == torch.float32 for weight in weights)
 
 
 def _emptied(tensor: Tensor) -> Tensor:
@@ -334,14 +337,15 @@ def _emptied(tensor: Tensor) -> Tensor:
 def with_arguments(given: inspect.BoundArguments, change: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:
     """The arguments of a call, their tensors changed."""
     changed = inspect.BoundArguments(given.signature, type(given.arguments)(given.arguments))
-    changed.arguments.update(tree_map(lambda one: change(one) if is_tensor(one) else one, dict(given.arguments)))
+    arguments = tree_map(lambda value: change(value) if is_tensor(value) else value, dict(given.arguments))
+    changed.arguments.update(arguments)
     return changed
 
 
 def share_changed(given: inspect.BoundArguments, before: inspect.BoundArguments) -> float:
     """The share of the numbers that a call changed, of the tensor of which it changed most."""
     pairs = zip(tensors_in(given.arguments), tensors_in(before.arguments), strict=True)
-    return max((share_different(one, other) for one, other in pairs), default=0.0)
+    return max((share_different(tensor, other) for tensor, other in pairs), default=0.0)
 
 
 def _keep_gradients(call: FusedCall, outputs: Sequence[Tensor]) -> None:

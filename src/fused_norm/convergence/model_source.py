@@ -158,15 +158,15 @@ def _quantise(model: Any) -> None:
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The members of the outermost ``ModuleList`` of each branch of ``model``, by path, in the order they run in."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
 
     def search(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             below = f"{path}.{name}" if path else name
             if isinstance(module, nn.ModuleList):
-                found[below] = child
+                layers[below] = child
             else:
                 search(child, below)
 
     search(model, "")
-    return found
+    return layers

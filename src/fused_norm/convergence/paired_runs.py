@@ -111,7 +111,7 @@ class PairedRuns:
         """Hold what a fused model computes in one step to what is known to be right.
 
         Run eagerly, also with adapters, its calls are held to the stock modules, and the step to one whose linears read
-        one output of a norm; with masked labels, a step that reads logits is held to one whose head returns them. Where
+        one output of a norm; with masked labels, a step that reads logits is held to one whose head returns them. If
         an execution computes values a second time, the step is held to one that keeps them; with ``recompute`` at each
         level, which has to hold fewer bytes than the one below. None for compiled code, which has no calls.
 

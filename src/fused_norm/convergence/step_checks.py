@@ -55,7 +55,7 @@ def layer_tensors(
         result.loss.backward()
     model.zero_grad(set_to_none=True)
     backward = reversed(outputs.items())
-    gradients = {path: torch.zeros_like(one) if one.grad is None else one.grad for path, one in backward}
+    gradients = {path: torch.zeros_like(output) if output.grad is None else output.grad for path, output in backward}
     return (
         {path: snapshot(output) for path, output in outputs.items()},
         {path: snapshot(gradient) for path, gradient in gradients.items()},
@@ -119,8 +119,8 @@ def changed_bits(
     kept, again = gradients(), gradients()
     change(model)
     with _watched(model, calls):
-        found = gradients()
-    return _shares_of_others(kept, again, found)
+        grads = gradients()
+    return _shares_of_others(kept, again, grads)
 
 
 def _watched(model: nn.Module, calls: list[FusedCall] | None) -> contextlib.AbstractContextManager[Any]:
@@ -141,18 +141,20 @@ def _repeatable(tokens: Tensor) -> Iterator[None]:
 
 def _taken_gradients(model: nn.Module) -> dict[str, Tensor]:
     """The gradients of a model's parameters, which are left without."""
-    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return grads
 
 
 def _shares_of_others(
-    kept: Mapping[str, Tensor], again: Mapping[str, Tensor], found: Mapping[str, Tensor]
+    kept: Mapping[str, Tensor], again: Mapping[str, Tensor], grads: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """The share of the numbers in each gradient that are not those ``kept``, if those are the same ``again``."""
     return {
-        name: 0.0 if share_different(one, again[name]) else share_different(found.get(name, torch.zeros_like(one)), one)
-        for name, one in kept.items()
+        name: 0.0
+        if share_different(right, again[name])
+        else share_different(grads.get(name, torch.zeros_like(right)), right)
+        for name, right in kept.items()
     }
 
 
@@ -188,20 +190,20 @@ def check_levels(
         with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
             torch.manual_seed(0)  # dropout drops the same in all
             held[level] = held_memory(loss, layers_of(model), tokens.device)
-        found = _taken_gradients(model)
+        grads = _taken_gradients(model)
         if tokens.is_cuda:  # the attention that repeats its sums there keeps copies of queries and keys
             with _repeatable(tokens):
                 loss().backward()
-            found = _taken_gradients(model)
-        return found
+            grads = _taken_gradients(model)
+        return grads
 
     kept, again = gradients(False), gradients(False)  # what a first call keeps for later ones does not count
     bits: dict[str, float] = {}
     for level in LEVELS[1:]:
         reports[level] = change(model, level)
         with _watched(model, calls):
-            found = gradients(level)
-        shares = _shares_of_others(kept, again, found)
+            grads = gradients(level)
+        shares = _shares_of_others(kept, again, grads)
         bits |= {f"{name}, recompute={level!r}": share for name, share in shares.items()}
     return bits, levels_not_kept(model, reports, held)
 
@@ -220,6 +222,7 @@ def loss_of_read_logits(model: Any, tokens: Tensor) -> Tensor:
 
 def same_plans(model: nn.Module) -> PlanTable:
     """Plans by which the backwards of all norms of a model add up alike, whatever else they read."""
-    rules = [Rule(width, 4096, 4, 1) for width in {one.numel() for one in model.parameters() if one.dim() == 1}]
+    widths = {weight.numel() for weight in model.parameters() if weight.dim() == 1}
+    rules = [Rule(width, 4096, 4, 1) for width in widths]
     sections = "norm_backward", "add_backward", "sandwich_backward", "fp32_sandwich_backward"
     return PlanTable("", "", "", dict.fromkeys(sections, rules))

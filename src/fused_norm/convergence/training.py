@@ -101,8 +101,8 @@ def train(
     def cut(batch: Tensor, step: int) -> Tensor:
         return batch[:, : -(batch.shape[1] // 3)] if cut_last and 0 < step == options.steps - 1 else batch
 
-    steps_labels = enumerate(labels.split(step_size)) if is_counted else ()
-    counts = [int((cut(one, step)[:, 1:] != IGNORED).sum()) for step, one in steps_labels]
+    labels_by_step = enumerate(labels.split(step_size)) if is_counted else ()
+    counts = [int((cut(batch, step)[:, 1:] != IGNORED).sum()) for step, batch in labels_by_step]
     on_gpu = accelerator.device.type == "cuda"
     meter = _GpuPeak(accelerator.device) if on_gpu else SavedForBackward(prepared.model)
     steps: list[_Step] = []
@@ -134,7 +134,8 @@ def takes_number_of_labels(model: nn.Module) -> bool:
     asked = getattr(model, "accepts_loss_kwargs", None)
     if asked is not None:
         return bool(asked)
-    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def masked_labels(sequences: Tensor, step_size: int, *, few: bool = False) -> Tensor:
@@ -217,7 +218,7 @@ def _steps(
     total, batches = torch.zeros((), device=accelerator.device), []
     for batch in prepared.batches:
         began = time.perf_counter() if began is None else began
-        tokens, labels = (cut(one, done) for one in batch)
+        tokens, labels = (cut(part, done) for part in batch)
         batches.append((tokens, labels))
         how = {"num_items_in_batch": torch.tensor(counts[done], device=tokens.device)} if counts else {}
         with accelerator.accumulate(model):
@@ -244,7 +245,7 @@ def _steps(
 
 
 def _shards_here(accelerator: Accelerator) -> bool:
-    """Return whether FSDP2 was asked for where accelerate ignores that and would take DDP: on CPUs."""
+    """Return whether FSDP2 was asked for on CPUs, for which accelerate would take DDP."""
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     return asked and accelerator.distributed_type == DistributedType.MULTI_CPU
 
