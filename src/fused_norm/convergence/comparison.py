@@ -93,7 +93,7 @@ _WORDS |= {"lora-alone": "LoRA", "lora-dropout": "LoRA+dropout", "norms": "norms
 _WORDS |= {
     "lora-recompute": "LoRA+recomp.",
     "qlora": "QLoRA",
-    "qlora-dropout": "QLoRA+dropout",
+    "qlora-dropout": "QLoRA+drop.",
     "loss": "masked labels",
     "norms+rope": "norms+RoPE",
     "norms+residual": "norms+adds",
