@@ -211,7 +211,7 @@ class _Watch:
                 return method(*positional, **named)
             given = signature.bind(*positional, **named)
             weighted = [self._paths[id(module)] for module in _weighted(given.arguments.values())]
-            kept = with_arguments(given, copied if self._with_tensors else _emptied)
+            kept = with_arguments(given, copied if self._with_tensors else lambda tensor: tensor.new_empty(0))
             call = FusedCall(path, method, tuple(weighted), kept)
             self._outermost = call
             try:
@@ -328,10 +328,6 @@ def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
 def _multiplies_in_float32(layer: Any, x: Tensor) -> bool:
     weights = layer.lora_A.parameters()
     return autocast_dtype(x) is None and any(weight.dtype == torch.float32 for weight in weights)
-
-
-def _emptied(tensor: Tensor) -> Tensor:
-    return tensor.new_empty(0)
 
 
 def with_arguments(given: inspect.BoundArguments, change: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:

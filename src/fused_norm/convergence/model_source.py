@@ -19,7 +19,7 @@ from .comparison import FROZEN_NORMS, PRECISIONS, QLORA, RECOMPUTE, WITH_DROPOUT
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_WEIGHTS_TOGETHER = 64
+_TOGETHER = 64
 """Weights of 4 bits that share a scale."""
 
 
@@ -51,8 +51,8 @@ class ModelSource:
         config: Any = copy.deepcopy(self.config)
         for name in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
             if size := getattr(config, name, None):
-                setattr(config, name, -(-size // _WEIGHTS_TOGETHER) * _WEIGHTS_TOGETHER)
-        share = _WEIGHTS_TOGETHER // math.gcd(_WEIGHTS_TOGETHER, config.num_attention_heads)
+                setattr(config, name, -(-size // _TOGETHER) * _TOGETHER)
+        share = _TOGETHER // math.gcd(_TOGETHER, config.num_attention_heads)
         if size := getattr(config, "head_dim", None):
             config.head_dim = -(-size // share) * share
         return replace(self, config=config)
@@ -115,12 +115,11 @@ def add_adapters(model: Any, comparison: Comparison) -> None:
     Raises:
         ModuleNotFoundError: there is no peft, or no bitsandbytes for linears of 4 bits.
     """
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft import LoraConfig, get_peft_model
 
     is_quantised = comparison.execution in QLORA
     if is_quantised:
-        _quantise(model)
-        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        quantise(model)
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     dropout = 0.05 if comparison.execution in WITH_DROPOUT else 0.0
     # A scaling of one would hide that it is left out or applied twice.
@@ -141,19 +140,27 @@ def add_adapters(model: Any, comparison: Comparison) -> None:
             parameter.data = parameter.data.to(frozen)
 
 
-def _quantise(model: Any) -> None:
-    """Pack the weights of all linears in a model's layers into 4 bits, with double quantisation."""
+def quantise(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Pack the linears of a model's layers into nf4 with double quantisation; all else is frozen, in fp32.
+
+    Args:
+        model: changed in place.
+        dtype: of the linears' products.
+    """
     from bitsandbytes.nn import Linear4bit, Params4bit
+    from peft import prepare_model_for_kbit_training
 
     for layer in layers_of(model).values():
         for path, linear in list(layer.named_modules()):
             if type(linear) is nn.Linear:
                 weight, sizes = linear.weight, (linear.in_features, linear.out_features, linear.bias is not None)
-                packed = Linear4bit(*sizes, torch.bfloat16, device="meta")
-                how: Any = {"requires_grad": False, "quant_type": "nf4", "blocksize": _WEIGHTS_TOGETHER}
-                packed.weight, packed.bias = Params4bit(weight.detach(), **how), linear.bias
+                # Without weights first: they are packed when they are moved to the device that they are on.
+                packed = Linear4bit(*sizes, dtype, device="meta")
+                packed.weight = Params4bit(weight.detach(), False, quant_type="nf4", blocksize=_TOGETHER, module=packed)
+                packed.bias = linear.bias
                 layer.set_submodule(path, packed.to(weight.device))
     model.is_loaded_in_4bit = True
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:

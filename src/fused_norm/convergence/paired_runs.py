@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from ..check.reordered_norms import reordered_norms
 from ..kernels.operator import force_fused_in_graphs
 from ..kernels.triton.devices import use_plans
-from ..options import RecomputeLevel
 from ..patcher import Site, apply_fused_norm, disabled
-from ..patcher.patch_report import PatchReport
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_checks import CallRecord, calls_of_step, compare
 from .comparison import (
@@ -125,7 +123,8 @@ class PairedRuns:
             calls: list[FusedCall] = []
             with fused(model) as sites:
                 if self.comparison.execution in RECOMPUTE:
-                    bits, not_done = check_levels(model, tokens[:1], self._recompute, calls=calls, mixed=mixed)
+                    options = options_for_feature(self.comparison.feature)
+                    bits, not_done = check_levels(model, tokens[:1], options, calls=calls, mixed=mixed)
                 else:
                     set_up = partial(set_up_execution, comparison=self.comparison, compile_backend="")
                     bits = changed_bits(model, tokens[:1], set_up, mixed=mixed, calls=calls)
@@ -147,10 +146,6 @@ class PairedRuns:
             if self.comparison.execution in QLORA:
                 not_done |= _other_dtypes(model, sites, tokens, mixed=mixed)
         return replace(record, not_seen=tuple(dict.fromkeys(not_seen)), not_done=not_done)
-
-    def _recompute(self, model: nn.Module, level: RecomputeLevel) -> PatchReport:
-        """Have a model recompute at a level, and return the report."""
-        return apply_fused_norm(model, recompute=level, **options_for_feature(self.comparison.feature))
 
     def check_bits(
         self, fused: ModelChange, loss_of: Callable[[Any, Tensor], Tensor] = own_loss, **without: bool

@@ -76,9 +76,8 @@ def claims_not_kept(
 
 def _joins(call: FusedCall) -> bool:
     """Return whether the gradient of a norm's input, which the norm hands on, has flowed into the norm's backward."""
-    if not call.arguments.arguments["x"].requires_grad:
-        return True
-    return call.is_one_node and call.gradients[-1] is not None
+    is_differentiated = call.arguments.arguments["x"].requires_grad
+    return not is_differentiated or (call.is_one_node and call.gradients[-1] is not None)
 
 
 def _drops(model: nn.Module, row: Site) -> bool:

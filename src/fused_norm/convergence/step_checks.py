@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..check.distances import share_different
 from ..kernels.plans import PlanTable, Rule
 from ..options import RecomputeLevel
+from ..patcher import apply_fused_norm
 from ..patcher.patch_report import PatchReport
 from .fused_calls import FusedCall, paths_of, watched_calls
 from .held_memory import LEVELS, HeldMemory, held_memory, levels_not_kept
@@ -161,7 +162,7 @@ def _shares_of_others(
 def check_levels(
     model: nn.Module,
     tokens: Tensor,
-    change: Callable[[nn.Module, RecomputeLevel], PatchReport],
+    options: Mapping[str, Any],
     *,
     calls: list[FusedCall],
     mixed: bool = False,
@@ -171,7 +172,7 @@ def check_levels(
     Args:
         model: patched, without ``recompute``; left without gradients, and at the last level.
         tokens: [batch, sequence] of token ids, on the model's device.
-        change: sets a level, and returns the report.
+        options: of ``apply_fused_norm``, besides ``recompute``.
         calls: gets the fused calls of the steps that recompute.
         mixed: under bf16 autocast.
 
@@ -200,7 +201,7 @@ def check_levels(
     kept, again = gradients(False), gradients(False)  # what a first call keeps for later ones does not count
     bits: dict[str, float] = {}
     for level in LEVELS[1:]:
-        reports[level] = change(model, level)
+        reports[level] = apply_fused_norm(model, recompute=level, **options)
         with _watched(model, calls):
             grads = gradients(level)
         shares = _shares_of_others(kept, again, grads)
