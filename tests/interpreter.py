@@ -8,7 +8,6 @@ apart; shifting their bits gives the same numbers, unless one of them is subnorm
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,11 @@ def speed_up() -> None:
     )
     if not all(name in vars(owner) for owner, name in parts):
         return
-    np_dtype, init_block, _, broadcast, convert = (getattr(owner, name) for owner, name in parts)
+    np_dtype, init_block, init_tensor, broadcast, convert = (getattr(owner, name) for owner, name in parts)
     np_dtypes: dict[str, Any] = {}
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
     block_shapes: dict[tuple[int, ...], Any] = {}
-    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
 
     def remembered_np_dtype(dtype: Any) -> Any:
         name = dtype.element_ty.name if type(dtype) is core.block_type else dtype.name
@@ -53,11 +52,10 @@ def speed_up() -> None:
         vars(block).update(blocks[key], element_ty=element_ty)
 
     def remembered_tensor(tensor: Any, handle: Any, dtype: Any) -> None:
-        sizes = tuple(dtype.shape) if dtype.is_block() else ()
-        if sizes not in shapes:
-            shapes[sizes] = core.constexpr(math.prod(sizes)), core.tuple([core.constexpr(size) for size in sizes])
-        tensor.handle, tensor.type, tensor.dtype = handle, dtype, dtype.scalar
-        tensor.numel, tensor.shape = shapes[sizes]
+        if dtype.name not in tensors:
+            init_tensor(tensor, handle, dtype)
+            tensors[dtype.name] = vars(tensor) | {"handle": None}
+        vars(tensor).update(tensors[dtype.name], handle=handle, type=dtype)
 
     def remembered_broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:

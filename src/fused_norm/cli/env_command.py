@@ -102,7 +102,7 @@ def environment() -> dict[str, str]:
     facts |= {package: _version(package) for package in _PACKAGES}
     facts["CUDA of torch"] = torch.version.cuda or "none"
     facts["HIP of torch"] = torch.version.hip or "none"
-    facts["driver"] = _driver()
+    facts["driver"] = _ask_nvidia_smi("driver_version").partition("\n")[0]
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         facts[f"GPU {index}"] = f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
@@ -124,10 +124,6 @@ def _version(package: str) -> str:
 def clocks() -> str:
     """The clocks, temperature and power of every GPU at this moment, as nvidia-smi gives them."""
     return _ask_nvidia_smi("clocks.sm,clocks.mem,temperature.gpu,power.draw").replace("\n", "; ")
-
-
-def _driver() -> str:
-    return _ask_nvidia_smi("driver_version").partition("\n")[0]
 
 
 def _ask_nvidia_smi(query: str) -> str:

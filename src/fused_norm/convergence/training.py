@@ -169,7 +169,9 @@ def _prepare(
     model: nn.Module, sequences: Tensor, labels: Tensor, options: TrainingOptions, accelerator: Accelerator
 ) -> _Prepared:
     wanted = options.steps * options.batch_size * accelerator.num_processes
-    shards_here = _shards_here(accelerator)
+    # FSDP2 that was asked for on CPUs, for which accelerate would take DDP.
+    shards_here = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    shards_here &= accelerator.distributed_type == DistributedType.MULTI_CPU
     if shards_here:
         _shard(model, accelerator.num_processes)
     optimizer = torch.optim.AdamW(
@@ -242,12 +244,6 @@ def _steps(
         whole = getattr(norm, "full_tensor", lambda norm=norm: norm)().item()
         yield _Step(mean, whole, time.perf_counter() - began, tuple(map(torch.cat, zip(*batches, strict=True))))
         done, began, total, batches = done + 1, None, torch.zeros_like(total), []
-
-
-def _shards_here(accelerator: Accelerator) -> bool:
-    """Return whether FSDP2 was asked for on CPUs, for which accelerate would take DDP."""
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    return asked and accelerator.distributed_type == DistributedType.MULTI_CPU
 
 
 def _shard(model: nn.Module, processes: int) -> None:
