@@ -139,7 +139,8 @@ def test_the_quick_tier_covers_features_and_executions_and_each_is_green_with_wh
         execution, feature, sites = row["comparison"]["execution"], row["comparison"]["feature"], row["fused"]["sites"]
         is_compiled = execution == "compile"  # its linears read what a stock norm returns, and its head is stock
         assert sites["adapter"] == (7 * layers if execution in LORA else 0), row["name"]
-        assert sites["readers"] == (0 if is_compiled else 2 * layers), row["name"]
+        read = layers * (2 if feature in ("all", "norms+residual") else 1)  # norms that linears alone read
+        assert sites["readers"] == (0 if is_compiled else read), row["name"]
         assert sites["loss"] == (feature in ("all", "norms+loss") and not is_compiled), row["name"]
 
 
