@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fused_norm.convergence.model_source import quantise
 from fused_norm.kernels.linear_cross_entropy import IGNORED
 from fused_norm.patcher import apply_fused_norm, remove_fused_norm
 from fused_norm.spec import GatedNormSpec, NormSpec
@@ -286,29 +287,12 @@ def _checkpointed(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
     return step
 
 
-def _in_nf4(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
-    """Quantise the linears of the layers by bitsandbytes; norms and embeddings become fp32, as PEFT makes them then."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-    from peft import prepare_model_for_kbit_training
-
-    layers, dtype = body_of(step.model).layers, step.gradient.dtype
-    for path, linear in list(layers.named_modules()):
-        if type(linear) is nn.Linear:
-            # Without weights first: they are quantised when they are moved to the device that they are on.
-            quantised = Linear4bit(
-                linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=dtype, device="meta"
-            )
-            quantised.weight = Params4bit(linear.weight.detach(), quant_type="nf4", module=quantised)
-            quantised.bias = linear.bias
-            layers.set_submodule(path, quantised.to(step.tokens.device))
-    step.model.is_loaded_in_4bit = True
-    prepare_model_for_kbit_training(step.model, use_gradient_checkpointing=False)
-    return step
-
-
 def _with_adapters(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
+    """Put LoRA on all linears, which are packed into nf4 before for QLoRA."""
     from peft import LoraConfig, get_peft_model
 
+    if "qlora" in case.step:
+        quantise(step.model, step.gradient.dtype)
     with torch.random.fork_rng(devices=[step.tokens.device] if step.tokens.device.type == "cuda" else []):
         torch.manual_seed(0)
         config = LoraConfig(
@@ -415,7 +399,7 @@ _CHANGES: Mapping[str, Callable[[BenchmarkedModel, ModelCase], BenchmarkedModel]
     "image": _with_image,
     "packed": _packed,
     "checkpointing": _checkpointed,
-    "qlora": lambda step, case: _with_adapters(_in_nf4(step, case), case),
+    "qlora": _with_adapters,
     "lora": _with_adapters,
     "loss": _with_loss,
     "masked": _with_masked_prompts,

@@ -199,7 +199,7 @@ def _take_turns(run: BenchmarkRun, row: _Row, part: Part) -> None:
     samples = run.take_turns(row.results, takes, (fewest, most), CASE_SECONDS[part])
     times = {name: list(zip(*pairs, strict=True)) for name, pairs in samples.items()}
     for variant, (host, whole) in times.items():
-        timing, of_host = (Timing.of([one / step.parts for one in column], "wall") for column in (whole, host))
+        timing, of_host = (Timing.of([seconds / step.parts for seconds in column], "wall") for column in (whole, host))
         ratio = PairedRatio.of(whole, times[BASE][1]) if part == "features" and BASE in times else None
         row.results[variant] = replace(row.results[variant], timing=timing, host=of_host, ratio=ratio)
 

@@ -13,10 +13,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+from .interpreter import speed_up
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     assert "triton" not in sys.modules, "Triton decides at its import whether it interprets kernels"
     os.environ["TRITON_INTERPRET"] = "1"
+    speed_up()
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

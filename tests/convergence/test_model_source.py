@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from fused_norm.convergence.comparison import EXECUTIONS, FROZEN_NORMS, LORA, Comparison
+from fused_norm.convergence.comparison import EXECUTIONS, FROZEN_NORMS, LORA, QLORA, Comparison
 from fused_norm.convergence.model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from fused_norm.model_configs import build, tiny_config
 
@@ -46,7 +46,7 @@ DTYPES = {"fp32": (torch.float32, torch.float32), "mixed": (torch.float32, torch
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("execution", LORA)
+@pytest.mark.parametrize("execution", [name for name in LORA if name not in QLORA])
 def test_adapters_are_trained_on_every_linear_and_what_is_frozen_has_a_dtype_of_its_own(execution, precision):
     model = build("llama", seed=0)
     with warnings.catch_warnings():
@@ -62,3 +62,24 @@ def test_adapters_are_trained_on_every_linear_and_what_is_frozen_has_a_dtype_of_
     layer = model.model.layers[0].mlp.up_proj
     assert layer.scaling["default"] != 1
     assert getattr(layer.lora_dropout["default"], "p", 0) == (0.05 if execution == "lora-dropout" else 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("execution", QLORA)
+def test_linears_of_4_bits_have_adapters_and_all_else_is_frozen_in_fp32(execution, family):
+    source = ModelSource.of_family(family, {"num_hidden_layers": 1}).in_whole_blocks()
+    model = source.build(seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    add_adapters(model, Comparison(family, "mixed", execution))
+    adapted = [one for one in model.modules() if hasattr(one, "lora_A")]
+    states = [one.base_layer.weight.quant_state for one in adapted]
+    assert len(states) == 7
+    assert all(state.nested and state.quant_type == "nf4" and state.shape[1] % state.blocksize == 0 for state in states)
+    assert {name.split(".")[-3] for name, one in model.named_parameters() if one.requires_grad} == {"lora_A", "lora_B"}
+    assert {one.dtype for one in model.parameters()} == {torch.float32, torch.uint8}
+    dropouts = {getattr(one.lora_dropout["default"], "p", 0) for one in adapted}
+    assert dropouts == {0.05 if execution == "qlora-dropout" else 0}
+
+
+def test_sizes_of_a_users_model_stay():
+    source = ModelSource("mine", ModelSource.of_family("llama", {}).config)
+    assert source.in_whole_blocks() is source

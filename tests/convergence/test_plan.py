@@ -46,6 +46,12 @@ def test_an_axis_that_is_named_is_taken_in_full():
     ]
 
 
+def test_linears_of_4_bits_are_trained_under_autocast_alone():
+    comparisons = comparisons_of(TIERS["full"], ["qwen3"], executions=["lora", "qlora"])
+    assert {each.precision for each in comparisons if each.execution == "qlora"} == {"mixed"}
+    assert {each.precision for each in comparisons if each.execution == "lora"} == set(PRECISIONS)
+
+
 def test_a_model_runs_no_feature_twice():
     assert set(features_of("qwen3")) == set(features_of("gemma3_text")) == set(FEATURES)
     assert features_of("llama") == ["all", "norms", "norms+rope", "norms+residual", "norms+mlp", "norms+loss"]

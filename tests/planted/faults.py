@@ -24,6 +24,7 @@ from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 from fused_norm.kernels.norm import (
     ADD_RMS_NORM,
     ADD_RMS_NORM_FOR_CONSUMERS,
@@ -36,7 +37,7 @@ from fused_norm.kernels.norm import (
 from fused_norm.kernels.operator import Recompute
 from fused_norm.kernels.qk_norm_rope import QK_NORM, ROPE
 from fused_norm.kernels.triton.memory import norm_dtype
-from fused_norm.patcher import fused_block, fused_classes, linear_inputs, losses, recompute, recompute_linears
+from fused_norm.patcher import adapters, fused_block, fused_classes, linear_inputs, losses, recompute, recompute_linears
 from fused_norm.patcher.adapters import AdapterInput, FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.fused_norm_module import is_disabled
@@ -68,12 +69,14 @@ from .planting import (
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
 _IN_MODELS = (*_NORMED, ROPE, GLU)
-_EVERY = (*_IN_MODELS, LORA_ADD)
+OF_ADAPTERS = (LORA_ADD, LORA_LINEAR_4BIT)
+"""The operators of adapters."""
+_EVERY = (*_IN_MODELS, *OF_ADAPTERS)
 _NORM_OF_SUM = (ADD_RMS_NORM, NORM_ADD_NORM)
 _ROTATED = (QK_NORM, ROPE)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 # norm_add has the backward of rms_norm.
-_WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, LORA_ADD)
+_WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, *OF_ADAPTERS)
 _EVERY_BACKWARD = (*_WITH_WEIGHTS, ROPE, GLU)
 _FOR_CONSUMERS = (RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
@@ -539,6 +542,12 @@ def _no_gradient_of_base(right: Any, memory: Any, *arguments: Any) -> Any:
     return None, *right(*arguments)[1:]
 
 
+def _in_16_bits(right: Any, memory: Any, operator: Any, *arguments: Any) -> Any:
+    y, reason = right(operator, *arguments)
+    dtype = arguments[-2]
+    return (y.to(dtype) if y is not None and operator is LORA_LINEAR_4BIT else y), reason
+
+
 def _not_cast(right: Any, memory: Any, layer: Any, x: Tensor, dtype: torch.dtype) -> Any:
     return x
 
@@ -638,6 +647,10 @@ _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     ("dropout-none", "lora-dropout", replaced_by(nn.Dropout, "forward", _nothing_dropped)),  # nothing is dropped
     # What is dropped is the same in all adapters.
     ("dropout-same", "lora-dropout", replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first)),
+    # What the adapter of a 4-bit linear reads is rounded before its dropout, too.
+    ("cast-twice", "qlora-dropout", replaced_by(linear_inputs, "reads_in", lambda *_: True), ROUNDINGS),
+    # Hooks see 16 bits where they see float32 in stock.
+    ("16-bits", "qlora", replaced_by(adapters, "run_fused", _in_16_bits)),
     # An adapter reads another one's output of a norm.
     ("shared", "lora-alone", replaced_by(FusedAdapter, "forward", _adapter_shares_another_ones), ROUNDINGS),
 )
@@ -683,12 +696,19 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("packed", _ROTATED, _with_angles(_of_the_first_sequence)),  # all sequences are rotated by the first one's angles
     ("end", (GLU,), _edited(_end_lost)),  # the end is lost where sizes are multiples of 1024
     ("even", _EVERY, _edited(_last_of_an_even_number_lost)),  # the last of an even number of rows is lost
-    ("factors", (LORA_ADD,), _factors_cut_off, "the adapter is in 16 bits"),  # a and b are cut off, not rounded
+    ("factors", OF_ADAPTERS, _factors_cut_off, "the adapter is in 16 bits"),  # a and b are cut off, not rounded
     ("cut", (LORA_ADD,), lambda call: call.results(x=_half_nearer_zero(call["x"]))),
     ("products", (LORA_ADD,), _products_unrounded),  # the products are not rounded
     ("scale", (LORA_ADD,), lambda call: call.results(scale=call["scale"] ** 2)),  # the scale is applied twice
-    ("rank", (LORA_ADD,), lambda call: call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:])))),
+    ("rank", OF_ADAPTERS, lambda call: call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:])))),
     ("base", (LORA_ADD,), lambda call: call.results(base=torch.zeros_like(call["base"]))),
+    ("factor", (LORA_LINEAR_4BIT,), lambda call: call.results(factor=call["factor"] ** 2)),  # it is applied twice
+    ("cut", (LORA_LINEAR_4BIT,), lambda call: call.results(adapter_x=_half_nearer_zero(call["adapter_x"]))),
+    ("absmax", (LORA_LINEAR_4BIT,), lambda call: call.results(scale=call["scale"].roll(-1))),  # of the next block
+    # The codes of a byte change places.
+    ("codes", (LORA_LINEAR_4BIT,), lambda call: call.results(packed=call["packed"] << 4 | call["packed"] >> 4)),
+    # The offset of double quantisation is lost.
+    ("offset", (LORA_LINEAR_4BIT,), lambda call: call.results(offset=torch.zeros_like(call["offset"]))),
     ("copy", _FOR_CONSUMERS, _copy_cut_off, "nothing is copied"),  # the copy in 16 bits is cut off, not rounded
 )
 """Forms of faults in forwards: the name, the operators, the wrong forward, and why it may be hidden."""
@@ -697,7 +717,9 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("back", (ROPE,), lambda call: call.results(sin=-call["sin"])),  # the gradient is rotated on instead of back
     # The gradient between the products lacks the scale.
     ("dh", (LORA_ADD,), lambda call: call.results("dx", "da", scale=1.0)),
-    ("shifted", (LORA_ADD,), lambda call: call.results(h=call["h"].roll(1, -2))),  # the gradient of b is of other rows
+    ("dh", (LORA_LINEAR_4BIT,), lambda call: call.results("dadapter_x", "da", factor=1.0)),
+    ("absmax-back", (LORA_LINEAR_4BIT,), lambda call: call.results(scale=call["scale"].roll(-1))),
+    ("shifted", OF_ADAPTERS, lambda call: call.results(h=call["h"].roll(1, -2))),  # the gradient of b is of other rows
     ("dgate", (GLU,), _edited(lambda dgate: dgate * 1.003, "dgate")),  # the gradient of the gate is .3 % too large
     ("square", (GLU,), _slope_without_its_square, "no GELU by tanh"),  # a slope without its square term
     ("swapped", (GLU,), _gradients_swapped),  # the gradients of gate and up are swapped
@@ -727,7 +749,7 @@ def _faults() -> Iterator[Fault]:
     for planting, forms in ((in_forward, _IN_FORWARDS), (in_backward, _IN_BACKWARDS)):
         for name, operators, wrong, *hidden in forms:
             for operator in operators:
-                where = "lora" if operator is LORA_ADD else "eager"
+                where = {LORA_ADD: "lora", LORA_LINEAR_4BIT: "qlora"}.get(operator, "eager")
                 yield Fault(f"{operator.name}-{name}", planting(operator, wrong), *hidden, where=where)
 
     for name, wrong in (

@@ -22,16 +22,18 @@ from fused_norm.convergence.result_store import ComparisonResult
 from fused_norm.convergence.suite import Baseline, message_of, run_baseline, run_fused, train_fused
 from fused_norm.convergence.verdict import BY_NAME
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.patcher import Site
 
-from .faults import FAULTS, ROUNDINGS, Fault
+from .faults import FAULTS, OF_ADAPTERS, ROUNDINGS, Fault
 from .planting import PlantedFault
 
 Outcome = Literal["caught", "missed", "hidden", "sound", "invalid"]
 
 _TOGETHER = 24
 """Faults that share one stock run and its controls."""
+
+_MADE_AGAIN = {operator.name for operator in (*OF_ADAPTERS, LINEAR_CROSS_ENTROPY)}
+"""The operators whose calls are made again in executions of their own."""
 
 _EXECUTION_OF = {"sites": "eager", "consumers": "eager"}
 """The execution in which faults are planted that no execution of the suite has to itself."""
@@ -101,7 +103,7 @@ class _Checks:
     def records(self, fault: Fault, state: PlantedFault) -> Iterator[CallRecord]:
         """The records of a model with this fault, the cheapest one first; ``state`` counts what it has changed."""
         precision = PRECISIONS[self._trainer.comparison.precision]
-        if fault.where == "eager" or fault.operator in (LORA_ADD.name, LINEAR_CROSS_ENTROPY.name):
+        if fault.where == "eager" or fault.operator in _MADE_AGAIN:
             for half in (False, True) if precision.weights == "bfloat16" else (False,):
                 model, calls = self._calls(half)
                 record = CallRecord()

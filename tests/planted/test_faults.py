@@ -7,8 +7,6 @@ from fused_norm import apply_fused_norm
 from fused_norm.kernels import glu, rope
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, dequantize, rms_norm_fp8
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 from fused_norm.kernels.norm import ADD_RMS_NORM
 from fused_norm.kernels.operator import OPERATORS, Operator, Recompute
 from fused_norm.model_configs import build
@@ -27,7 +25,7 @@ from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.lazy_logits import LazyLogits, Projection
 from fused_norm.patcher.losses import FusedHead
 
-from .faults import FAULTS
+from .faults import FAULTS, OF_ADAPTERS
 from .planting import linear_cross_entropy
 
 
@@ -91,8 +89,6 @@ def test_every_operator_has_every_fault_that_it_can_have():
         if operator.plain_name:  # a form of another, which gets its faults
             assert {f"{operator.name}-{fault}" for fault in OF_CONSUMERS} <= set(FAULTS)
             continue
-        if operator is LORA_LINEAR_4BIT:  # no model of the suite is quantised: test_four_bit compares bits
-            continue
         if not operator.gradients:  # makes again what another operator has made
             continue
         if operator.outputs[0] == "q":  # the norm in it, and its backward, are those of another operator
@@ -104,11 +100,11 @@ def test_every_operator_has_every_fault_that_it_can_have():
             assert {"dx-size", "dw-size", "dw", "dbias", "frozen"} <= mine
             continue
         assert {"last-row", "shape", "even"} <= mine
-        assert operator is LORA_ADD or "checkpointed" in mine  # no model is checkpointed with adapters
+        assert operator in OF_ADAPTERS or "checkpointed" in mine  # no model is checkpointed with adapters
         assert not operator.has_norm or {"casting", "centering", "eps"} <= mine
         if type(operator).backward is not Operator.backward:
             assert {"dx-size", "dx-cut", "ds-in-place"} <= mine
-            has_weights = operator.has_norm or operator is LORA_ADD
+            has_weights = operator.has_norm or operator in OF_ADAPTERS
             assert not has_weights or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= mine
 
 

@@ -75,6 +75,8 @@ def faults_where(execution):
 TOO_WIDE = ["consumers-wide", "attention-wide"]
 IN_SITES = [*TOO_WIDE, "consumers-unjoined", "consumers-past", "fallback-counted", "num-items-unheeded"]
 CHECKPOINTED, DROPOUT = ["glu-checkpointed"], ["adapter-dropout-cast", "adapter-dropout-none", "adapter-dropout-same"]
+PACKED_FORMS = ("absmax", "codes", "offset", "absmax-back", "dx-cut", "frozen")
+PACKED = ["adapter-16-bits", *(f"lora_linear_4bit-{form}" for form in PACKED_FORMS)]
 SOME_HEADS = [f"linear_cross_entropy-{form}" for form in ("few", "dw-chunks", "divided-late", "num-items")]
 
 
@@ -92,6 +94,8 @@ SOME_HEADS = [f"linear_cross_entropy-{form}" for form in ("few", "dw-chunks", "d
         ("llama", "mixed", "lora", faults_where("lora"), []),
         ("llama", "mixed", "lora-alone", ["adapter-shared", "adapter-fallback"], []),
         ("llama", "mixed", "lora-dropout", DROPOUT, []),
+        ("llama", "mixed", "qlora", PACKED, []),
+        ("llama", "mixed", "qlora-dropout", ["adapter-cast-twice"], []),
         ("gemma2", "bf16", "loss", faults_where("loss"), ["linear_cross_entropy-dbias"]),  # its logits are capped
         ("granite", "mixed", "loss", SOME_HEADS, []),
     ],

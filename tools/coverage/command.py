@@ -118,9 +118,9 @@ def _print(summary: Summary) -> None:
     from .summary import KINDS, gaps
 
     print(f"transformers {summary.transformers}")
-    for kind, (found, fused, types) in summary.totals().items():
-        share = f"{100 * fused / found:5.1f} %" if found else "      -"
-        print(f"  {KINDS[kind]:<16} {fused:>6} of {found:>6} fused  {share}  in {types} model types")
+    for kind, (count, fused, types) in summary.totals().items():
+        share = f"{100 * fused / count:5.1f} %" if count else "      -"
+        print(f"  {KINDS[kind]:<16} {fused:>6} of {count:>6} fused  {share}  in {types} model types")
     bare, parts, unbuilt = len(summary.without), len(summary.parts), len(summary.unbuilt)
     print(f"  {bare} model types have none of these, {parts} are parts of others alone, and {unbuilt} were not built")
     print("\nkept, by number:")

@@ -162,16 +162,16 @@ def _shrunk_value(name: str, value: Any, lengths: set[int], layers: int, divisor
             return {key: layer for key, layer in value.items() if int(key) < layers}
         return _shrunk(value, layers, divisor, tokens)
     if isinstance(value, (list, tuple)) and value:
-        if all(isinstance(one, dict) for one in value):
-            return [_shrunk(one, layers, divisor, tokens) for one in value]
+        if all(isinstance(item, dict) for item in value):
+            return [_shrunk(item, layers, divisor, tokens) for item in value]
         if name == "depths":
             return [1] * len(value)
         if len(value) in lengths and len(value) > layers:
-            return [_shrunk_value(name[:-1], one, set(), layers, divisor, tokens) for one in value[:layers]]
-        if _INDICES.search(name) and all(type(one) is int for one in value):
-            return [one for one in value if one < layers] or [layers - 1]
+            return [_shrunk_value(name[:-1], item, set(), layers, divisor, tokens) for item in value[:layers]]
+        if _INDICES.search(name) and all(type(item) is int for item in value):
+            return [item for item in value if item < layers] or [layers - 1]
         if _WIDTH.search(name):
-            return [_narrower(one, divisor) for one in value]
+            return [_narrower(item, divisor) for item in value]
         return value
     if value is None and name == "num_experts_per_tok":
         return 2

@@ -147,10 +147,10 @@ def totals_table(summaries: Sequence[Summary]) -> str:
     return in_markdown(rows, "---")
 
 
-def _share(found: int, fused: int, types: int) -> str:
-    if not found:
+def _share(count: int, fused: int, types: int) -> str:
+    if not count:
         return "none"
-    return f"{fused} of {found} ({100 * fused / found:.1f} %), {types} types"
+    return f"{fused} of {count} ({100 * fused / count:.1f} %), {types} types"
 
 
 def types_table(summary: Summary) -> str:

@@ -53,8 +53,8 @@ def _meaning_of(module: nn.Module) -> Recognised | None:
     known = _meanings.get(module)
     if known is None or known[0] is not kind or not known[1].is_in(kind.forward):
         try:
-            found = recognise(module)
+            meaning = recognise(module)
         except UnrecognisedError:
-            found = None
-        known = _meanings[module] = kind, RunningCode(kind.forward), found
+            meaning = None
+        known = _meanings[module] = kind, RunningCode(kind.forward), meaning
     return known[2]

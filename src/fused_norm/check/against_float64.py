@@ -57,7 +57,7 @@ def budget(stock: Sequence[float], numbers: int, predictions: int, dtype: torch.
     common because they were made upstream of it, and the ``eps`` of ``dtype``: a value between two numbers of the dtype
     may be rounded to either by steps that are equally right, even if the stock step happened to hit the truth.
 
-    Where the stock errors scatter by more than ``numbers`` and ``predictions`` explain, ``n`` is what their scatter
+    If the stock errors scatter by more than ``numbers`` and ``predictions`` explain, ``n`` is what their scatter
     says: gradients that pass through a layer's attention may hang on a few large terms.
 
     Args:
@@ -283,7 +283,7 @@ def _step(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> di
     model.zero_grad(set_to_none=True)
     output = model(input_ids=input_ids, labels=labels, use_cache=False)
     output.loss.backward()
-    # Where head and loss are fused, logits are computed by this copy, and no earlier.
+    # If head and loss are fused, logits are computed by this copy, and no earlier.
     results = {"logits": output.logits.detach().clone(), "loss": output.loss.detach()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -304,8 +304,8 @@ def _stock_errors(
         for order in range(STOCK_STEPS):
             torch.manual_seed(order)
             with reordered_norms(model, norms if order else (), seed=order):
-                found = relative_errors(_step(model, input_ids, labels), exact)
-            for name, error in found.items():
+                step_errors = relative_errors(_step(model, input_ids, labels), exact)
+            for name, error in step_errors.items():
                 errors[name].append(error)
     return errors
 

@@ -36,7 +36,7 @@ def as_flags(text: str) -> str:
     """A message with options of ``apply_fused_norm`` written as flags: ``--no-strict`` for ``strict=False``."""
     named = "|".join([*SWITCHES, "recompute", "strict"])
     return re.sub(
-        rf"\b({named})=(True|False)\b", lambda found: ("--" if found[2] == "True" else "--no-") + found[1], text
+        rf"\b({named})=(True|False)\b", lambda option: ("--" if option[2] == "True" else "--no-") + option[1], text
     )
 
 

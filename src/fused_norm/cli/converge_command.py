@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, Progress, by_baseline
+from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, QLORA, Progress, by_baseline
 from ..convergence.tiers import TIERS, Tier
 from ..model_configs import FAMILIES
 from . import STOPPED
@@ -153,8 +153,16 @@ def refuse_misspelt(args: argparse.Namespace) -> None:
     for module in ("accelerate", "datasets", "matplotlib"):
         if importlib.util.find_spec(module) is None:
             raise UsageError(f"needs {module}: pip install 'fused-norm[convergence]'")
-    if adapted := [how for how in args.axis or () if how in LORA and importlib.util.find_spec("peft") is None]:
-        raise UsageError(f"--axis {adapted[0]} needs peft: pip install peft")
+    for how in args.axis or ():
+        if missing := [package for package in needed_by(how) if importlib.util.find_spec(package) is None]:
+            raise UsageError(f"--axis {how} needs {missing[0]}: pip install {missing[0]}")
+    if args.dtype and "mixed" not in args.dtype and any(how in QLORA for how in args.axis or ()):
+        raise UsageError(f"--axis {' and '.join(QLORA)} are for --dtype mixed: without autocast PEFT's own code runs")
+
+
+def needed_by(execution: str) -> tuple[str, ...]:
+    """The packages that an execution needs besides those of all."""
+    return ("peft", "bitsandbytes") if execution in QLORA else ("peft",) if execution in LORA else ()
 
 
 def _label(name: str) -> str:
@@ -201,8 +209,7 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
         executions=args.axis,
         seeds=range(args.seeds),
     )
-    if importlib.util.find_spec("peft") is None:
-        comparisons = [each for each in comparisons if each.execution not in LORA]
+    comparisons = [each for each in comparisons if all(map(importlib.util.find_spec, needed_by(each.execution)))]
     processes = PartialState().num_processes
     step = tier.settings.options.batch_size * processes
     drawn = tier.settings.options.steps * step
@@ -249,9 +256,9 @@ def _sequences(args: argparse.Namespace, source: ModelSource, length: int, drawn
 def _source(name: str) -> ModelSource:
     from ..convergence.model_source import ModelSource
 
-    found = find_model(name)
-    refuse_unless_causal_lm(found)
-    return ModelSource(_label(name), found.config, found.weights)
+    source = find_model(name)
+    refuse_unless_causal_lm(source)
+    return ModelSource(_label(name), source.config, source.weights)
 
 
 def _texts(args: argparse.Namespace) -> Any:

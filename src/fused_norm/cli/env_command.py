@@ -47,21 +47,21 @@ def plans_of(width: int) -> dict[str, str]:
     from ..kernels.triton.devices import device_facts
 
     device = device_facts(_devices()[0])
-    found: dict[str, object] = {
+    lines: dict[str, object] = {
         "(add +) norm": plans.forward_plan(width, device),
         "norm backward": plans.backward_plan(width, 6, device),
         "add + norm backward": plans.backward_plan(width, 8, device, "add_backward"),
     }
     if width <= plans.WIDEST_SANDWICH_FORWARD:
-        found["norm + add (+ norm)"] = plans.forward_plan(width, device, None, "sandwich_forward")
+        lines["norm + add (+ norm)"] = plans.forward_plan(width, device, None, "sandwich_forward")
     if width <= plans.WIDEST_SANDWICH_BACKWARD:
-        found["norm + add + norm backward"] = plans.backward_plan(width, 12, device, "sandwich_backward")
+        lines["norm + add + norm backward"] = plans.backward_plan(width, 12, device, "sandwich_backward")
     if width <= 512:  # of a head
         for name, rotary in (("qk norm", 0), ("qk norm + RoPE", width)):
-            found[name] = plans.heads_forward_plan(32, 8, width, rotary, device)
-            found[f"{name} backward"] = plans.heads_backward_plan(32, 8, width, rotary, 4, 4, device)
-        found["RoPE"] = plans.heads_forward_plan(32, 8, width, width, device)
-    return {name: str(plan) for name, plan in found.items()} | plan_tables()
+            lines[name] = plans.heads_forward_plan(32, 8, width, rotary, device)
+            lines[f"{name} backward"] = plans.heads_backward_plan(32, 8, width, rotary, 4, 4, device)
+        lines["RoPE"] = plans.heads_forward_plan(32, 8, width, width, device)
+    return {name: str(plan) for name, plan in lines.items()} | plan_tables()
 
 
 def plan_tables() -> dict[str, str]:
@@ -73,11 +73,11 @@ def plan_tables() -> dict[str, str]:
     from ..kernels.plans import table_of
     from ..kernels.triton.devices import name_of
 
-    found = {}
+    tables = {}
     for device in _devices():
         table, why = table_of(*name_of(device))
-        found[f"plans on {device}"] = f"{table.device}, {table.measured}; {why}"
-    return found
+        tables[f"plans on {device}"] = f"{table.device}, {table.measured}; {why}"
+    return tables
 
 
 def _devices() -> list[torch.device]:
@@ -102,7 +102,7 @@ def environment() -> dict[str, str]:
     facts |= {package: _version(package) for package in _PACKAGES}
     facts["CUDA of torch"] = torch.version.cuda or "none"
     facts["HIP of torch"] = torch.version.hip or "none"
-    facts["driver"] = _driver()
+    facts["driver"] = _ask_nvidia_smi("driver_version").partition("\n")[0]
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         facts[f"GPU {index}"] = f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
@@ -126,17 +126,13 @@ def clocks() -> str:
     return _ask_nvidia_smi("clocks.sm,clocks.mem,temperature.gpu,power.draw").replace("\n", "; ")
 
 
-def _driver() -> str:
-    return _ask_nvidia_smi("driver_version").partition("\n")[0]
-
-
 def _ask_nvidia_smi(query: str) -> str:
     """The values of a query, a line for each GPU, or why there are none."""
     if not shutil.which("nvidia-smi"):
         return "no nvidia-smi"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"nvidia-smi failed: {error}"
-    return found.stdout.strip() or f"nvidia-smi failed: {found.stderr.strip()}"
+    return answer.stdout.strip() or f"nvidia-smi failed: {answer.stderr.strip()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from .common import (
@@ -78,7 +79,7 @@ def _build_empty(source: Source, trust_remote_code: bool) -> Any:
             (transformers.AutoModel, transformers.MODEL_MAPPING),
         ):
             if type(config) in mapping or (trust_remote_code and auto.__name__ in remote):
-                build = _with_trust(auto, trust_remote_code)
+                build = partial(auto.from_config, trust_remote_code=trust_remote_code)
                 break
         else:
             raise UsageError(
@@ -89,7 +90,3 @@ def _build_empty(source: Source, trust_remote_code: bool) -> Any:
             return build(config)
     except Exception as error:
         raise UsageError(f"{source.description} cannot be built without weights: {in_one_line(error)}") from error
-
-
-def _with_trust(auto: Any, trust_remote_code: bool) -> Any:
-    return lambda config: auto.from_config(config, trust_remote_code=trust_remote_code)

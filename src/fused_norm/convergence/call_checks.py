@@ -59,8 +59,8 @@ class CallRecord:
         gradients: distance from the stock modules' gradients over the size of those, in last places of the coarsest
             dtype on their way.
         losses: relative gap of the loss that a head's call returns, divided by what roundings explain of it.
-        turned: share of the numbers in a 16-bit gradient of a head's call that are rounded to another number than
-            stock's, whose products have the same factors and are rounded in the same places.
+        turned: share of the numbers in a 16-bit gradient of a head, or of the input of a linear of 4 bits, that are
+            rounded to another number than stock's, whose products have the same factors and roundings.
         slopes: ``|slope - 1|`` of a least-squares fit of fused gradients against stock gradients, in units of the
             deviation expected from rounding.
         changes: share of the numbers handed to the call, or to its backward, that it overwrote.
@@ -147,7 +147,8 @@ def compare(
                 place, right = f"{name}: gradient of {argument}", stock.gradients[argument]
                 rounding = stock.rounding_of(argument)
                 add(record.gradients, place, distance(gradient, right) / rounding)
-                if _is_of_head(call) and stock.computes_in_16_bits:
+                has_same_products = _is_of_head(call) or (argument == "x" and "lora_linear_4bit" in call.operators)
+                if has_same_products and stock.computes_in_16_bits:
                     add(record.turned, place, share_apart(gradient, right))
                 add(record.slopes, place, slope_error(gradient, right) / _slope_by_chance(rounding, right.numel()))
 
@@ -157,11 +158,11 @@ def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
 
     Each with whether norms are frozen, and whether it is differentiated.
     """
-    sequences = max(len(one) for one in tensors_in(call.arguments.arguments) if one.dim())
+    sequences = max(len(tensor) for tensor in tensors_in(call.arguments.arguments) if tensor.dim())
     beginning = _with_tensors(call, _beginning)
     packed = _with_tensors(call, functools.partial(_packed, sequences=sequences))
     # The last positions of a head's sequence have no label, and the one before the last is the last then.
-    spoilt = _with_tensors(call, lambda one: _with_a_nan(one.roll(1, 0) if _is_of_head(call) else one))
+    spoilt = _with_tensors(call, lambda tensor: _with_a_nan(tensor.roll(1, 0) if _is_of_head(call) else tensor))
     return {
         "": (call, False, True),
         ", norms frozen": (call, True, True),
@@ -257,7 +258,7 @@ def _is_of_head(call: FusedCall) -> bool:
 
 def _has_products(call: FusedCall) -> bool:
     """Return whether a call multiplies matrices, and sums in another order than stock code does."""
-    return "lora_add" in call.operators or _is_of_head(call)
+    return not {"lora_add", "lora_linear_4bit"}.isdisjoint(call.operators) or _is_of_head(call)
 
 
 def _slope_by_chance(rounding: float, count: int) -> float:
@@ -297,10 +298,10 @@ def _with_a_nan(tensor: Tensor) -> Tensor:
 def _with_tensors(call: FusedCall, change: Callable[[Tensor], Tensor]) -> FusedCall:
     """A call with other tensors of rows; its labels, one for each row, are those of the same rows."""
 
-    def changed(one: Tensor) -> Tensor:
-        if not one.dim():
-            return one
-        return change(one) if one.is_floating_point() else change(one[..., None])[..., 0]
+    def changed(tensor: Tensor) -> Tensor:
+        if not tensor.dim():
+            return tensor
+        return change(tensor) if tensor.is_floating_point() else change(tensor[..., None])[..., 0]
 
-    gradients = [None if one is None else changed(one) for one in call.gradients]
+    gradients = [None if gradient is None else changed(gradient) for gradient in call.gradients]
     return replace(call, arguments=with_arguments(call.arguments, changed), gradients=gradients)

@@ -64,25 +64,36 @@ EXECUTIONS = (
     "lora-alone",
     "lora-dropout",
     "lora-recompute",
+    "qlora",
+    "qlora-dropout",
 )
 """The ways a step runs. ``recompute`` and ``lora-recompute`` are ways of the fused model alone: their stock models and
-controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole ones, where
-the others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
-freezes the norms, and so does ``lora-dropout``, whose adapters have dropout."""
+controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole ones; the
+others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
+freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and ``qlora-dropout`` are these
+two with linears of 4 bits."""
 
-LORA = ("lora", "lora-alone", "lora-dropout", "lora-recompute")
+QLORA = ("qlora", "qlora-dropout")
+"""The executions whose linears have 4 bits, which are bitsandbytes'."""
+
+LORA = ("lora", "lora-alone", "lora-dropout", "lora-recompute", *QLORA)
 """The executions that train adapters, which are peft's."""
+
+WITH_DROPOUT = ("lora-dropout", "qlora-dropout")
+"""The executions whose adapters have dropout."""
 
 RECOMPUTE: Mapping[str, str] = MappingProxyType({"recompute": "eager", "lora-recompute": "lora"})
 """The executions that recompute what others keep, by the way that their stock models run."""
 
-FROZEN_NORMS = ("lora-alone", "lora-dropout")
+FROZEN_NORMS = ("lora-alone", *WITH_DROPOUT, "qlora")
 """The executions that train no norm."""
 
 _WORDS = {"mixed": "bf16 autocast", "compile": "compiled", "checkpointing": "checkpointed", "lora": "LoRA+norms"}
 _WORDS |= {"lora-alone": "LoRA", "lora-dropout": "LoRA+dropout", "norms": "norms alone", "norms+qk": "norms+QK"}
 _WORDS |= {
     "lora-recompute": "LoRA+recomp.",
+    "qlora": "QLoRA",
+    "qlora-dropout": "QLoRA+drop.",
     "loss": "masked labels",
     "norms+rope": "norms+RoPE",
     "norms+residual": "norms+adds",
@@ -157,7 +168,7 @@ def features_of(model: str) -> list[str]:
 
 def by_baseline(comparisons: Iterable[Comparison]) -> dict[Comparison, list[Comparison]]:
     """The comparisons, grouped by the stock and control runs they share."""
-    found: dict[Comparison, list[Comparison]] = {}
+    groups: dict[Comparison, list[Comparison]] = {}
     for comparison in comparisons:
-        found.setdefault(comparison.baseline, []).append(comparison)
-    return found
+        groups.setdefault(comparison.baseline, []).append(comparison)
+    return groups

@@ -57,8 +57,13 @@ _KINDS: Mapping[str, _Kind] = {
         frozenset({"qk_norm_rope", "rope"}),
         frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
     ),
-    "mlp": _Kind(frozenset({"glu"}), frozenset({"fused_norm_gate", "fused_norm_gate_packed", "fused_norm_gated"})),
-    "adapter": _Kind(frozenset({"lora_add", _IN_FLOAT32}), frozenset({"forward"})),
+    "mlp": _Kind(
+        frozenset({"glu", "glu_for_consumers"}),
+        frozenset({"fused_norm_gate", "fused_norm_gate_packed", "fused_norm_gated"}),
+    ),
+    "adapter": _Kind(
+        frozenset({"lora_add", "lora_linear_4bit", "lora_summands_4bit", _IN_FLOAT32}), frozenset({"forward"})
+    ),
     "loss": _Kind(frozenset({"linear_cross_entropy"}), frozenset({"fused_norm_cross_entropy"})),
     "consumers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
 }
@@ -109,7 +114,8 @@ class FusedCall:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for calls of one method that run the same operators on tensors of the same dtypes, and return such."""
-        return self.method, *self.operators, *(one.dtype for one in tensors_in(self.arguments.arguments)), *self.dtypes
+        dtypes = [tensor.dtype for tensor in tensors_in(self.arguments.arguments)]
+        return self.method, *self.operators, *dtypes, *self.dtypes
 
     @property
     def name(self) -> str:
@@ -209,8 +215,8 @@ class _Watch:
             if self._outermost is not None or path is None:
                 return method(*positional, **named)
             given = signature.bind(*positional, **named)
-            weighted = [self._paths[id(one)] for one in _weighted(given.arguments.values())]
-            kept = with_arguments(given, copied if self._with_tensors else _emptied)
+            weighted = [self._paths[id(module)] for module in _weighted(given.arguments.values())]
+            kept = with_arguments(given, copied if self._with_tensors else lambda tensor: tensor.new_empty(0))
             call = FusedCall(path, method, tuple(weighted), kept)
             self._outermost = call
             try:
@@ -271,8 +277,10 @@ def sites_not_compiled(sites: Iterable[Site], graphs: Sequence[Sequence[str]]) -
     numbers: Counter[str] = Counter()
     for name in (name for graph in graphs for name in graph):
         operator = name.removeprefix("fused_norm.").removesuffix("_forward.default")
-        for kind, found in _KINDS.items():
-            if operator in found.operators or (operator == "qk_norm" and kind == "rope"):  # with a rotation and without
+        for kind, of_kind in _KINDS.items():
+            if operator in of_kind.operators or (
+                operator == "qk_norm" and kind == "rope"
+            ):  # with a rotation and without
                 numbers[kind] += _SITES_OF_CALL.get((kind, operator), 1)
     missing = []
     for site in sites:
@@ -288,9 +296,9 @@ def computes(call: FusedCall) -> bool:
     return call.method.__name__ not in _KINDS["consumers"].methods
 
 
-def is_tensor(one: Any) -> bool:
+def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor that is no parameter."""
-    return isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -298,9 +306,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [tensor for leaf in tree_leaves(tree) if is_tensor(tensor := tensors_of(leaf)[0])]
 
 
-def returned(found: Any) -> list[Tensor]:
+def returned(outputs: Any) -> list[Tensor]:
     """The tensors that a call returned, a norm's for all of its consumers among them."""
-    return [tensor for leaf in tree_leaves(found) for tensor in tensors_of(leaf) if is_tensor(tensor)]
+    return [tensor for leaf in tree_leaves(outputs) for tensor in tensors_of(leaf) if is_tensor(tensor)]
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -308,30 +316,26 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _are_of_one_node(found: Any) -> bool:
+def _are_of_one_node(outputs: Any) -> bool:
     """Return whether the first two tensors that a call returned are outputs of one node of the graph."""
-    if not isinstance(found, tuple) or len(tensors := tensors_in(found[:2])) < 2:
+    if not isinstance(outputs, tuple) or len(tensors := tensors_in(outputs[:2])) < 2:
         return False
     return tensors[0].grad_fn is not None and tensors[0].grad_fn is tensors[1].grad_fn
 
 
 def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
     """The modules among arguments whose weights take part in a call; for a LoRA layer those of its adapters."""
-    for one in arguments:
-        if isinstance(one, FusedNorm | FusedHead):
-            yield one
-        elif isinstance(one, FusedAdapter):
-            layer: Any = one
+    for argument in arguments:
+        if isinstance(argument, FusedNorm | FusedHead):
+            yield argument
+        elif isinstance(argument, FusedAdapter):
+            layer: Any = argument
             yield from (*layer.lora_A.values(), *layer.lora_B.values())
 
 
 def _multiplies_in_float32(layer: Any, x: Tensor) -> bool:
     weights = layer.lora_A.parameters()
-    return autocast_dtype(x) is None and any(one.dtype == torch.float32 for one in weights)
-
-
-def _emptied(tensor: Tensor) -> Tensor:
-    return tensor.new_empty(0)
+    return autocast_dtype(x) is None and any(weight.dtype == torch.float32 for weight in weights)
 
 
 def with_arguments(given: inspect.BoundArguments, change: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:
@@ -349,7 +353,7 @@ def with_arguments(given: inspect.BoundArguments, change: Callable[[Tensor], Ten
 def share_changed(given: inspect.BoundArguments, before: inspect.BoundArguments) -> float:
     """The share of the numbers that a call changed, of the tensor of which it changed most."""
     pairs = zip(tensors_in(given.arguments), tensors_in(before.arguments), strict=True)
-    return max((share_different(one, other) for one, other in pairs), default=0.0)
+    return max((share_different(tensor, other) for tensor, other in pairs), default=0.0)
 
 
 def _keep_gradients(call: FusedCall, outputs: Sequence[Tensor]) -> None:

@@ -134,19 +134,19 @@ def levels_not_kept(
         reports: of each level but the first.
         held: by a step at each of ``LEVELS``.
     """
-    found: dict[str, list[str]] = {}
+    layers_by_reason: dict[str, list[str]] = {}
     for below, level in pairwise(LEVELS):
         named = f"recompute={level!r}"
         before, after = held[below], held[level]
         for path in _layers_with_less(model, reports[level], level):
             if after.layers.get(path, 0) >= before.layers.get(path, 0):
                 message = f"with {named} it holds as many bytes for its backward as with recompute={below!r}"
-                found.setdefault(message, []).append(path)
+                layers_by_reason.setdefault(message, []).append(path)
         saved = sum(before.layers.values()) - sum(after.layers.values())
         if saved > 0 and before.after_backward - after.after_backward < saved / 2:
             what = f"what {named} has computed again is never freed"
-            found.setdefault(what, []).append(type(model).__name__)
-    return found
+            layers_by_reason.setdefault(what, []).append(type(model).__name__)
+    return layers_by_reason
 
 
 def _layers_with_less(model: nn.Module, report: PatchReport, level: RecomputeLevel) -> Iterator[str]:
@@ -164,5 +164,5 @@ def _may_be_recomputed(model: nn.Module, row: Site) -> bool:
     block = model.get_submodule(row.path)
     assert isinstance(block, FusedBlock)
     linears = [block.get_submodule(name) for name in block.fused_norm_linears]
-    biases = [getattr(getattr(one, "base_layer", one), "bias", None) for one in linears]
+    biases = [getattr(getattr(linear, "base_layer", linear), "bias", None) for linear in linears]
     return all(bias is None or bias.requires_grad for bias in biases)

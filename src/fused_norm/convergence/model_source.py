@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +14,13 @@ from torch import nn
 
 from .. import model_configs
 from ..patcher import apply_fused_norm
-from .comparison import FROZEN_NORMS, PRECISIONS, RECOMPUTE, Comparison, options_for_feature
+from .comparison import FROZEN_NORMS, PRECISIONS, QLORA, RECOMPUTE, WITH_DROPOUT, Comparison, options_for_feature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+_TOGETHER = 64
+"""Weights of 4 bits that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +31,31 @@ class ModelSource:
         name: in tables and file names.
         config: of a causal language model.
         weights: what ``from_pretrained`` takes; None for random weights, with norm weights moved away from one.
+        has_own_sizes: its sizes matter; those of a family's small model may become others.
     """
 
     name: str
     config: PreTrainedConfig
     weights: str | None = None
+    has_own_sizes: bool = True
 
     @classmethod
     def of_family(cls, model_type: str, overrides: Mapping[str, Any]) -> ModelSource:
         """The small model of a family in ``model_configs``, with the sizes in ``overrides``."""
-        return cls(model_type, model_configs.tiny_config(model_type, **overrides))
+        return cls(model_type, model_configs.tiny_config(model_type, **overrides), has_own_sizes=False)
+
+    def in_whole_blocks(self) -> ModelSource:
+        """The model with linears as wide as bitsandbytes packs them into 4 bits: in blocks of weights of one row."""
+        if self.has_own_sizes:
+            return self
+        config: Any = copy.deepcopy(self.config)
+        for name in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
+            if size := getattr(config, name, None):
+                setattr(config, name, -(-size // _TOGETHER) * _TOGETHER)
+        share = _TOGETHER // math.gcd(_TOGETHER, config.num_attention_heads)
+        if size := getattr(config, "head_dim", None):
+            config.head_dim = -(-size // share) * share
+        return replace(self, config=config)
 
     def build(self, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """The model in training mode, on ``device``, without dropout, which would hide everything else.
@@ -93,12 +113,15 @@ def add_adapters(model: Any, comparison: Comparison) -> None:
     """Put adapters on all linear layers of a model, train them alone or beside its norms, and freeze all else.
 
     Raises:
-        ModuleNotFoundError: there is no peft.
+        ModuleNotFoundError: there is no peft, or no bitsandbytes for linears of 4 bits.
     """
     from peft import LoraConfig, get_peft_model
 
+    is_quantised = comparison.execution in QLORA
+    if is_quantised:
+        quantise(model)
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    dropout = 0.05 if comparison.execution == "lora-dropout" else 0.0
+    dropout = 0.05 if comparison.execution in WITH_DROPOUT else 0.0
     # A scaling of one would hide that it is left out or applied twice.
     config = LoraConfig(r=8, lora_alpha=12, lora_dropout=dropout, target_modules="all-linear", init_lora_weights=False)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -112,22 +135,45 @@ def add_adapters(model: Any, comparison: Comparison) -> None:
     for parameter in vectors if comparison.execution not in FROZEN_NORMS else ():
         parameter.requires_grad_(True)
     frozen = getattr(torch, PRECISIONS[comparison.precision].frozen)
-    for parameter in model.parameters():
+    for parameter in () if is_quantised else model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen)
 
 
+def quantise(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Pack the linears of a model's layers into nf4 with double quantisation; all else is frozen, in fp32.
+
+    Args:
+        model: changed in place.
+        dtype: of the linears' products.
+    """
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from peft import prepare_model_for_kbit_training
+
+    for layer in layers_of(model).values():
+        for path, linear in list(layer.named_modules()):
+            if type(linear) is nn.Linear:
+                weight, sizes = linear.weight, (linear.in_features, linear.out_features, linear.bias is not None)
+                # Without weights first: they are packed when they are moved to the device that they are on.
+                packed = Linear4bit(*sizes, dtype, device="meta")
+                packed.weight = Params4bit(weight.detach(), False, quant_type="nf4", blocksize=_TOGETHER, module=packed)
+                packed.bias = linear.bias
+                layer.set_submodule(path, packed.to(weight.device))
+    model.is_loaded_in_4bit = True
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The members of the outermost ``ModuleList`` of each branch of ``model``, by path, in the order they run in."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
 
     def search(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             below = f"{path}.{name}" if path else name
             if isinstance(module, nn.ModuleList):
-                found[below] = child
+                layers[below] = child
             else:
                 search(child, below)
 
     search(model, "")
-    return found
+    return layers

@@ -20,17 +20,32 @@ from torch import Tensor, nn
 from ..check.reordered_norms import reordered_norms
 from ..kernels.operator import force_fused_in_graphs
 from ..kernels.triton.devices import use_plans
-from ..options import RecomputeLevel
-from ..patcher import Site, apply_fused_norm
-from ..patcher.patch_report import PatchReport
+from ..patcher import Site, apply_fused_norm, disabled
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_checks import CallRecord, calls_of_step, compare
-from .comparison import LORA, PRECISIONS, RECOMPUTE, SECOND_RUNS, Comparison, options_for_feature
+from .comparison import (
+    LORA,
+    PRECISIONS,
+    QLORA,
+    RECOMPUTE,
+    SECOND_RUNS,
+    WITH_DROPOUT,
+    Comparison,
+    options_for_feature,
+)
 from .fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .report_claims import claims_not_kept
 from .run_record import RunTensors, snapshot, trained_parameters
-from .step_checks import changed_bits, check_levels, layer_tensors, loss_of_read_logits, own_loss, same_plans
+from .step_checks import (
+    changed_bits,
+    check_levels,
+    hooked_dtypes,
+    layer_tensors,
+    loss_of_read_logits,
+    own_loss,
+    same_plans,
+)
 from .tiers import Settings, TrainingOptions
 from .training import accelerator_for, masked_labels, takes_number_of_labels, train
 
@@ -80,7 +95,7 @@ class PairedRuns:
         seed = 1 + index + 1000 * self.comparison.seed
         processes = accelerator_for(cpu=self.cpu).num_processes
         regrouped = None
-        if self.comparison.execution != "lora-dropout":  # what is dropped goes by places in a micro-batch
+        if self.comparison.execution not in WITH_DROPOUT:  # what is dropped goes by places in a micro-batch
             regrouped = regroup(self.sequences, self.options, processes=processes, seed=seed)
 
         @contextlib.contextmanager
@@ -94,7 +109,7 @@ class PairedRuns:
         """Hold what a fused model computes in one step to what is known to be right.
 
         Run eagerly, also with adapters, its calls are held to the stock modules, and the step to one whose linears read
-        one output of a norm; with masked labels, a step that reads logits is held to one whose head returns them. Where
+        one output of a norm; with masked labels, a step that reads logits is held to one whose head returns them. If
         an execution computes values a second time, the step is held to one that keeps them; with ``recompute`` at each
         level, which has to hold fewer bytes than the one below. None for compiled code, which has no calls.
 
@@ -108,7 +123,8 @@ class PairedRuns:
             calls: list[FusedCall] = []
             with fused(model) as sites:
                 if self.comparison.execution in RECOMPUTE:
-                    bits, not_done = check_levels(model, tokens[:1], self._recompute, calls=calls, mixed=mixed)
+                    options = options_for_feature(self.comparison.feature)
+                    bits, not_done = check_levels(model, tokens[:1], options, calls=calls, mixed=mixed)
                 else:
                     set_up = partial(set_up_execution, comparison=self.comparison, compile_backend="")
                     bits = changed_bits(model, tokens[:1], set_up, mixed=mixed, calls=calls)
@@ -127,11 +143,9 @@ class PairedRuns:
                 compare(record, model, calls, mixed=mixed, where=where)
                 not_seen += sites_not_seen(sites, calls)
                 not_done |= claims_not_kept(model, sites, calls, tokens, mixed=mixed)
+            if self.comparison.execution in QLORA:
+                not_done |= _other_dtypes(model, sites, tokens, mixed=mixed)
         return replace(record, not_seen=tuple(dict.fromkeys(not_seen)), not_done=not_done)
-
-    def _recompute(self, model: nn.Module, level: RecomputeLevel) -> PatchReport:
-        """Have a model recompute at a level, and return the report."""
-        return apply_fused_norm(model, recompute=level, **options_for_feature(self.comparison.feature))
 
     def check_bits(
         self, fused: ModelChange, loss_of: Callable[[Any, Tensor], Tensor] = own_loss, **without: bool
@@ -167,7 +181,8 @@ class PairedRuns:
     def _build(self, device: torch.device) -> nn.Module:
         """The stock model in the dtype of the comparison, with adapters if it has them."""
         dtype = getattr(torch, PRECISIONS[self.comparison.precision].weights)
-        model = self.source.build(seed=self.comparison.seed, dtype=dtype, device=device)
+        source = self.source.in_whole_blocks() if self.comparison.execution in QLORA else self.source
+        model = source.build(seed=self.comparison.seed, dtype=dtype, device=device)
         if self.comparison.execution in LORA:
             add_adapters(model, self.comparison)
         return model
@@ -249,6 +264,19 @@ class PairedRuns:
             sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, "consumers")},
             not_seen=not_seen,
         )
+
+
+def _other_dtypes(model: nn.Module, sites: Sequence[Site], tokens: Tensor, *, mixed: bool) -> dict[str, list[str]]:
+    """The adapted linears whose hooks see another dtype than in stock, by what they see."""
+    paths = [site.path for site in sites if site.kind == "adapter"]
+    fused = hooked_dtypes(model, tokens[:1], paths, mixed=mixed)
+    with disabled():
+        stock = hooked_dtypes(model, tokens[:1], paths, mixed=mixed)
+    places: dict[str, list[str]] = {}
+    for path, dtype in fused.items():
+        if dtype != stock[path]:
+            places.setdefault(f"its hooks see {dtype}, and {stock[path]} in stock", []).append(path)
+    return places
 
 
 def regroup(

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .comparison import PRECISIONS, Comparison, features_of
+from .comparison import PRECISIONS, QLORA, Comparison, features_of
 from .model_source import ModelSource
 from .tiers import Settings, Tier, TrainingOptions
 
@@ -90,13 +90,15 @@ def comparisons_of(
         executions: of ``EXECUTIONS``; those of the tier when None.
         seeds: each makes the whole plan once.
     """
-    found: dict[Comparison, None] = {}
-    for seed in seeds:
-        for model in models:
-            for precision in precisions or tier.precisions:
-                for execution, feature in _ways(tier, model, precision, features, executions):
-                    found[Comparison(model, precision, execution, feature, seed)] = None
-    return list(found)
+    comparisons = (
+        Comparison(model, precision, execution, feature, seed)
+        for seed in seeds
+        for model in models
+        for precision in precisions or tier.precisions
+        for execution, feature in _ways(tier, model, precision, features, executions)
+        if execution not in QLORA or PRECISIONS[precision].mixed  # without autocast they run PEFT's code
+    )
+    return list(dict.fromkeys(comparisons))
 
 
 def _ways(

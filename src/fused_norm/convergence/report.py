@@ -109,7 +109,7 @@ def as_page(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -> st
         explanations=f"<h2>What went wrong</h2>\n<pre>{_marked(wrong)}</pre>" if wrong else "",
         cards="\n".join(_card(result) for result in results if result.stock and result.fused and result.controls),
         shares=_as_html(_share_rows(results)),
-        limits=_as_html([["measure", "limit", "what"], *([one.head, _limit(one), one.what] for one in MEASURES)]),
+        limits=_as_html([["measure", "limit", "what"], *([each.head, _limit(each), each.what] for each in MEASURES)]),
         reasons="\n".join(f"<p>{html.escape(reason)}</p>" for reason in _REASONS),
         facts=_as_html([["", ""], *([name, str(value)] for name, value in facts.items())]),
     )

@@ -42,10 +42,10 @@ def claims_not_kept(
         tokens: that the step was of.
         mixed: under bf16 autocast.
     """
-    found: dict[str, list[str]] = {}
+    places_by_claim: dict[str, list[str]] = {}
 
     def add(what: str, path: str) -> None:
-        places = found.setdefault(what, [])
+        places = places_by_claim.setdefault(what, [])
         if path not in places:
             places.append(path)
 
@@ -66,19 +66,18 @@ def claims_not_kept(
     for path, layer in layers_of(model).items():
         if not isinstance(layer, FusedBlock):
             continue
-        parts = {part for one in layer.fused_norm_rewrites if one.pattern == "consumed_norms" for part in one.parts}
-        if is_family or "input" in parts:
+        consumed = [rewrite for rewrite in layer.fused_norm_rewrites if rewrite.pattern == "consumed_norms"]
+        if is_family or any("input" in rewrite.parts for rewrite in consumed):
             mine = [call for call in calls if call.path == path and call.method.__name__ == "fused_norm_passthrough"]
             if not mine or not all(map(_joins, mine)):
                 add(_NOT_JOINED, path)
-    return found
+    return places_by_claim
 
 
 def _joins(call: FusedCall) -> bool:
     """Return whether the gradient of a norm's input, which the norm hands on, has flowed into the norm's backward."""
-    if not call.arguments.arguments["x"].requires_grad:
-        return True
-    return call.is_one_node and call.gradients[-1] is not None
+    is_differentiated = call.arguments.arguments["x"].requires_grad
+    return not is_differentiated or (call.is_one_node and call.gradients[-1] is not None)
 
 
 def _drops(model: nn.Module, row: Site) -> bool:
@@ -86,8 +85,8 @@ def _drops(model: nn.Module, row: Site) -> bool:
     block = model.get_submodule(row.path)
     assert isinstance(block, FusedBlock)
     linears = [block.get_submodule(name) for name in block.fused_norm_linears]
-    adapters = [cast(Any, one) for one in linears if isinstance(one, FusedAdapter)]
-    return not all(is_idle_dropout(dropout) for one in adapters for dropout in one.lora_dropout.values())
+    adapters = [cast(Any, linear) for linear in linears if isinstance(linear, FusedAdapter)]
+    return not all(is_idle_dropout(dropout) for adapter in adapters for dropout in adapter.lora_dropout.values())
 
 
 def _asks_attention(model: nn.Module, path: str) -> bool:
@@ -101,7 +100,7 @@ def _attentions_that_cast(model: nn.Module, paths: Sequence[str], tokens: Tensor
 
     Keys that are repeated before are not among them: their gradients are summed in the dtype that they have.
     """
-    found: set[str] = set()
+    casting: set[str] = set()
     running: list[str] = []
     attend = functional.scaled_dot_product_attention
 
@@ -109,7 +108,7 @@ def _attentions_that_cast(model: nn.Module, paths: Sequence[str], tokens: Tensor
         if running and query.dtype == key.dtype == torch.float32:
             groups = getattr(model.get_submodule(running[-1]), "num_key_value_groups", 1)
             if groups == 1 or named.get("enable_gqa"):
-                found.add(running[-1])
+                casting.add(running[-1])
         return attend(query, key, *arguments, **named)
 
     with contextlib.ExitStack() as stack:
@@ -122,4 +121,4 @@ def _attentions_that_cast(model: nn.Module, paths: Sequence[str], tokens: Tensor
         stack.enter_context(torch.no_grad())
         stack.enter_context(disabled())
         model(input_ids=tokens, use_cache=False)
-    return found
+    return casting

@@ -13,7 +13,7 @@ from .training import TrainingResult
 
 TRIM = 0.01
 """The share of the weights, those furthest apart, that is left out of a drift. AdamW moves a weight by the sign of its
-gradient, more or less. Where the gradient is all but zero the sign is luck, and a few such weights would be all that a
+gradient, more or less. If the gradient is all but zero the sign is luck, and a few such weights would be all that a
 distance is made of. A wrong kernel moves more than a hundredth of them."""
 
 

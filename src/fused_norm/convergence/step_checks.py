@@ -6,7 +6,7 @@ A loss tells late that something is wrong; they tell where.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..check.distances import share_different
 from ..kernels.plans import PlanTable, Rule
 from ..options import RecomputeLevel
+from ..patcher import apply_fused_norm
 from ..patcher.patch_report import PatchReport
 from .fused_calls import FusedCall, paths_of, watched_calls
 from .held_memory import LEVELS, HeldMemory, held_memory, levels_not_kept
@@ -55,11 +56,26 @@ def layer_tensors(
         result.loss.backward()
     model.zero_grad(set_to_none=True)
     backward = reversed(outputs.items())
-    gradients = {path: torch.zeros_like(one) if one.grad is None else one.grad for path, one in backward}
+    gradients = {path: torch.zeros_like(output) if output.grad is None else output.grad for path, output in backward}
     return (
         {path: snapshot(output) for path, output in outputs.items()},
         {path: snapshot(gradient) for path, gradient in gradients.items()},
     )
+
+
+def hooked_dtypes(model: nn.Module, tokens: Tensor, paths: Iterable[str], *, mixed: bool) -> dict[str, torch.dtype]:
+    """The dtypes of what the modules at ``paths`` return, as their forward hooks see them."""
+    dtypes: dict[str, torch.dtype] = {}
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for path in paths:
+
+            def note(module: nn.Module, inputs: Any, output: Tensor, path: str = path) -> None:
+                dtypes[path] = output.dtype
+
+            hooks.callback(model.get_submodule(path).register_forward_hook(note).remove)
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
+            model(input_ids=tokens, use_cache=False)
+    return dtypes
 
 
 def own_loss(model: Any, tokens: Tensor) -> Tensor:
@@ -104,8 +120,8 @@ def changed_bits(
     kept, again = gradients(), gradients()
     change(model)
     with _watched(model, calls):
-        found = gradients()
-    return _shares_of_others(kept, again, found)
+        grads = gradients()
+    return _shares_of_others(kept, again, grads)
 
 
 def _watched(model: nn.Module, calls: list[FusedCall] | None) -> contextlib.AbstractContextManager[Any]:
@@ -126,25 +142,27 @@ def _repeatable(tokens: Tensor) -> Iterator[None]:
 
 def _taken_gradients(model: nn.Module) -> dict[str, Tensor]:
     """The gradients of a model's parameters, which are left without."""
-    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return grads
 
 
 def _shares_of_others(
-    kept: Mapping[str, Tensor], again: Mapping[str, Tensor], found: Mapping[str, Tensor]
+    kept: Mapping[str, Tensor], again: Mapping[str, Tensor], grads: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """The share of the numbers in each gradient that are not those ``kept``, if those are the same ``again``."""
     return {
-        name: 0.0 if share_different(one, again[name]) else share_different(found.get(name, torch.zeros_like(one)), one)
-        for name, one in kept.items()
+        name: 0.0
+        if share_different(right, again[name])
+        else share_different(grads.get(name, torch.zeros_like(right)), right)
+        for name, right in kept.items()
     }
 
 
 def check_levels(
     model: nn.Module,
     tokens: Tensor,
-    change: Callable[[nn.Module, RecomputeLevel], PatchReport],
+    options: Mapping[str, Any],
     *,
     calls: list[FusedCall],
     mixed: bool = False,
@@ -154,7 +172,7 @@ def check_levels(
     Args:
         model: patched, without ``recompute``; left without gradients, and at the last level.
         tokens: [batch, sequence] of token ids, on the model's device.
-        change: sets a level, and returns the report.
+        options: of ``apply_fused_norm``, besides ``recompute``.
         calls: gets the fused calls of the steps that recompute.
         mixed: under bf16 autocast.
 
@@ -173,20 +191,20 @@ def check_levels(
         with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
             torch.manual_seed(0)  # dropout drops the same in all
             held[level] = held_memory(loss, layers_of(model), tokens.device)
-        found = _taken_gradients(model)
+        grads = _taken_gradients(model)
         if tokens.is_cuda:  # the attention that repeats its sums there keeps copies of queries and keys
             with _repeatable(tokens):
                 loss().backward()
-            found = _taken_gradients(model)
-        return found
+            grads = _taken_gradients(model)
+        return grads
 
     kept, again = gradients(False), gradients(False)  # what a first call keeps for later ones does not count
     bits: dict[str, float] = {}
     for level in LEVELS[1:]:
-        reports[level] = change(model, level)
+        reports[level] = apply_fused_norm(model, recompute=level, **options)
         with _watched(model, calls):
-            found = gradients(level)
-        shares = _shares_of_others(kept, again, found)
+            grads = gradients(level)
+        shares = _shares_of_others(kept, again, grads)
         bits |= {f"{name}, recompute={level!r}": share for name, share in shares.items()}
     return bits, levels_not_kept(model, reports, held)
 
@@ -205,6 +223,7 @@ def loss_of_read_logits(model: Any, tokens: Tensor) -> Tensor:
 
 def same_plans(model: nn.Module) -> PlanTable:
     """Plans by which the backwards of all norms of a model add up alike, whatever else they read."""
-    rules = [Rule(width, 4096, 4, 1) for width in {one.numel() for one in model.parameters() if one.dim() == 1}]
+    widths = {weight.numel() for weight in model.parameters() if weight.dim() == 1}
+    rules = [Rule(width, 4096, 4, 1) for width in widths]
     sections = "norm_backward", "add_backward", "sandwich_backward", "fp32_sandwich_backward"
     return PlanTable("", "", "", dict.fromkeys(sections, rules))

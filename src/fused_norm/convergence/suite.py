@@ -99,11 +99,11 @@ def run_plan(
     """
     keys = {each: plan.settings_key(each) for each in plan.comparisons}
     # What is missing all processes have to run, so the first one decides.
-    found = broadcast_object_list([store.load(each, key) if store else None for each, key in keys.items()])
-    for kept in filter(None, found):
+    stored = broadcast_object_list([store.load(each, key) if store else None for each, key in keys.items()])
+    for kept in filter(None, stored):
         progress.done(kept, kept=True)
         yield kept
-    missing = by_baseline(each for each, kept in zip(keys, found, strict=True) if kept is None)
+    missing = by_baseline(each for each, kept in zip(keys, stored, strict=True) if kept is None)
     groups = list(missing.values())
     if jobs > 1:
         assert make_plan

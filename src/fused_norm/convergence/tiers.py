@@ -117,7 +117,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
             families=("qwen3", "llama", "gemma"),
             precisions=("mixed",),
         ),
-        # Short enough for Triton's interpreter, where a fused step costs a hundred times a stock one.
+        # Short enough for Triton's interpreter, in which a fused step costs a hundred times a stock one.
         "quick": Tier(
             "for a CPU",
             Settings(

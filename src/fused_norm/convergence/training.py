@@ -101,8 +101,8 @@ def train(
     def cut(batch: Tensor, step: int) -> Tensor:
         return batch[:, : -(batch.shape[1] // 3)] if cut_last and 0 < step == options.steps - 1 else batch
 
-    steps_labels = enumerate(labels.split(step_size)) if is_counted else ()
-    counts = [int((cut(one, step)[:, 1:] != IGNORED).sum()) for step, one in steps_labels]
+    labels_by_step = enumerate(labels.split(step_size)) if is_counted else ()
+    counts = [int((cut(batch, step)[:, 1:] != IGNORED).sum()) for step, batch in labels_by_step]
     on_gpu = accelerator.device.type == "cuda"
     meter = _GpuPeak(accelerator.device) if on_gpu else SavedForBackward(prepared.model)
     steps: list[_Step] = []
@@ -134,7 +134,8 @@ def takes_number_of_labels(model: nn.Module) -> bool:
     asked = getattr(model, "accepts_loss_kwargs", None)
     if asked is not None:
         return bool(asked)
-    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def masked_labels(sequences: Tensor, step_size: int, *, few: bool = False) -> Tensor:
@@ -168,7 +169,9 @@ def _prepare(
     model: nn.Module, sequences: Tensor, labels: Tensor, options: TrainingOptions, accelerator: Accelerator
 ) -> _Prepared:
     wanted = options.steps * options.batch_size * accelerator.num_processes
-    shards_here = _shards_here(accelerator)
+    # FSDP2 that was asked for on CPUs, for which accelerate would take DDP.
+    shards_here = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    shards_here &= accelerator.distributed_type == DistributedType.MULTI_CPU
     if shards_here:
         _shard(model, accelerator.num_processes)
     optimizer = torch.optim.AdamW(
@@ -217,7 +220,7 @@ def _steps(
     total, batches = torch.zeros((), device=accelerator.device), []
     for batch in prepared.batches:
         began = time.perf_counter() if began is None else began
-        tokens, labels = (cut(one, done) for one in batch)
+        tokens, labels = (cut(part, done) for part in batch)
         batches.append((tokens, labels))
         how = {"num_items_in_batch": torch.tensor(counts[done], device=tokens.device)} if counts else {}
         with accelerator.accumulate(model):
@@ -241,12 +244,6 @@ def _steps(
         whole = getattr(norm, "full_tensor", lambda norm=norm: norm)().item()
         yield _Step(mean, whole, time.perf_counter() - began, tuple(map(torch.cat, zip(*batches, strict=True))))
         done, began, total, batches = done + 1, None, torch.zeros_like(total), []
-
-
-def _shards_here(accelerator: Accelerator) -> bool:
-    """Return whether FSDP2 was asked for where accelerate ignores that and would take DDP: on CPUs."""
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    return asked and accelerator.distributed_type == DistributedType.MULTI_CPU
 
 
 def _shard(model: nn.Module, processes: int) -> None:

@@ -100,7 +100,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "call_bits",
         "same bits",
-        "share of a parameter's gradient that is another where values of the forward are computed a second time, "
+        "share of a parameter's gradient that is another if values of the forward are computed a second time, "
         "linears that read a norm have an output of it each, or logits are computed when they are read",
         bar=0.0,
     ),
@@ -122,7 +122,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "call_turned",
         "call, turned",
-        "share of a head's gradients in 16 bits that are rounded otherwise than the stock modules' on equal inputs",
+        "share of the gradients of a head, or of a 4-bit linear's input, that are rounded otherwise than the stock "
+        "modules' on equal inputs",
         bar=0.05,
         why="Turned: a logit that is rounded the other way, in a row of some hundreds, turns one in fifty of the row.",
     ),
@@ -324,9 +325,9 @@ def _values(measure: str, run: RunRecord, stock: RunRecord) -> Mapping[str, floa
     return getattr(run, measure)
 
 
-def relative_gaps(one: Sequence[float], other: Sequence[float]) -> list[float]:
+def relative_gaps(run: Sequence[float], other: Sequence[float]) -> list[float]:
     """The gap between two runs in each step that both have, relative to ``other``."""
-    return [abs(a - b) / (abs(b) or 1.0) for a, b in zip(one, other, strict=False)]
+    return [abs(a - b) / (abs(b) or 1.0) for a, b in zip(run, other, strict=False)]
 
 
 def loss_band(stock: RunRecord, controls: Sequence[RunRecord]) -> list[float]:

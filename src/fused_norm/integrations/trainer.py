@@ -40,7 +40,7 @@ class FusedNormCallback(TrainerCallback):
 
     Raises:
         TypeError, ValueError: for options as in ``FuseOptions``; ValueError for ``recompute`` in compiled layers.
-        FusedNormError: out of the Trainer, as ``apply_fused_norm``, or where layers are to be compiled and the model
+        FusedNormError: out of the Trainer, as ``apply_fused_norm``, or if layers are to be compiled and the model
             does not say which modules they are.
     """
 

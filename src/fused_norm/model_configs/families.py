@@ -22,7 +22,7 @@ class Shape:
         num_attention_heads: query heads.
         num_key_value_heads: key and value heads.
         head_dim: width of a head, and of the q and k norms.
-        intermediate_size: width of the MLP; of the dense MLP where there are experts too.
+        intermediate_size: width of the MLP; of the dense MLP if there are experts too.
         vocab_size: rows of the embedding.
         tie_word_embeddings: the output layer shares the embedding's weight.
     """

@@ -43,7 +43,7 @@ def build(
     """A causal language model with random weights, the same for the same arguments on every device.
 
     Weights are drawn on the CPU, and the caller's random number generators are left as they were. Norm weights are
-    moved away from their initial ones or zeros, because a wrong cast or a forgotten gamma does not show where gamma
+    moved away from their initial ones or zeros, because a wrong cast or a forgotten gamma does not show if gamma
     is one.
 
     Args:
