@@ -75,7 +75,7 @@ def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.Mon
         return results
 
     monkeypatch.setattr(Operator, "results_of", noted)
-    monkeypatch.setattr(Operator, "known", lambda *_: None)  # which leads past what is noted
+    monkeypatch.setattr(Operator, "run_cached", lambda *_: None)  # which leads past what is noted
     loss = loss_of(recomputing, FEW)
     gc.collect()  # the interpreter leaves cycles with tensors in them
     *in_layers, last, _ = outputs  # then the loss

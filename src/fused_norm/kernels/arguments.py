@@ -42,7 +42,7 @@ class Unsupported(NamedTuple):
     error: type[Exception] | None = None
 
 
-def wrong_tensor(name: str, value: Any, first: Named | None = None) -> Unsupported | None:
+def check_tensor(name: str, value: Any, first: Named | None = None) -> Unsupported | None:
     """Refuse anything but a dense tensor of a dtype that operators know, on the device of the first one, if given."""
     if not isinstance(value, Tensor):
         return Unsupported(f"{name} must be a tensor, not {type(value).__name__}", TypeError)
@@ -79,19 +79,19 @@ class TensorRules:
         """The weights among the operator's tensors."""
         return [t for t, is_weight in zip(tensors, self._is_weight, strict=True) if is_weight]
 
-    def wrong(self, spec: NormSpec | None, tensors: Sequence[Any]) -> Unsupported | None:
+    def check(self, spec: NormSpec | None, tensors: Sequence[Any]) -> Unsupported | None:
         """Refuse a tensor of a wrong type, layout, dtype, device or shape."""
         first = self.names[0], tensors[0]
         for place, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
             if name in self._other_rules or (tensor is None and self._is_optional[place]):
                 continue
-            refusal = wrong_tensor(name, tensor, first)
+            refusal = check_tensor(name, tensor, first)
             if refusal is None and self._is_weight[place]:
                 rows = self._rows_of[place]
-                refusal = wrong_weight((name, tensor), (self.names[rows], tensors[rows]))
+                refusal = check_weight((name, tensor), (self.names[rows], tensors[rows]))
             elif refusal is None and not self.is_shared[place]:
                 same = name in self._same_shape
-                refusal = wrong_shape((name, tensor), first) if same else wrong_rows(name, tensor)
+                refusal = check_shape((name, tensor), first) if same else check_rows(name, tensor)
             if refusal is not None:
                 return refusal
         if spec is not None and spec.zero_centered and all(weight is None for weight in self.weights(tensors)):
@@ -99,14 +99,14 @@ class TensorRules:
         return None
 
 
-def wrong_rows(name: str, x: Tensor) -> Unsupported | None:
+def check_rows(name: str, x: Tensor) -> Unsupported | None:
     """Refuse a tensor without rows."""
     if x.dim():
         return None
     return Unsupported(f"{name} must have at least one dimension, whose elements are a row", ValueError)
 
 
-def wrong_shape(one: Named, like: Named) -> Unsupported | None:
+def check_shape(one: Named, like: Named) -> Unsupported | None:
     """Refuse a tensor that has not the other one's shape."""
     (name, tensor), (like_name, wanted) = one, like
     if tensor.shape == wanted.shape:
@@ -115,7 +115,7 @@ def wrong_shape(one: Named, like: Named) -> Unsupported | None:
     return Unsupported(reason, ValueError)
 
 
-def wrong_weight(one: Named, rows: Named) -> Unsupported | None:
+def check_weight(one: Named, rows: Named) -> Unsupported | None:
     """Refuse a weight that is not one number for each element of a row."""
     (name, weight), (rows_name, x) = one, rows
     if weight.dim() == 1 and weight.shape[0] == x.shape[-1]:
@@ -126,7 +126,7 @@ def wrong_weight(one: Named, rows: Named) -> Unsupported | None:
     )
 
 
-def wrong_mode(x: Tensor, mode: Any) -> Unsupported | None:
+def check_mode(x: Tensor, mode: Any) -> Unsupported | None:
     """Refuse a mode that is none, or that cannot hold rows as wide as x's."""
     if mode is None:
         return None
@@ -137,19 +137,19 @@ def wrong_mode(x: Tensor, mode: Any) -> Unsupported | None:
     return None
 
 
-def wrong_choice(name: str, value: object, choices: Sequence[str]) -> Unsupported | None:
+def check_choice(name: str, value: object, choices: Sequence[str]) -> Unsupported | None:
     """Refuse a word that is none of these."""
     if value in choices:
         return None
     return Unsupported(f"{name} must be one of {', '.join(choices)}, not {value!r}", ValueError)
 
 
-def wrong_flag(name: str, value: object) -> Unsupported | None:
+def check_flag(name: str, value: object) -> Unsupported | None:
     """Refuse what is neither True nor False."""
     return None if isinstance(value, bool) else Unsupported(f"{name} must be True or False, not {value!r}", TypeError)
 
 
-def wrong_eps(eps: object) -> Unsupported | None:
+def check_eps(eps: object) -> Unsupported | None:
     """Refuse an eps that is no finite Python number of at least 0."""
     if isinstance(eps, bool) or not isinstance(eps, Real):
         return Unsupported(f"eps must be a Python float, not {type(eps).__name__}", TypeError)
@@ -158,7 +158,7 @@ def wrong_eps(eps: object) -> Unsupported | None:
     return Unsupported(f"eps must be finite and at least 0, not {eps!r}", ValueError)
 
 
-def wrong_scale(scale: object) -> Unsupported | None:
+def check_scale(scale: object) -> Unsupported | None:
     """Refuse a scale that is no Python number: a tensor would want a gradient of its own."""
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
         return None
@@ -166,7 +166,7 @@ def wrong_scale(scale: object) -> Unsupported | None:
     return Unsupported(reason, TypeError)
 
 
-def wrong_pair(q: Tensor, k: Tensor, single: str) -> Unsupported | None:
+def check_pair(q: Tensor, k: Tensor, single: str) -> Unsupported | None:
     """Refuse q and k with heads of two sizes; ``single`` is the operator that takes them one by one."""
     if q.shape[-1] == k.shape[-1]:
         return None
@@ -174,7 +174,7 @@ def wrong_pair(q: Tensor, k: Tensor, single: str) -> Unsupported | None:
     return Unsupported(reason, ValueError)
 
 
-def wrong_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Unsupported | None:
+def check_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Unsupported | None:
     """Refuse cos and sin that do not fit q, and k where it is there."""
     reason = None
     rotary, width = cos.shape[-1] if cos.dim() else 0, sides[0][1].shape[-1]

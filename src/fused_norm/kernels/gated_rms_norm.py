@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import GATES, Unsupported, wrong_choice, wrong_flag
+from .arguments import GATES, Unsupported, check_choice, check_flag
 from .operator import BackwardCall, Operator, Tensors, norm_spec
 from .plans import WIDEST_GATED
 from .triton.gated_kernels import Gating, empty_gated_norm, launch_gated_backward, launch_gated_forward
@@ -27,13 +27,13 @@ class GatedRMSNorm(Operator):
     options = "str activation, bool norm_before_gate, int groups"
     outputs = ("y",)
     same_shape = ("gate",)
-    kept = ("rstd",)
+    extra_saved = ("rstd",)
     saved = "Tensor x, Tensor gate, Tensor? weight, Tensor rstd"
-    facts = options
+    saved_scalars = options
     gradients = ("dx", "dgate", "dw")
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"weight": ("x", "gate")}
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         x, *_, activation, norm_before_gate, groups = arguments
         if spec.casting not in ("llama", "gemma"):
             return Unsupported(
@@ -46,7 +46,7 @@ class GatedRMSNorm(Operator):
             return Unsupported(
                 f"groups must divide x's last dimension, {x.shape[-1]}, into equal parts; {groups} does not", ValueError
             )
-        return wrong_choice("activation", activation, GATES) or wrong_flag("norm_before_gate", norm_before_gate)
+        return check_choice("activation", activation, GATES) or check_flag("norm_before_gate", norm_before_gate)
 
     def needs_reference(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         width, groups = arguments[0].shape[-1], arguments[-1]
@@ -76,12 +76,12 @@ class GatedRMSNorm(Operator):
         dgate = empty_rows_like(x, gate.dtype) if need_dgate else None
         dw = empty_weight_grad(weight, need_dw)
         if launch:
-            launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), Gating(*call.facts))
+            launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), Gating(*call.saved_scalars))
         return dx, dgate, dw
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (x, gate, weight, _) = call.incoming, call.saved
-        return reference.gated_rms_norm_backward(spec, dy, x, gate, weight, *call.facts)
+        return reference.gated_rms_norm_backward(spec, dy, x, gate, weight, *call.saved_scalars)
 
 
 GATED_RMS_NORM = GatedRMSNorm()

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from . import reference
-from .arguments import ACTIVATIONS, Unsupported, other_dtype, wrong_choice
-from .operator import BackwardCall, Operator, Recompute, Route, Spec
+from .arguments import ACTIVATIONS, Unsupported, check_choice, other_dtype
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Spec
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
 
@@ -27,10 +27,10 @@ class Glu(Operator):
     outputs = ("y",)
     same_shape = ("up",)
     saved = tensors
-    facts = options
+    saved_scalars = options
     gradients = ("dgate", "dup")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         gate, up, activation = arguments
         if up is None and gate.shape[-1] % 2:
             return Unsupported(
@@ -38,7 +38,7 @@ class Glu(Operator):
                 f" {tuple(gate.shape)}",
                 ValueError,
             )
-        return wrong_choice("activation", activation, ACTIVATIONS)
+        return check_choice("activation", activation, ACTIVATIONS)
 
     def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
         return other_dtype("gate", "up", *arguments[:2])
@@ -59,20 +59,20 @@ class Glu(Operator):
     def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         return Recompute(self, spec, arguments)
 
-    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        return super().gradients_by(route, spec, call) if any(call.needed) else (None, None)
+    def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        return super().compute_grads(impl, spec, call) if any(call.needed) else (None, None)
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up), (need_dgate, need_dup) = call.incoming, call.saved, call.needed
         dgate = empty_rows_like(gate) if need_dgate else None
         dup = empty_rows_like(gate, up.dtype) if need_dup else None
         if launch:
-            launch_glu_backward(gate, up, dy, dgate, dup, call.facts[0])
+            launch_glu_backward(gate, up, dy, dgate, dup, call.saved_scalars[0])
         return dgate, dup
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up) = call.incoming, call.saved
-        return reference.glu_backward(dy, gate, up, call.facts[0])
+        return reference.glu_backward(dy, gate, up, call.saved_scalars[0])
 
 
 GLU = Glu()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, wrong_choice, wrong_rows, wrong_tensor
+from .arguments import Unsupported, check_choice, check_rows, check_tensor
 from .autocast import autocast_dtype, set_autocast
-from .operator import BackwardCall, Operator, Spec, by_kernels, route_of
+from .operator import BackwardCall, Operator, Spec, backward_impl, kernel_backward
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
 
 IGNORED = -100
@@ -49,26 +49,26 @@ class LinearCrossEntropy(Operator):
     outputs = ("loss",)
     other_rules = ("weight", "bias", "target", "num_items")
     takes_dtensors = False
-    kept = ("x_grad", "weight_grad", "bias_grad")
+    extra_saved = ("x_grad", "weight_grad", "bias_grad")
     saved = (
         "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? num_items,"
         " Tensor? x_grad, Tensor? weight_grad, Tensor? bias_grad"
     )
-    facts = options
+    saved_scalars = options
     gradients = ("dx", "dweight", "dbias")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, weight, bias, target, num_items, reduction, ignored, smoothing, scale, cap, _, most, _ = arguments
         for name, one in (("linear_weight", weight), ("linear_bias", bias)):
-            if one is not None and (refusal := wrong_tensor(name, one, ("input", x))) is not None:
+            if one is not None and (refusal := check_tensor(name, one, ("input", x))) is not None:
                 return refusal
         return (
-            wrong_rows("input", x)
-            or _wrong_labels(x, target)
-            or _wrong_shapes(x, weight, bias, target)
-            or wrong_choice("reduction", reduction, REDUCTIONS)
-            or _wrong_items(x, num_items, reduction)
-            or _wrong_numbers(ignored, smoothing, scale, cap, most)
+            check_rows("input", x)
+            or _check_target(x, target)
+            or _check_shapes(x, weight, bias, target)
+            or check_choice("reduction", reduction, REDUCTIONS)
+            or _check_items(x, num_items, reduction)
+            or _check_numbers(ignored, smoothing, scale, cap, most)
         )
 
     def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
@@ -111,7 +111,7 @@ class LinearCrossEntropy(Operator):
         if all(one is not None and one.numel() for one, need in zip(made, call.needed, strict=True) if need):
             # Not in place: whoever has traced this may run it once more.
             return tuple(one * dloss if need else None for one, need in zip(made, call.needed, strict=True))
-        return self.gradients_of((x, weight, bias, target, num_items, *call.facts), dloss, call.needed)
+        return self.gradients_of((x, weight, bias, target, num_items, *call.saved_scalars), dloss, call.needed)
 
     def gradients_of(
         self, arguments: Sequence[Any], dloss: Tensor, needed: Sequence[bool]
@@ -130,7 +130,7 @@ class LinearCrossEntropy(Operator):
                 (one.view_as(one) if one.requires_grad else one.detach().requires_grad_()) if need else one
                 for one, need in zip(tensors, call.needed, strict=False)
             ]
-            loss = self.reference(spec, *given, *tensors[len(given) :], *call.facts)
+            loss = self.reference(spec, *given, *tensors[len(given) :], *call.saved_scalars)
             wanted = [one for one, need in zip(given, call.needed, strict=True) if need]
             found = iter(torch.autograd.grad(loss, wanted, dloss, create_graph=again))
         return tuple(next(found) if need else None for need in call.needed)
@@ -156,10 +156,10 @@ class _Eager(torch.autograd.Function):
             return None, None, None, None, *behind
         tensors = ctx.saved_tensors
         call = BackwardCall((dloss,), (*tensors, None, None, None), ctx.options, needed)
-        route = route_of(call)
-        if route is not by_kernels:
+        impl = backward_impl(call)
+        if impl is not kernel_backward:
             ctx.made = made
-            return None, *LINEAR_CROSS_ENTROPY.gradients_by(route, None, call), *behind
+            return None, *LINEAR_CROSS_ENTROPY.compute_grads(impl, None, call), *behind
         if made is None or any(one is None for one, need in zip(made, needed, strict=True) if need):
             return None, *LINEAR_CROSS_ENTROPY.gradients_of((*tensors, *ctx.options), dloss, needed), *behind
         factor = dloss.float().reshape(1)
@@ -282,7 +282,7 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, added: Tensor | None = None) ->
         torch.addmm(added, a, b, out=out, **dtype)
 
 
-def _wrong_labels(x: Tensor, target: Any) -> Unsupported | None:
+def _check_target(x: Tensor, target: Any) -> Unsupported | None:
     if not isinstance(target, Tensor) or target.dtype != torch.int64:
         what = target.dtype if isinstance(target, Tensor) else type(target).__name__
         return Unsupported(f"target must be a tensor of int64, not {what}", TypeError)
@@ -291,7 +291,7 @@ def _wrong_labels(x: Tensor, target: Any) -> Unsupported | None:
     return None
 
 
-def _wrong_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Unsupported | None:
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Unsupported | None:
     fits = weight.dim() == 2 and weight.shape[1] == x.shape[-1] and target.shape == x.shape[:-1]
     if fits and (bias is None or bias.shape == weight.shape[:1]):
         return None
@@ -302,7 +302,7 @@ def _wrong_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
     )
 
 
-def _wrong_items(x: Tensor, num_items: Any, reduction: str) -> Unsupported | None:
+def _check_items(x: Tensor, num_items: Any, reduction: str) -> Unsupported | None:
     if num_items is None:
         return None
     if not isinstance(num_items, Tensor) or num_items.numel() != 1 or num_items.requires_grad:
@@ -312,7 +312,7 @@ def _wrong_items(x: Tensor, num_items: Any, reduction: str) -> Unsupported | Non
     return None
 
 
-def _wrong_numbers(ignored: Any, smoothing: Any, scale: Any, cap: Any, most: Any) -> Unsupported | None:
+def _check_numbers(ignored: Any, smoothing: Any, scale: Any, cap: Any, most: Any) -> Unsupported | None:
     for name, value in (("ignore_index", ignored), ("max_labels", most)):
         if not (isinstance(value, int) and not isinstance(value, bool)) and not (
             name == "max_labels" and value is None

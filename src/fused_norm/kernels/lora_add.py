@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, other_dtype, wrong_rows, wrong_scale, wrong_tensor
-from .operator import BackwardCall, Operator, Route, Spec, Tensors
+from .arguments import Unsupported, check_rows, check_scale, check_tensor, other_dtype
+from .operator import BackwardCall, BackwardImpl, Operator, Spec, Tensors
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_copy, is_long, promoted
 
@@ -25,19 +25,19 @@ class LoraAdd(Operator):
     outputs = ("y",)
     other_rules = ("x", "a", "b")
     takes_dtensors = False
-    kept = ("h",)
+    extra_saved = ("h",)
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"a": ("x",), "b": ("x", "a")}
     saved = "Tensor x, Tensor a, Tensor b, Tensor h"
-    facts = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
+    saved_scalars = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
     gradients = ("dbase", "dx", "da", "db")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         base, x, a, b, scale = arguments
         for name, one in (("x", x), ("a", a), ("b", b)):
-            refusal = wrong_tensor(name, one, ("base", base))
+            refusal = check_tensor(name, one, ("base", base))
             if refusal is not None:
                 return refusal
-        return wrong_rows("x", x) or wrong_scale(scale) or _wrong_shapes(base, x, a, b)
+        return check_rows("x", x) or check_scale(scale) or _check_shapes(base, x, a, b)
 
     def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         _, x, a, *_ = tensors = arguments[:-1]
@@ -86,13 +86,13 @@ class LoraAdd(Operator):
             launch_widen(h, b, b.stride()[::-1], base, y, scale, copy)
         return y
 
-    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (need_dbase, *others) = call.incoming, call.needed
-        found = route(self, spec, call) if any(others) else (None,) * len(call.needed)
+        found = impl(self, spec, call) if any(others) else (None,) * len(call.needed)
         return (dy if need_dbase else None, *found[1:])
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, a, b, h), (scale, a_dtype, b_dtype) = call.incoming, call.saved, call.facts
+        (dy,), (x, a, b, h), (scale, a_dtype, b_dtype) = call.incoming, call.saved, call.saved_scalars
         _, need_dx, need_da, need_db = call.needed
         dh = h.new_empty(h.shape) if need_dx or need_da else None
         dx = x.new_empty(x.shape) if need_dx else None
@@ -108,13 +108,13 @@ class LoraAdd(Operator):
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (x, a, b, _) = call.incoming, call.saved
-        return reference.lora_add_backward(dy, x, a, b, *call.facts)
+        return reference.lora_add_backward(dy, x, a, b, *call.saved_scalars)
 
 
 LORA_ADD = LoraAdd()
 
 
-def _wrong_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Unsupported | None:
+def _check_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Unsupported | None:
     have_same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
     if have_same_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a)):
         return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, wrong_rows, wrong_scale, wrong_tensor
+from .arguments import Unsupported, check_rows, check_scale, check_tensor
 from .operator import BackwardCall, Operator, Spec, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
@@ -37,20 +37,20 @@ class LoraLinear4bit(Operator):
     outputs = ("y",)
     other_rules = ("adapter_x", "a", "b", *_WEIGHT, "bias")
     takes_dtensors = False
-    kept = ("h",)
+    extra_saved = ("h",)
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"adapter_x": ("a",), "a": ("adapter_x",), "b": ("adapter_x", "a")}
-    held = (*_WEIGHT, "bias")
+    unhooked = (*_WEIGHT, "bias")
     saved = f"Tensor adapter_x, Tensor a, Tensor b, Tensor h, {_WEIGHT_SCHEMA}, Tensor? bias"
-    facts = (
+    saved_scalars = (
         "int block, float factor, ScalarType x_dtype, ScalarType adapter_x_dtype, ScalarType a_dtype,"
         " ScalarType b_dtype"
     )
     gradients = ("dx", "dadapter_x", "da", "db")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, adapter_x, a, b, _, packed, *_, factor, _, _ = arguments
         for name, tensor in (("adapter_x", adapter_x), ("a", a), ("b", b)):
-            refusal = wrong_tensor(name, tensor, ("x", x))
+            refusal = check_tensor(name, tensor, ("x", x))
             if refusal is not None:
                 return refusal
         shapes = x.shape == adapter_x.shape and a.dim() == b.dim() == 2 and len(a) == b.shape[-1]
@@ -61,7 +61,7 @@ class LoraLinear4bit(Operator):
                 f" elements, not {tensors}",
                 ValueError,
             )
-        return wrong_rows("x", x) or wrong_scale(factor)
+        return check_rows("x", x) or check_scale(factor)
 
     def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, adapter_x, a, b, *weight, bias, block, factor, dtype, _ = arguments
@@ -157,7 +157,7 @@ class LoraLinear4bit(Operator):
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (adapter_x, a, b, h, *weight, _), (block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype) = (
-            call.incoming, call.saved, call.facts
+            call.incoming, call.saved, call.saved_scalars
         )  # fmt: skip
         need_dx, need_dadapter, need_da, need_db = call.needed
         dtype, shape, n = h.dtype, adapter_x.shape, len(b)
@@ -187,7 +187,7 @@ class LoraLinear4bit(Operator):
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (adapter_x, a, b, h, *weight, _) = call.incoming, call.saved
-        block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype = call.facts
+        block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype = call.saved_scalars
         dtype = h.dtype
         if adapter_dtype != dtype and call.needed[1] and torch.is_grad_enabled():
             raise RuntimeError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spec import NormSpec
-from .triton.memory import written_dtype
+from .triton.memory import out_dtype
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -131,9 +131,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, single_rounding: bool = False) -> 
     return y.to(dtype) if single_rounding else y
 
 
-def written(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+def cast_output(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A result in the dtype that an operator writes it in, where ``dtype`` is wanted in the place of float32."""
-    return x.to(written_dtype(x.dtype, dtype))
+    return x.to(out_dtype(x.dtype, dtype))
 
 
 def gated_rms_norm(

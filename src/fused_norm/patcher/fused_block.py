@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..kernels.glu import GLU
 from ..kernels.norm import NORM_ADD, NORM_ADD_NORM, NORM_ADD_NORM_FOR_READERS, RMS_NORM_FOR_READERS
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
-from ..kernels.reference import written
+from ..kernels.reference import cast_output
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
@@ -129,7 +129,7 @@ class FusedBlock(nn.Module):
                     sin,
                     heads_dim,
                     dtype,
-                    programs=rotation.programs_with_norms,
+                    replaces=rotation.key,
                     unless=rotation.unlike_qk_norm,
                 )
                 if reason is None:
@@ -187,7 +187,7 @@ class FusedBlock(nn.Module):
         )
         options = heads_dim, single, dtype
         found, reason = run_fused(
-            ROPE, None, *heads, cos, sin, *options, programs=rotation.programs, unless=rotation.unlike_rope
+            ROPE, None, *heads, cos, sin, *options, replaces=rotation.key, unless=rotation.unlike_rope
         )
         if reason is not None:
             explain(self.fused_norm_origin, reason)
@@ -229,7 +229,7 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, reader: Any) ->
 
 def _written(rotated: Any, dtype: torch.dtype | None) -> Any:
     """Cast what stock code has rotated from float32 to ``dtype``, if that is given."""
-    return rotated if dtype is None else tuple([written(one, dtype) for one in rotated])
+    return rotated if dtype is None else tuple([cast_output(one, dtype) for one in rotated])
 
 
 def _with_batch(x: Any, without: int) -> Any:

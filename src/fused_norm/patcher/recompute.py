@@ -161,7 +161,7 @@ class _SavedTensorHook:
         if not reads_linears:
             node: Any = outputs[0].grad_fn
             saved = node.saved_tensors
-        kept = saved[len(saved) - len(operator.kept) :]  # an operator saves last what it has computed for that alone
+        kept = saved[len(saved) - len(operator.extra_saved) :]  # computed for that alone
         arguments = operator.as_saved(arguments, saved)
         recompute = operator.recompute(spec, arguments, (*outputs, *kept))
         if reads_linears:

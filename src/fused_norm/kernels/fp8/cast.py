@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import wrong_rows, wrong_tensor
+from ..arguments import check_rows, check_tensor
 from ..triton.devices import is_transformed
-from .formats import FORMATS, FP8_DTYPE, FP8Format, empty_scale, name_of_format, wrong_width
+from .formats import FORMATS, FP8_DTYPE, FP8Format, check_width, empty_scale, name_of_format
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def quantize(y: Tensor, fp8_format: str | FP8Format) -> Quantized:
         ValueError: for an unknown format, for a tensor without dimensions, and for groups that do not divide a row.
     """
     known = FORMATS[name_of_format(fp8_format)]
-    refusal = wrong_tensor("y", y) or wrong_rows("y", y) or wrong_width(known, y.shape[-1])
+    refusal = check_tensor("y", y) or check_rows("y", y) or check_width(known, y.shape[-1])
     if refusal is not None and refusal.error is not None:
         raise refusal.error(f"quantize: {refusal.reason}")
     with torch.no_grad():

@@ -109,7 +109,7 @@ def name_of_format(fp8_format: str | FP8Format) -> str:
     raise ValueError(f"fp8_format must be one of {', '.join(FORMATS)}, not {fp8_format!r}")
 
 
-def wrong_width(fp8_format: FP8Format, width: int) -> Unsupported | None:
+def check_width(fp8_format: FP8Format, width: int) -> Unsupported | None:
     """Refuse a format whose groups do not divide rows of ``width`` elements."""
     if not fp8_format.group or width % fp8_format.group == 0:
         return None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import forward_plan, next_power_of_2
-from ..triton.devices import device_facts, runs_kernels_on
+from ..triton.devices import device_props, runs_kernels_on
 from ..triton.language import (
     TRITON_DTYPES,
     columns_of,
@@ -310,7 +310,7 @@ def launch_norm_fp8(
     weight = contiguous(weight)
     long = max(rows, 128) * max(spacing) >= INT32_LIMIT
     # The plan of the 16-bit norm, whose rows are summed in the same order.
-    plan = forward_plan(width, device_facts(q.device), "multi_wave_cached")
+    plan = forward_plan(width, device_props(q.device), "multi_wave_cached")
     constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, **_constants(spec, fp8_format, dtypes, long)}
     amax = q.new_zeros((1,), dtype=torch.int32) if fp8_format.whole else None
     used = q.new_empty((rows,), dtype=torch.float32) if fp8_format.whole and spec.casting == "none" else None
@@ -339,7 +339,7 @@ def launch_norm_fp8(
             (*read, q, scales),
             (rows, stride, spacing[2], width),
             {"N": width, "ROWS": tile, "BLOCK": block, "BLOCKS": blocks, **_constants(spec, fp8_format, dtypes, long)},
-            warps=device_facts(q.device).warps(4),
+            warps=device_props(q.device).warps(4),
         )
 
 

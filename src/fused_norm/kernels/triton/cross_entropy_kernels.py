@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import next_power_of_2
-from .devices import INTERPRETED, device_facts
+from .devices import INTERPRETED, device_props
 from .language import interpreted, round_to
 from .launch import launch
 
@@ -212,11 +212,11 @@ def launch_cross_entropy(
         (logits, labels, losses, gradient),
         (vocabulary, logits.stride(0), ignored, scale, cap, None if cap is None else 1 / cap, smoothing),
         {"GRAD": gradient is not None, "IN_FP32": in_fp32, "LANES": lanes, "VECTOR": _VECTOR},
-        warps=device_facts(logits.device).warps(_WARPS),
+        warps=device_props(logits.device).warps(_WARPS),
     )
 
 
 def launch_multiply(x: Tensor, factor: Tensor) -> None:
     """``x *= factor``, a float32 tensor of one element on x's device, which the host never looks at."""
-    blocks, warps = -(-x.numel() // _MULTIPLIED), device_facts(x.device).warps(8)
+    blocks, warps = -(-x.numel() // _MULTIPLIED), device_props(x.device).warps(8)
     launch(_multiply_kernel, (blocks, 1), (x, factor), (x.numel(),), {"BLOCK": _MULTIPLIED}, warps=warps)

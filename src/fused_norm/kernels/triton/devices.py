@@ -46,7 +46,7 @@ def runs_kernels_on(*tensors: Tensor | None) -> bool:
 
 
 @lru_cache(maxsize=64)
-def device_facts(device: torch.device) -> Device:
+def device_props(device: torch.device) -> Device:
     """The facts about ``device`` that launch plans use, its table of plans among them."""
     table = _table_in_use[0] if _table_in_use else table_of(*name_of(device))[0]
     return replace(_hardware_of(device), table=table)
@@ -87,7 +87,7 @@ def use_plans(table: PlanTable) -> Iterator[None]:
 
     def use(tables: list[PlanTable]) -> None:
         _table_in_use[:] = tables
-        device_facts.cache_clear()
+        device_props.cache_clear()
         for forget in when_plans_change:
             forget()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
-from .devices import device_facts
+from .devices import device_props
 from .language import (
     copy_weight,
     let_next_begin,
@@ -199,7 +199,7 @@ def launch_gated_forward(
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // gating.groups
     *outputs_of_rows, copy = outputs
     (x, gate, y, rstd), spacing = as_strided_rows(x, gate, *outputs_of_rows)  # type: ignore[assignment]
-    plan = forward_plan(width, device_facts(x.device), None, "gated_forward")
+    plan = forward_plan(width, device_props(x.device), None, "gated_forward")
     constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
     grid, numbers = (-(-rows // plan.rows), gating.groups), (rows, *spacing[:3], spec.eps)
     tensors = x, gate, contiguous(weight), y, rstd, copy
@@ -225,7 +225,7 @@ def launch_gated_backward(
         if dw is not None:
             dw.zero_()
         return
-    groups, device = gating.groups, device_facts(x.device)
+    groups, device = gating.groups, device_props(x.device)
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // groups
     (x, dy, gate, dx, dgate, rstd), spacing = as_strided_rows(x, dy, gate, dx, dgate, rstd)  # type: ignore[assignment]
     read = dy, x, gate, contiguous(weight)

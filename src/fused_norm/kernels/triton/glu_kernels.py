@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import glu_plan
-from .devices import device_facts
+from .devices import device_props
 from .language import round_to, store_tile
 from .launch import launch
 from .memory import INT32_LIMIT, as_strided_rows, empty_rows_like, promoted
@@ -166,7 +166,7 @@ def _launch(
     if all(t is None or step == t.shape[-1] == width for t, step in zip(arranged, spacing, strict=True)):
         grain = math.gcd(width, 16)
     long = max(size, rows * max(spacing)) >= INT32_LIMIT
-    plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_facts(tensors[0].device))
+    plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_props(tensors[0].device))
     constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "LONG": long, "ACTIVATION": activation}
     if grain:
         tiles, numbers = -(-size // plan.block), (size // grain, *(0,) * (1 + len(spacing)))

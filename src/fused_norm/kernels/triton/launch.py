@@ -94,7 +94,7 @@ def launch(
 ) -> None:
     """Launch ``kernel[grid](*tensors, *numbers, **constants)`` on the tensors' device, or hand it to an interceptor.
 
-    Nothing is remembered here: an operator's program (``kernels.program``) remembers the launches of a whole call.
+    Nothing is remembered here: a recording (``kernels.recording``) remembers the launches of a whole call.
 
     Args:
         kernel: the function that ``triton.jit`` has made.

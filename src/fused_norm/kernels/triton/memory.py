@@ -95,7 +95,7 @@ def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
     return dtype if dtype == other else torch.promote_types(dtype, other)
 
 
-def written_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def out_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """The dtype to write results of ``dtype`` in: the ``wanted`` one, if any, in the place of float32.
 
     A result of 16 bits was rounded to those before it is cast on, which one rounding cannot do.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import WIDEST_SANDWICH_BACKWARD, backward_plan
-from .devices import device_facts
+from .devices import device_props
 from .language import (
     TRITON_DTYPES,
     input_grad,
@@ -324,7 +324,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     if inner and width > WIDEST_SANDWICH_BACKWARD:
         _launch_one_norm_at_a_time(spec, saved, gradients)
         return
-    rows, device = size // width, device_facts(saved.s.device)
+    rows, device = size // width, device_props(saved.s.device)
     dy, *more = _in_same_places(saved.s, saved.dy) if isinstance(saved.dy, tuple) else (saved.dy,)
     arranged, spacing = as_strided_rows(
         saved.s, dy, saved.ds, saved.x, dx, dr, saved.s_scale, saved.rstd, saved.inner_rstd

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import WIDEST_SANDWICH_FORWARD, Mode, forward_plan, next_power_of_2
-from .devices import device_facts
+from .devices import device_props
 from .language import (
     columns_of,
     copy_weight,
@@ -37,8 +37,8 @@ from .memory import (
     empty_copy,
     empty_rows_like,
     norm_dtype,
+    out_dtype,
     promoted,
-    written_dtype,
 )
 
 
@@ -282,7 +282,7 @@ def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Seque
         return empty_rows_like(x, torch.float32, width=1) if training and wanted else None
 
     inner_rstd, rstd = empty_rstd(inputs.inner), empty_rstd(inputs.normed)
-    y_dtype = written_dtype(norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight), inputs.dtype)
+    y_dtype = out_dtype(norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight), inputs.dtype)
     copies = [empty_copy(getattr(inputs, name), name in copied) for name in ("inner_weight", "weight")]
     return NormOutputs(empty_rows_like(x, y_dtype) if inputs.normed else None, s, inner_rstd, rstd, *copies)
 
@@ -300,7 +300,7 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
     arranged, strides = as_strided_rows(x, residual, outputs.y, outputs.s)
     x, residual, y, s = arranged  # type: ignore[assignment]
     long = rows * max(strides) >= INT32_LIMIT
-    device = device_facts(x.device)
+    device = device_props(x.device)
     plan = forward_plan(width, device, mode, "sandwich_forward" if inner else "forward")
     constants: dict[str, Any] = {"N": width, "BLOCK": plan.block, "SPEC": spec.without_eps()}
     numbers = rows, *strides, spec.eps, None if scale == 1.0 else float(scale)
@@ -357,5 +357,5 @@ def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd
     tile = _FROM_RSTD_ELEMENTS // block
     grid = -(-rows // tile), -(-width // block)
     constants = {"N": width, "ROWS": tile, "BLOCK": block, "LONG": long, "SPEC": spec.without_eps()}
-    numbers, warps = (rows, x_stride, y_stride), device_facts(x.device).warps(4)
+    numbers, warps = (rows, x_stride, y_stride), device_props(x.device).warps(4)
     launch(_from_rstd_kernel, grid, (x, weight, rstd, y), numbers, constants, warps=warps)
