@@ -102,7 +102,7 @@ def gated_rms_norm(
     """RMSNorm over the last dimension with a gate, as linear attentions and Mamba 2 end with.
 
     ``y = norm(x) * act(gate)``, or without ``norm_before_gate`` ``y = norm(x * act(gate))``; the norm is that of
-    ``rms_norm``, of each group of columns by itself. The activation, and its product with x, are computed in fp32 and
+    ``rms_norm``, of each group of columns separately. The activation, and its product with x, are computed in fp32 and
     not rounded. The backward keeps x, gate and a number for each group.
 
     Args:
@@ -119,14 +119,13 @@ def gated_rms_norm(
         groups: equal parts of a row, each normalised by its own mean of squares.
 
     Returns:
-        y, of x's shape and memory order. Its dtype is x's where the norm comes first and under ``gemma``, else what x
+        y, of x's shape and memory order. Its dtype is x's if the norm comes first and under ``gemma``, else what x
         and weight promote to.
 
     Raises:
-        TypeError: for groups that are no int, a norm_before_gate that is no truth value, and where ``rms_norm`` raises
-            it.
+        TypeError: for groups that are not an int, a norm_before_gate that is not a bool, and as ``rms_norm`` does.
         ValueError: for a gate of another shape or device, groups that do not divide a row, an unknown activation, a
-            casting but these two, and where ``rms_norm`` raises it.
+            other casting, and as ``rms_norm`` does.
     """
     spec = norm_spec(casting, zero_centered, eps)
     return GATED_RMS_NORM.checked(spec, x, gate, weight, activation, norm_before_gate, groups)

@@ -1,4 +1,4 @@
-"""The output of a linear and that of its LoRA adapter, added up."""
+"""Adds the output of a LoRA adapter to that of its linear."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ class LoraAdd(Operator):
 
     def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         base, x, a, b, scale = arguments
-        for name, one in (("x", x), ("a", a), ("b", b)):
-            refusal = check_tensor(name, one, ("base", base))
-            if refusal is not None:
+        for name, tensor in (("x", x), ("a", a), ("b", b)):
+            if (refusal := check_tensor(name, tensor, ("base", base))) is not None:
                 return refusal
         return check_rows("x", x) or check_scale(scale) or _check_shapes(base, x, a, b)
 
     def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         _, x, a, *_ = tensors = arguments[:-1]
-        if not all(one.numel() for one in tensors):
+        if not all(t.numel() for t in tensors):
             return Unsupported("")
         if x.dtype == torch.float32:
             return Unsupported("x is torch.float32, products of which are left to PyTorch")
@@ -71,7 +70,7 @@ class LoraAdd(Operator):
     ) -> tuple[Any, ...]:
         base, x, a, b, scale = arguments
         h = x.new_empty((*x.shape[:-1], len(a)))
-        copies = [empty_copy(one, name in copied, x.dtype) for name, one in (("a", a), ("b", b))]
+        copies = [empty_copy(w, name in copied, x.dtype) for name, w in (("a", a), ("b", b))]
         if launch:
             launch_narrow(x, a, a.stride()[::-1], h, copy=copies[0])
         y = self.output_of(base, h, b, scale, launch=launch, copy=copies[1])
@@ -88,8 +87,8 @@ class LoraAdd(Operator):
 
     def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (need_dbase, *others) = call.incoming, call.needed
-        found = impl(self, spec, call) if any(others) else (None,) * len(call.needed)
-        return (dy if need_dbase else None, *found[1:])
+        grads = impl(self, spec, call) if any(others) else (None,) * len(call.needed)
+        return (dy if need_dbase else None, *grads[1:])
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, a, b, h), (scale, a_dtype, b_dtype) = call.incoming, call.saved, call.saved_scalars
@@ -118,7 +117,7 @@ def _check_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Unsupported 
     have_same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
     if have_same_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a)):
         return None
-    shapes = ", ".join(str(tuple(one.shape)) for one in (base, x, a, b))
+    shapes = ", ".join(str(tuple(t.shape)) for t in (base, x, a, b))
     return Unsupported(
         f"base, x, a and b must have shapes [..., N], [..., K], [r, K] and [N, r], not {shapes}", ValueError
     )
@@ -127,12 +126,12 @@ def _check_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Unsupported 
 def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """The output of a linear with that of its LoRA adapter (Hu et al. 2021, arXiv 2106.09685) added to it.
 
-    ``y = base + (x @ a^T @ b^T) * scale``. Products are made in x's dtype, to which a and b are rounded first, and each
-    of the two, what the scale makes of them, and the sum is rounded, as PEFT's layers round them. The backward keeps x,
-    a, b and the r numbers of each row between the products.
+    ``y = base + (x @ a^T @ b^T) * scale``. Products are computed in x's dtype, to which a and b are rounded first; each
+    product, what the scale makes of the second, and the sum are rounded, as PEFT's layers round them. The backward
+    keeps x, a, b and the r numbers of each row between the products.
 
     Args:
-        base: [..., N], float32, bfloat16 or float16, any strides; what the linear has returned for x.
+        base: [..., N], float32, bfloat16 or float16, any strides; the output of the linear for x.
         x: [..., K], base's rows, bfloat16 or float16; float32 and float64 are computed by the PyTorch reference, and so
             are DTensors.
         a: [r, K], float32 or of 16 bits, r up to 256; beyond, the PyTorch reference computes.
@@ -143,7 +142,7 @@ def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) 
         y, [..., N], contiguous, of the dtype that base and x promote to. It shares no memory with base.
 
     Raises:
-        TypeError: for anything but dense tensors of floating point, and a scale that is no Python number.
-        ValueError: for shapes and devices that do not go together.
+        TypeError: for anything but dense tensors of floating point, and a scale that is not a Python number.
+        ValueError: for incompatible shapes and devices.
     """
     return LORA_ADD.checked(None, base, x, a, b, scale)

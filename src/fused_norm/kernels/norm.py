@@ -100,8 +100,8 @@ class NormOperator(Operator):
         consumers = arguments[-2] if trained else 1
         return (y, *(y.detach() for _ in range(consumers - 1)), s)
 
-    def group_outputs(self, found: Any) -> list[tuple[Tensor, ...]]:
-        return [found[:-1], found[-1:]] if self._has_consumers else super().group_outputs(found)
+    def group_outputs(self, outputs: Any) -> list[tuple[Tensor, ...]]:
+        return [outputs[:-1], outputs[-1:]] if self._has_consumers else super().group_outputs(outputs)
 
     def _weights_of(self, args: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """The weights of the branch's norm and of the sum's."""
@@ -122,7 +122,7 @@ class NormOperator(Operator):
 
     def compute_grads(self, impl: BackwardImpl, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         if self._has_consumers:
-            call = self._with_one_dy(impl, spec, call)
+            call = self._with_dy(impl, spec, call)
         args = self.backward_by_name(call)
         if args.get("dy") is None and args.get("ds") is not None:
             return self._gradients_of_sum(impl, spec, args)
@@ -141,8 +141,8 @@ class NormOperator(Operator):
         grads = super().compute_grads(impl, spec, call)
         return (grads[0], grads[0], *grads[2:]) if alike else grads
 
-    def _with_one_dy(self, impl: BackwardImpl, spec: NormSpec, call: BackwardCall) -> BackwardCall:
-        """The call with all consumers' gradients as one dy: a tuple of them for kernels, their sum for other routes."""
+    def _with_dy(self, impl: BackwardImpl, spec: NormSpec, call: BackwardCall) -> BackwardCall:
+        """The call with all consumers' gradients as one dy: a tuple of them for kernels, their sum for others."""
         *dys, ds = call.incoming
         present = tuple([dy for dy in reversed(dys) if dy is not None])
         dy: Any = present
@@ -331,15 +331,15 @@ def rms_norm(
         eps: added to the mean of squares.
         casting: the rounding points and the output's dtype: one of ``fused_norm.spec.CASTINGS``, see ``NormSpec``.
         zero_centered: gamma is ``1 + weight``; rounded to the weight's dtype except under ``gemma``.
-        mode: how the forward kernel goes through the rows, one of ``kernels.MODES``; None takes the fastest known.
+        mode: how the forward kernel goes through the rows, one of ``kernels.MODES``; None takes the fastest.
 
     Returns:
         y, of x's shape and memory order. Its dtype is x's under ``gemma`` and ``rounded_gamma``, the weight's under
         ``weight_dtype``, else what x and weight promote to.
 
     Raises:
-        TypeError: for anything but a dense tensor of floating point, an eps that is no Python number, and a
-            zero_centered that is no truth value.
+        TypeError: for anything but a dense tensor of floating point, an eps that is not a Python number, and a
+            zero_centered that is not a bool.
         ValueError: for a weight of another width or device, none that could be zero-centered, an unknown casting, an
             eps that is negative or not finite, or a mode that cannot hold a row this wide.
     """
@@ -378,8 +378,8 @@ def add_rms_norm(
         of PyTorch's add are.
 
     Raises:
-        TypeError: for a scale that is not a Python number, and where ``rms_norm`` raises it.
-        ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
+        TypeError: for a scale that is not a Python number, and as ``rms_norm`` does.
+        ValueError: for a residual of another shape or device, and as ``rms_norm`` does.
     """
     return ADD_RMS_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, weight, mode, scale)
 
@@ -410,8 +410,8 @@ def norm_add(
         residual's gradient is the one that arrives.
 
     Raises:
-        TypeError: where ``rms_norm`` raises it.
-        ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
+        TypeError: as ``rms_norm`` does.
+        ValueError: for a residual of another shape or device, and as ``rms_norm`` does.
     """
     return NORM_ADD.checked(norm_spec(casting, zero_centered, eps), x, residual, weight)
 
@@ -445,7 +445,7 @@ def norm_add_norm(
         follows from it. Both have x's shape and memory order.
 
     Raises:
-        TypeError: where ``rms_norm`` raises it.
-        ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
+        TypeError: as ``rms_norm`` does.
+        ValueError: for a residual of another shape or device, and as ``rms_norm`` does.
     """
     return NORM_ADD_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, inner_weight, weight)

@@ -21,11 +21,11 @@ def _silu(x: Tensor) -> Tensor:
 
 
 class Spelling(NamedTuple):
-    """How modelling code writes the steps of a norm, which makes a difference in the last place of an fp32.
+    """How modelling code writes the steps of a norm, which changes the last place of an fp32.
 
     Attributes:
-        inverse_root: ``v ** -0.5``, or the root itself where x is divided by it.
-        by: what makes the normalised row of x and that.
+        inverse_root: ``v ** -0.5``, or the root itself if x is divided by it.
+        by: computes the normalised row from x and that.
         silu: of a gate.
     """
 
@@ -38,12 +38,7 @@ _OURS = Spelling()
 
 
 def rms_norm(
-    spec: NormSpec,
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    spelling: Spelling = _OURS,
-    dtype: torch.dtype | None = None,
+    spec: NormSpec, x: Tensor, weight: Tensor | None, *, spelling: Spelling = _OURS, dtype: torch.dtype | None = None
 ) -> Tensor:
     """RMSNorm of the last dimension, with the rounding points of its casting (see ``NormSpec``).
 
@@ -101,7 +96,7 @@ def qk_norm_rope(
     sin: Tensor | None,
     unsqueeze_dim: int,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of every head of q and of k, then RoPE where there are cos and sin."""
+    """The norm of every head of q and of k, then RoPE if there are cos and sin."""
     q, k = rms_norm(spec, q, q_weight), rms_norm(spec, k, k_weight)
     if cos is None or sin is None:
         return q, k
@@ -132,7 +127,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, single_rounding: bool = False) -> 
 
 
 def cast_output(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A result in the dtype that an operator writes it in, where ``dtype`` is wanted in the place of float32."""
+    """Cast a result to the dtype that an operator writes: ``dtype``, if given, in place of float32."""
     return x.to(out_dtype(x.dtype, dtype))
 
 
@@ -146,7 +141,7 @@ def gated_rms_norm(
     groups: int,
     spelling: Spelling = _OURS,
 ) -> Tensor:
-    """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, the norm that of each group of columns by itself."""
+    """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, each group of columns normalised separately."""
     wide = torch.promote_types(x.dtype, torch.float32)
     gate = (spelling.silu if activation == "silu" else torch.sigmoid)(gate.to(wide))
     total, dtype = x, x.dtype

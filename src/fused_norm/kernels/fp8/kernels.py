@@ -39,8 +39,7 @@ from ..triton.language import (
 from ..triton.launch import launch
 from ..triton.memory import INT32_LIMIT, as_strided_rows, contiguous, norm_dtype, promoted
 from ..triton.norm_forward import add_rounded
-from .cast import cast
-from .formats import FP8_DTYPE, FP8Format, empty_scale
+from .formats import FP8_DTYPE, FP8Format, cast, empty_scale
 
 CODES_OF_KERNELS = (FP8_DTYPE, torch.float8_e5m2)
 """The dtypes of codes that kernels read."""
@@ -51,7 +50,7 @@ logger = logging.getLogger("fused_norm")
 def runs_fp8_kernels_on(*tensors: Tensor | None) -> bool:
     """Return whether kernels take these tensors and write codes there; the PyTorch reference takes all others.
 
-    Triton casts to E4M3 on NVIDIA's GPUs from compute capability 8.9 on, and elsewhere is not known to.
+    Triton casts to E4M3 on NVIDIA's GPUs from compute capability 8.9 on, and is not known to elsewhere.
     """
     if not runs_kernels_on(*tensors):
         return False
@@ -314,14 +313,15 @@ def launch_norm_fp8(
     constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, **_constants(spec, fp8_format, dtypes, long)}
     amax = q.new_zeros((1,), dtype=torch.int32) if fp8_format.whole else None
     used = q.new_empty((rows,), dtype=torch.float32) if fp8_format.whole and spec.casting == "none" else None
-    written = (None, None) if fp8_format.whole else (q, _in_bytes(scales))
+    in_bytes = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+    codes_out = (None, None) if fp8_format.whole else (q, in_bytes)
     scale_strides = scales.stride()[-2:] if scales.dim() > 1 else (1, 1)
     padded = 128 * -(-rows // 128) if fp8_format.swizzled else rows
     # As in the 16-bit norm, fp32 squares are rounded before they are added.
     launch(
         _rows_kernel,
         (-(-padded // plan.rows), 1),
-        (x, codes_scale, residual, weight, s, rstd, used, amax, *written, placeholder),
+        (x, codes_scale, residual, weight, s, rstd, used, amax, *codes_out, placeholder),
         (rows, *spacing[1:5], width, *scale_strides, spec.eps, float(scale) if scale != 1.0 else None),
         constants,
         warps=plan.warps,
@@ -345,11 +345,6 @@ def launch_norm_fp8(
 
 _TILE_ELEMENTS = 2048
 """Elements of a tile of the second kernel, which sums no row: 16 a lane."""
-
-
-def _in_bytes(scales: Tensor) -> Tensor:
-    """E8M0 scales as the bytes that kernels write."""
-    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
 
 
 def _constants(

@@ -16,8 +16,18 @@ from ..operator import BackwardCall, BackwardImpl, Operator, Scalars, Tensors, n
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from ..triton.memory import empty_rows_like, empty_weight_grad
 from ..triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
-from .cast import Quantized, cast, numbers_of, placeholder_of, with_gradient_to
-from .formats import FORMATS, INPUT_GROUP, FP8Format, check_width, name_of_format
+from .formats import (
+    FORMATS,
+    INPUT_GROUP,
+    FP8Format,
+    Quantized,
+    cast,
+    check_width,
+    name_of_format,
+    numbers_of,
+    placeholder_of,
+    with_gradient_to,
+)
 from .kernels import CODES_OF_KERNELS, empty_norm_fp8, launch_norm_fp8, runs_fp8_kernels_on
 
 
@@ -152,12 +162,20 @@ def rms_norm_fp8(
 
     Raises:
         TypeError: for a dtype that is not floating point.
-        ValueError: for an unknown format or casting, for groups that do not divide a row, and where ``rms_norm`` raises
-            it.
+        ValueError: for an unknown format or casting, for groups that do not divide a row, and as ``rms_norm`` does.
     """
     name, spec = name_of_format(fp8_format), norm_spec(casting, zero_centered, eps)
-    tensors: Tensors = _tensors_of_codes(x, weight) if isinstance(x, Quantized) else (x, None, weight, None, None)
-    return _norm_fp8(spec, tensors, 1.0, name)[0]
+    tensors: tuple[Any, ...] = x, None, weight, None, None
+    if isinstance(x, Quantized):
+        for part, tensor in (("codes", x.q), ("scales", x.scale)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"rms_norm_fp8: the {part} of x must be a tensor, not {type(tensor).__name__}")
+        placeholder = (
+            x.q.new_empty((), dtype=torch.bfloat16).expand(x.q.shape) if x.placeholder is None else x.placeholder
+        )
+        tensors = placeholder, None, weight, x.q, x.scale
+    q, scales, y, _, rstd = NORM_FP8.checked(spec, *tensors, 1.0, name)
+    return Quantized(q, scales, FORMATS[name], y, rstd)
 
 
 def add_rms_norm_fp8(
@@ -190,28 +208,13 @@ def add_rms_norm_fp8(
 
     Raises:
         TypeError: for a dtype that is not floating point, and for a scale that is not a Python number.
-        ValueError: for a residual of another shape or device, and where ``rms_norm_fp8`` raises it.
+        ValueError: for a residual of another shape or device, and as ``rms_norm_fp8`` does.
     """
     name, spec = name_of_format(fp8_format), norm_spec(casting, zero_centered, eps)
     if residual is None:
         raise TypeError("add_rms_norm_fp8: residual must be a tensor, not NoneType; rms_norm_fp8 takes none")
-    return _norm_fp8(spec, (x, residual, weight, None, None), scale, name)
-
-
-def _norm_fp8(spec: NormSpec, tensors: Tensors, scale: float, name: str) -> tuple[Quantized, Any]:
-    """The codes and the sum, None without a residual."""
-    q, scales, placeholder, s, rstd = NORM_FP8.checked(spec, *tensors, scale, name)
+    q, scales, placeholder, s, rstd = NORM_FP8.checked(spec, x, residual, weight, None, None, scale, name)
     return Quantized(q, scales, FORMATS[name], placeholder, rstd), s
-
-
-def _tensors_of_codes(x: Quantized, weight: Tensor | None) -> Tensors:
-    for name, one in (("codes", x.q), ("scales", x.scale)):
-        if not isinstance(one, Tensor):
-            raise TypeError(f"rms_norm_fp8: the {name} of x must be a tensor, not {type(one).__name__}")
-    placeholder = x.placeholder
-    if placeholder is None:
-        placeholder = x.q.new_empty((), dtype=torch.bfloat16).expand(x.q.shape)
-    return placeholder, None, weight, x.q, x.scale
 
 
 def _check_codes(spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> Unsupported | None:

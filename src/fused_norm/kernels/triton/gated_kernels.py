@@ -1,8 +1,8 @@
 """RMSNorm with a gate in Triton, forward and backward: kernels and their launchers.
 
-``language`` has the names that kernels use. A row is ``groups`` groups of N columns each, every one normalised by
-itself: a program has rows of one group, which is the second axis of the grid. ``z`` is the gate, ``act`` its activation
-and ``slope`` the derivative of that; ``dy``, ``dx``, ``dgate`` and ``dw`` are gradients.
+``language`` has the names that kernels use. A row is ``groups`` groups of N columns, normalised separately:
+a program has rows of one group, which is the second axis of the grid. ``z`` is the gate, ``act`` its activation and
+``slope`` the derivative of that; ``dy``, ``dx``, ``dgate`` and ``dw`` are gradients.
 """
 
 from __future__ import annotations
@@ -156,12 +156,12 @@ def _gated_backward_kernel(
 
 
 class Gating(NamedTuple):
-    """The way in which norm and gate are put together.
+    """How norm and gate are combined.
 
     Attributes:
         activation: ``silu`` or ``sigmoid``.
         norm_first: the norm comes before the gate.
-        groups: equal parts of a row, each normalised by itself.
+        groups: equal parts of a row, each normalised separately.
     """
 
     activation: str
@@ -216,7 +216,7 @@ def launch_gated_backward(
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     gating: Gating,
 ) -> None:
-    """Write the ``gradients`` (dx, dgate, dw) that are there, the first two from ``empty_rows_like(x)``.
+    """Write the ``gradients`` (dx, dgate, dw) that are not None, the first two from ``empty_rows_like(x)``.
 
     For groups up to ``WIDEST_GATED``.
     """

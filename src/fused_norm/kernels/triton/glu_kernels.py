@@ -1,10 +1,10 @@
 """The gate of an MLP in Triton, ``act(gate) * up``, forward and backward: kernels and their launchers.
 
 ``share`` is the factor that makes an activation of its argument, ``act(x) = x * share``; ``dy``, ``dgate`` and ``dup``
-are gradients. Without a pointer to up it lies behind gate in the same row, as dup then does behind dgate.
+are gradients. Without a pointer to up it follows gate in the same row, as dup then follows dgate.
 
 Rows that follow each other in all tensors are one long row, which tiles cut anywhere: M counts its grains of GRAIN
-elements, so that the compiler knows how wide a load may be. Elsewhere GRAIN is 0, and tiles are ROWS by BLOCK columns.
+elements, so that the compiler knows how wide a load may be. Otherwise GRAIN is 0, and tiles are ROWS by BLOCK columns.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _tanh_argument(x):
 
 @triton.jit
 def _share(x, ACTIVATION: tl.constexpr):
-    """``share`` with the rounding that it has in PyTorch, where one is added to what may be nearly -1."""
+    """``share`` with the rounding that it has in PyTorch, which adds one to what may be nearly -1."""
     if ACTIVATION == "silu":
         return 1.0 / (1.0 + tl.exp(-x))
     if ACTIVATION == "gelu":
@@ -87,7 +87,7 @@ def _share_and_slope(x, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _glu_forward_kernel(
     gate_ptr,  # [M, N]
-    up_ptr,  # [M, N] or None: behind gate
+    up_ptr,  # [M, N] or None: it follows gate
     y_ptr,  # [M, N]
     M,
     N, gate_stride, up_stride, y_stride,
@@ -106,10 +106,10 @@ def _glu_forward_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _glu_backward_kernel(
     gate_ptr,  # [M, N]
-    up_ptr,  # [M, N] or None: behind gate
+    up_ptr,  # [M, N] or None: it follows gate
     dy_ptr,  # [M, N]
     dgate_ptr,  # [M, N] or None
-    dup_ptr,  # [M, N] or None; behind dgate where up is behind gate
+    dup_ptr,  # [M, N] or None; it follows dgate if up follows gate
     M,
     N, gate_stride, up_stride, dy_stride, dgate_stride, dup_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -147,7 +147,7 @@ def launch_glu_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: s
 def launch_glu_backward(
     gate: Tensor, up: Tensor | None, dy: Tensor, dgate: Tensor | None, dup: Tensor | None, activation: str
 ) -> None:
-    """Write the gradients that are there, both from ``empty_rows_like(gate)``; one of them is."""
+    """Write the gradients that are not None, of which there is one; both are from ``empty_rows_like(gate)``."""
     _launch(_glu_backward_kernel, (gate, up, dy, dgate, dup), activation)
 
 
@@ -156,7 +156,7 @@ def _launch(
 ) -> None:
     """Launch a kernel on rows in the order of the first tensor, as many and as wide as those of the product, the third.
 
-    What it writes lies in that order; what it reads is copied where it does not.
+    What it writes lies in that order; what it reads is copied if it does not.
     """
     size, width = tensors[2].numel(), tensors[2].shape[-1]
     if size == 0:

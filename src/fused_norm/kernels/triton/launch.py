@@ -1,4 +1,4 @@
-"""Launching kernels: the one function that every launcher calls, and what takes launches instead."""
+"""The one function by which every launcher launches kernels, and interceptors of launches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The kernel's."""
+        """The name of the kernel."""
         return self.kernel.__name__
 
     def run(self) -> Any:
@@ -97,21 +97,20 @@ def launch(
     Nothing is remembered here: a recording (``kernels.recording``) remembers the launches of a whole call.
 
     Args:
-        kernel: the function that ``triton.jit`` has made.
+        kernel: as in ``Launch``, and so are the next four.
         grid: programs along two axes.
-        tensors: the kernel's first arguments; the first is always present.
-        numbers: the arguments after them: counts, strides, then floats; None becomes a constexpr.
+        tensors: the first arguments, the first of which is present.
+        numbers: counts, strides, then floats; None becomes a constexpr.
         constants: the compile-time arguments, by name.
         warps: of a program.
         fuse: a product that is added to may become one multiply-add, which does not round the product.
-        overlaps: the kernel may begin before the previous launch has ended, and waits for it itself
-            (``await_previous``).
+        overlaps: the kernel may begin before the previous launch has ended, and calls ``await_previous``.
     """
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": fuse}  # newer Triton has another default
     if overlaps:
         options["launch_pdl"] = True
-    one = Launch(kernel, grid, tensors, numbers, constants, options)
+    call = Launch(kernel, grid, tensors, numbers, constants, options)
     if launches.observer is None:
-        one.run()
+        call.run()
     else:
-        launches.observer.launched(one)
+        launches.observer.launched(call)

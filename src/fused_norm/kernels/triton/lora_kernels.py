@@ -134,10 +134,10 @@ def _widen_kernel(
 def _shares_kernel(
     h_ptr,  # [M, r]
     dy_ptr,  # [M, N] or None
-    db_ptr,  # [programs, N, r] fp32: shares; None where dy is, and N is 0 then
+    db_ptr,  # [programs, N, r] fp32: partials; None if dy is None, and N is 0 then
     dh_ptr,  # [M, r] or None
     x_ptr,  # [M, K] or None, as dh
-    da_ptr,  # [programs, K, r] fp32: shares; None where x is, and K is 0 then
+    da_ptr,  # [programs, K, r] fp32: partials; None if x is None, and K is 0 then
     M, share,
     N, K, r, dy_stride, x_stride,
     scale,
@@ -222,13 +222,7 @@ def launch_narrow(
 
 
 def launch_widen(
-    h: Tensor,
-    w: Tensor,
-    strides: Strides,
-    base: Tensor | None,
-    y: Tensor,
-    scale: float = 1,
-    copy: Tensor | None = None,
+    h: Tensor, w: Tensor, strides: Strides, base: Tensor | None, y: Tensor, scale: float = 1, copy: Tensor | None = None
 ) -> None:
     """Write ``y`` [..., N]: ``h`` [..., r] times ``w`` [r, N] of these strides, times the scale, and ``base``.
 
@@ -246,7 +240,7 @@ def launch_widen(
 def launch_weights(
     h: Tensor, of_b: tuple[Tensor, Tensor | None], of_a: tuple[Tensor, Tensor | None, Tensor | None], scale: float
 ) -> None:
-    """Write gradients of weights, both or one of them, which are contiguous.
+    """Write the gradients of one weight or both, which are contiguous.
 
     Args:
         h: [..., r].
@@ -266,7 +260,7 @@ def launch_weights(
     share = tile["ROWS"] * -(-rows // (parts * tile["ROWS"]))
     programs = -(-rows // share)
     db_shares, da_shares = (
-        None if one is None else h.new_empty((programs, one.numel()), dtype=torch.float32) for one in (db, da)
+        None if dw is None else h.new_empty((programs, dw.numel()), dtype=torch.float32) for dw in (db, da)
     )
     numbers = rows, share, width, inputs, rank, dy_stride, x_stride, _factor(scale)
     tensors = h, dy_rows, db_shares, None if da is None else dh, x_rows, da_shares
@@ -287,7 +281,7 @@ def _rows_of(h: Tensor) -> tuple[int, int]:
 
 
 def _is_long(*tensors: Tensor | None) -> bool:
-    return is_long([one for one in tensors if one is not None])
+    return is_long([t for t in tensors if t is not None])
 
 
 def _ranks(rank: int) -> dict[str, Any]:

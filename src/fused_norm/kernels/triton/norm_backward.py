@@ -1,8 +1,8 @@
-"""The backward of RMSNorm in Triton, by itself or with the add in front of it and the norm in front of that.
+"""The backward of RMSNorm in Triton, alone, with the add before it, or with the add and the norm before that.
 
 ``language`` has the names that kernels use; ``ds`` is what flows into the sum besides the norm's own part, ``dy1`` and
-on are the gradients of further readers of y, ``_tail`` is a row's second piece, where the first alone does not hold it,
-and ``inner`` belongs to the norm in front of the add.
+on are the gradients of further consumers of y, ``_tail`` is a row's second piece, if the first alone does not hold it,
+and ``inner`` belongs to the norm before the add.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .memory import INT32_LIMIT, as_strided_rows, bytes_of, contiguous, empty_ro
 from .weight_grad import empty_partials, reduce_partials
 
 MOST_READERS = 6
-"""The gradients of readers that a kernel adds up."""
+"""The most gradients of consumers of y that a kernel sums."""
 
 _GRID_LIMIT = 65_535
 """Programs along the second axis of a CUDA grid."""
@@ -42,7 +42,7 @@ _GRID_LIMIT = 65_535
 
 @triton.jit
 def _load_dy(dys, stride, row, col, live, DTYPE: tl.constexpr):
-    """The gradient of y: those of its readers, each rounded sum of two added to the next one, as autograd does it."""
+    """The gradient of y: the sum of its consumers' gradients, rounded after each addition, as by autograd."""
     dy = load_tile((dys[0], stride), row, col, live)
     if dys[1] is not None:
         dy = round_to(dy + load_tile((dys[1], stride), row, col, live), DTYPE)
@@ -99,11 +99,11 @@ def _backward_kernel(
     dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr,  # [M, N] or None, all spaced as dy
     ds_ptr,  # [M, N] or None: what else flows into the sum
     s_ptr,  # [M, N], or its FP8 codes
-    s_scale_ptr,  # [M, N / 16] where there are codes
-    x_ptr,  # [M, N] where a norm comes in front of the add
+    s_scale_ptr,  # [M, N / 16] if there are codes
+    x_ptr,  # [M, N] if a norm comes before the add
     inner_ptr,  # [N] or None
     w_ptr,  # [N] or None
-    inner_rstd_ptr,  # [M] fp32 where there is an x
+    inner_rstd_ptr,  # [M] fp32 if there is an x
     rstd_ptr,  # [M] fp32
     dx_ptr,  # [M, N] or None
     dr_ptr,  # [M, N] or None
@@ -117,7 +117,7 @@ def _backward_kernel(
 ):  # fmt: skip
     dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
-    # A tile of one row needs no mask for rows; without it a fifth of the registers is free where there are two norms.
+    # A tile of one row needs no mask for rows; without it a fifth of the registers is free if there are two norms.
     ONE_ROW: tl.constexpr = ROWS == 1 and x_ptr is not None
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
@@ -266,20 +266,20 @@ def _backward_columns_kernel(
 
 
 class NormSaved(NamedTuple):
-    """The tensors that a backward reads: of a norm of s and, where x is there, of the norm of x before the add.
+    """The tensors that a backward reads: of a norm of s and, if x is given, of the norm of x before the add.
 
     Attributes:
-        dy: [..., N], the gradient of the norm; of several readers those of each, at most ``MOST_READERS``, in the order
-            in which they are added up.
+        dy: [..., N], the gradient of the norm; or those of several consumers, at most ``MOST_READERS``, in the
+            order in which they are added up.
         ds: what else flows into s, or None.
         s: what was normalised, or its FP8 codes, whose rows are at most ``plans.WIDEST_BACKWARD`` wide.
         weight: [N] or None.
         rstd: [..., 1] fp32.
-        x: what was normalised in front of the add, or None.
+        x: what was normalised before the add, or None.
         inner_weight: [N] or None, of that norm.
         inner_rstd: [..., 1] fp32, of that norm.
         scale: what the branch was multiplied by.
-        s_scale: [..., N / 16] where s are codes; nothing but the norm's gradient flows into these.
+        s_scale: [..., N / 16] if s are codes; nothing but the norm's gradient flows into these.
         round_before_add: the norm's part of the gradient of s is rounded before ds is added, as if s is no new sum.
     """
 
@@ -313,7 +313,7 @@ class NormGradients(NamedTuple):
 
 
 def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
-    """Write the ``gradients`` that are there."""
+    """Write the ``gradients`` that are not None."""
     dx, dr, dw, dw_inner = gradients
     size, width, inner = saved.s.numel(), saved.s.shape[-1], saved.x is not None
     if size == 0:
@@ -334,8 +334,8 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     weight, inner_weight = contiguous(saved.weight), contiguous(saved.inner_weight)
     read = *dys, ds, s, x, inner_weight, weight
     # Scales of codes are one more tensor in flight, as a residual's gradient is.
-    alone = "norm_backward" if ds is None and s_scale is None else "add_backward"
-    plan = backward_plan(width, bytes_of(*read), device, "sandwich_backward" if inner else alone)
+    section = "norm_backward" if ds is None and s_scale is None else "add_backward"
+    plan = backward_plan(width, bytes_of(*read), device, "sandwich_backward" if inner else section)
     blocks = -(-width // plan.columns) if plan.chunked else 1
     programs, most = -(-rows // plan.rows), -(-plan.programs // blocks)
     first, second = (dw, None) if dw_inner is None else (dw_inner, dw)
@@ -371,7 +371,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
 
 
 def _in_same_places(s: Tensor, dys: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    """Gradients of several readers with their rows in the same places, as those of linears have them."""
+    """Gradients of several consumers with rows in the same places, as those of linears have them."""
     if s.is_contiguous() and all(dy.is_contiguous() for dy in dys):
         return dys
     return [empty_rows_like(s, dy.dtype).copy_(dy) for dy in dys]

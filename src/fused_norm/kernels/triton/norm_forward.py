@@ -1,6 +1,6 @@
-"""The forward of RMSNorm in Triton, by itself or with the add in front of it and the norm in front of that.
+"""The forward of RMSNorm in Triton, alone, with the add before it, or with the add and the norm before that.
 
-``language`` has the names that kernels use; what belongs to the norm in front of the add is called ``inner``.
+``language`` has the names that kernels use; what belongs to the norm before the add is called ``inner``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .memory import (
 
 @triton.jit
 def add_rounded(x, r, scale, x_dtype: tl.constexpr, s_dtype: tl.constexpr):
-    """The sum of residual and scaled branch; product and sum are rounded by themselves, as two operators round them."""
+    """The sum of residual and scaled branch; product and sum are rounded separately, as two operators round them."""
     if scale is not None:
         x = round_to(x * scale, x_dtype)
     return round_to(r + x, s_dtype)
@@ -71,7 +71,7 @@ def _forward_tile(
     x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype: tl.constexpr,
     N: tl.constexpr, SPEC: tl.constexpr, INNER: tl.constexpr, GAMMA_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """Normalise rows held whole. ``GAMMA_IN_REGISTERS``: gamma is there already, in registers."""
+    """Normalise whole rows. ``GAMMA_IN_REGISTERS``: gamma is already in registers."""
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
     x_dtype: tl.constexpr = x[0].dtype.element_ty
@@ -95,10 +95,10 @@ def _forward_tile(
 def _forward_kernel(
     x_ptr,  # [M, N]
     r_ptr,  # [M, N] or None
-    inner_ptr,  # [N] or None: the weight of a norm of x in front of the add
+    inner_ptr,  # [N] or None: the weight of a norm of x before the add
     w_ptr,  # [N] or None
-    y_ptr,  # [M, N], or None where nothing but the sum is wanted
-    s_ptr,  # [M, N] where there is a residual
+    y_ptr,  # [M, N], or None if only the sum is computed
+    s_ptr,  # [M, N] if there is a residual
     inner_rstd_ptr,  # [M] fp32 or None
     rstd_ptr,  # [M] fp32 or None
     inner_copy_ptr,  # [N] or None: a copy of the inner weight
@@ -109,7 +109,7 @@ def _forward_kernel(
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, LONG: tl.constexpr,
     SPEC: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A norm, with the add in front of it, and with a norm in front of that (INNER)."""
+    """A norm, perhaps with an add before it, and with a norm before that (INNER)."""
     x, r, y, s = (x_ptr, x_stride), (r_ptr, r_stride), (y_ptr, y_stride), (s_ptr, s_stride)
     s_dtype: tl.constexpr = x_ptr.dtype.element_ty if r_ptr is None else s_ptr.dtype.element_ty
     col = tl.arange(0, BLOCK) if INNER else columns_of(BLOCK, s_dtype)
@@ -165,7 +165,7 @@ def _forward_chunked_kernel(
     r_ptr,  # [M, N] or None
     w_ptr,  # [N] or None
     y_ptr,  # [M, N]
-    s_ptr,  # [M, N]: the sum to write where there is a residual, x itself where there is none
+    s_ptr,  # [M, N]: the sum to write if there is a residual, x itself if not
     rstd_ptr,  # [M] fp32 or None
     w_copy_ptr,  # [N] or None: a copy of the weight
     M,
@@ -233,10 +233,10 @@ class NormInputs(NamedTuple):
         weight: [N] or None.
         residual: x's shape, or None; then s is x.
         scale: what x is multiplied by before it is added.
-        inner: x is normalised in front of the add.
+        inner: x is normalised before the add.
         inner_weight: [N] or None, of that norm.
-        normed: y is wanted, not s alone.
-        dtype: of y where its own would be float32; None leaves it its own.
+        normed: y is computed, not s alone.
+        dtype: of y, in place of float32; None leaves it its own.
     """
 
     x: Tensor
@@ -250,11 +250,11 @@ class NormInputs(NamedTuple):
 
 
 class NormOutputs(NamedTuple):
-    """The tensors that a forward writes; None for those that it has not.
+    """The tensors that a forward writes; None for those that it does not have.
 
     Attributes:
         y: x's shape and memory order.
-        s: the same, where there is a residual.
+        s: the same, if there is a residual.
         inner_rstd: fp32, x's shape with a last dimension of 1, and in x's memory order.
         rstd: the same.
         inner_weight_copy: [N], the inner weight once more.
@@ -278,8 +278,8 @@ def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Seque
     branch_dtype = norm_dtype(spec, x.dtype, inputs.inner_weight) if inputs.inner else x.dtype
     s = None if residual is None else empty_rows_like(x, promoted(residual.dtype, branch_dtype))
 
-    def empty_rstd(wanted: bool) -> Tensor | None:
-        return empty_rows_like(x, torch.float32, width=1) if training and wanted else None
+    def empty_rstd(needed: bool) -> Tensor | None:
+        return empty_rows_like(x, torch.float32, width=1) if training and needed else None
 
     inner_rstd, rstd = empty_rstd(inputs.inner), empty_rstd(inputs.normed)
     y_dtype = out_dtype(norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight), inputs.dtype)
@@ -288,7 +288,7 @@ def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Seque
 
 
 def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs, mode: Mode | None = None) -> None:
-    """Write the ``outputs`` of ``empty_norm``, in the best mode or the one asked for (of one norm)."""
+    """Write the ``outputs`` of ``empty_norm``, in the best mode or, of one norm, in ``mode``."""
     x, weight, residual, scale, inner, inner_weight, *_ = inputs
     size, width = x.numel(), x.shape[-1]
     if size == 0:
@@ -323,13 +323,13 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
 
 
 def _launch_one_norm_at_a_time(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs) -> None:
-    """A norm, an add and a norm of rows that are too wide to be held by one kernel for both norms."""
+    """A norm, an add and a norm of rows that are too wide for one kernel."""
     first = NormInputs(inputs.x, inputs.inner_weight)
     branch = empty_norm(spec, first, False).y
     assert branch is not None
     assert inputs.residual is not None
-    written = NormOutputs(branch, None, None, outputs.inner_rstd, weight_copy=outputs.inner_weight_copy)
-    launch_norm_forward(spec, first, written)
+    first_outputs = NormOutputs(branch, None, None, outputs.inner_rstd, weight_copy=outputs.inner_weight_copy)
+    launch_norm_forward(spec, first, first_outputs)
     if inputs.normed:
         second = NormInputs(branch, inputs.weight, inputs.residual)
         launch_norm_forward(spec, second, outputs._replace(inner_rstd=None, inner_weight_copy=None))
@@ -338,11 +338,11 @@ def _launch_one_norm_at_a_time(spec: NormSpec, inputs: NormInputs, outputs: Norm
 
 
 _FROM_RSTD_ELEMENTS = 2048
-"""Elements of a tile where no row is summed: 16 a lane."""
+"""Elements of a tile in a kernel that sums no row: 16 a lane."""
 
 
 def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, y: Tensor) -> None:
-    """Write the norm of x to ``y``, from the rstd that its forward has kept: no row is summed.
+    """Write the norm of x to ``y``, from the rstd that its forward saved: no row is summed.
 
     The formula is the forward's, element for element, so the bits do not depend on how a launch divides the work.
     """
