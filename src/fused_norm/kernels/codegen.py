@@ -29,21 +29,13 @@ class NotRecordableError(Exception):
 
 
 class _Entry(NamedTuple):
-    """The function that launches a compiled kernel, called as ``call(x, y, 1, stream, *head, arguments...)``.
-
-    Attributes:
-        call: the function.
-        head: what it takes before the kernel's arguments.
-        packed: these are one tuple, without those that were compiled in; otherwise all of them follow.
-        numbers: the arguments that are not tensors.
-        tensors: the index of each tensor argument that is passed; None is passed as it is.
-    """
+    """The function that launches a compiled kernel, called as ``call(x, y, 1, stream, *head, arguments...)``."""
 
     call: Callable[..., Any]
-    head: tuple[Any, ...]
-    packed: bool
-    numbers: tuple[Any, ...]
-    tensors: tuple[int | None, ...]
+    head: tuple[Any, ...]  # what it takes before the kernel's arguments
+    packed: bool  # these are one tuple, without those that were compiled in; otherwise all of them follow
+    numbers: tuple[Any, ...]  # the arguments that are not tensors
+    tensors: tuple[int | None, ...]  # the index of each tensor that is passed; None is passed as it is
 
 
 class _TensorNames:

@@ -427,7 +427,12 @@ class Operator(ABC):
         reason = self._no_kernels_for(arguments[0]) if isinstance(arguments[0], Tensor) else None
         if reason is None:
             refusal = self.unsupported(spec, *arguments)
-            reason = self._differs_from_eager(spec, *arguments) if refusal is None else refusal.reason
+            reason = None if refusal is None else refusal.reason
+        if reason is None:
+            for name, tensor in zip(self.tensor_names, arguments, strict=False):
+                if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
+                    return None, f"{name} is a {type(tensor).__name__}"  # whose own behaviour stock code respects
+            reason = self.differs_from_eager(spec, *arguments)
         if reason is None and unless is not None:
             reason = unless(*arguments)
         if reason is not None:
@@ -441,13 +446,6 @@ class Operator(ABC):
                 if recording.fits(spec, *arguments):
                     recording.may_replace.add(replaces)
         return outputs, None
-
-    def _differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
-        """``differs_from_eager``, and tensors with a behaviour of their own, which stock code respects."""
-        for name, tensor in zip(self.tensor_names, arguments, strict=False):
-            if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
-                return f"{name} is a {type(tensor).__name__}"
-        return self.differs_from_eager(spec, *arguments)
 
     def run_cached(self, replaces: Any, spec: Spec, *arguments: Any) -> Any:
         """The outputs of a call that is recorded, so that its arguments were checked before; None for all others.

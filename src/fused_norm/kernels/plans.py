@@ -40,27 +40,16 @@ _OTHER_SHARED_BYTES = 10_240
 
 @dataclass(frozen=True)
 class Rule:
-    """The way to launch one kernel on rows that are no wider than ``widest``.
+    """The way to launch one kernel on rows that are no wider than ``widest``."""
 
-    Attributes:
-        widest: the last width that this rule is for, in elements; rules of a section are tried in their order.
-        elements: of a tile, which has one row at least; of a chunk, if rows are read in chunks.
-        warps: of a program, of 32 lanes.
-        programs: on each processor, if a backward's programs stride over tiles.
-        stages: tiles in flight in such a backward, the one computed included.
-        reload: read the weight again for every tile instead of keeping it in registers.
-        tail: columns in a second piece of each tile (see ``BackwardPlan``).
-        why: what was measured, and what else was tried.
-    """
-
-    widest: int
-    elements: int
-    warps: int
-    programs: int = 0
-    stages: int = 3
-    reload: bool = False
-    tail: int = 0
-    why: str = ""
+    widest: int  # elements; rules of a section are tried in their order
+    elements: int  # of a tile, which has one row at least; of a chunk, if rows are read in chunks
+    warps: int  # of a program, of 32 lanes
+    programs: int = 0  # on each processor, if a backward's programs stride over tiles
+    stages: int = 3  # tiles in flight in such a backward, including the current one
+    reload: bool = False  # read the weight again for every tile instead of keeping it in registers
+    tail: int = 0  # columns in a second piece of each tile (see ``BackwardPlan``)
+    why: str = ""  # what was measured, and what else was tried
 
 
 _ANY = 2**62
@@ -166,19 +155,12 @@ _ROWS_OF = {"sandwich_forward": "forward", "rotated_heads_forward": "heads_forwa
 
 @dataclass(frozen=True, eq=False)
 class PlanTable:
-    """The plans that were measured on one kind of device; widths that have no row follow ``RULES``.
+    """The plans that were measured on one kind of device; widths that have no row follow ``RULES``."""
 
-    Attributes:
-        device: as its driver names it.
-        capability: of its architecture.
-        measured: the versions that it was measured with, and the day.
-        rows: by section, for one width each, which is their ``widest``.
-    """
-
-    device: str
-    capability: str
-    measured: str
-    rows: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
+    device: str  # as its driver names it
+    capability: str  # of its architecture
+    measured: str  # the versions and the day
+    rows: Mapping[str, Sequence[Rule]] = field(default_factory=dict)  # by section, each for ``widest`` elements exactly
 
 
 H200 = PlanTable("NVIDIA H200", "9.0", "fused_norm 0.1.0, torch 2.11.0, triton 3.6.0, 2026-11-20")
@@ -254,46 +236,30 @@ class Device:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """One launch of a forward, or of a gate in either direction.
-
-    Attributes:
-        mode: see ``Mode``.
-        rows: in a tile.
-        block: columns in a tile: all of a row, or a chunk of it under ``multi_wave_reload``.
-        warps: of a program.
-        programs: at most, under ``static_persistent``; elsewhere there is one for each tile.
-    """
+    """One launch of a forward, or of a gate in either direction."""
 
     mode: Mode
-    rows: int
-    block: int
-    warps: int
-    programs: int = 0
+    rows: int  # in a tile
+    block: int  # columns in a tile: all of a row, or a chunk of it under ``multi_wave_reload``
+    warps: int  # of a program
+    programs: int = 0  # at most, under ``static_persistent``; otherwise there is one for each tile
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
     """One launch of the backward: a persistent grid that strides over tiles of rows.
 
-    Attributes:
-        rows: in a tile.
-        block: columns in a tile.
-        warps: of a program.
-        stages: tiles in flight, the one computed included.
-        programs: at most; each sums its share of dw in registers. A frozen weight gets one for each tile.
-        reload: read the weight again for every tile instead of keeping it in registers.
-        chunked: a row is too wide to hold; one launch computes the sums over it, another goes by blocks of columns.
-        tail: columns in a second piece of each tile, if ``block`` alone does not hold a row: a power of two, so that
-            5120 = 4096 + 1024 leaves no lane idle. 0 is none.
+    ``tail``: columns in a second piece of each tile, if ``block`` alone does not hold a row: a power of two, so that
+    5120 = 4096 + 1024 leaves no lane idle. 0 is none.
     """
 
-    rows: int
-    block: int
-    warps: int
-    stages: int
-    programs: int
-    reload: bool = False
-    chunked: bool = False
+    rows: int  # in a tile
+    block: int  # columns in a tile
+    warps: int  # of a program
+    stages: int  # tiles in flight, including the current one
+    programs: int  # at most; each sums its partial dw in registers. A frozen weight gets one for each tile
+    reload: bool = False  # read the weight again for every tile instead of keeping it in registers
+    chunked: bool = False  # a row is too wide to hold: one launch sums over it, another goes by blocks of columns
     tail: int = 0
 
     @property
@@ -365,36 +331,22 @@ def backward_plan(
 
 @dataclass(frozen=True)
 class HeadsTile:
-    """Some heads of some tokens.
-
-    Attributes:
-        tokens: powers of two, both.
-        heads: of each token.
-    """
+    """Some heads of some tokens; both numbers are powers of two."""
 
     tokens: int
-    heads: int
+    heads: int  # of each token
 
 
 @dataclass(frozen=True)
 class HeadsPlan:
-    """One launch over the heads of q and k: the forward's grid has a program for each tile, the backward's is one wave.
-
-    Attributes:
-        q: a tile of q.
-        k: a tile of k.
-        block: columns of a tile that are loaded at once: a row, or half of one if RoPE turns all of it.
-        warps: of a program.
-        stages: tiles in flight in the backward, the one computed included.
-        programs: of the backward, at most, for q and k together; without a dw there is one for each tile.
-    """
+    """One launch over the heads of q and k: a forward has a program for each tile, a backward is one wave."""
 
     q: HeadsTile
     k: HeadsTile
-    block: int
-    warps: int
-    stages: int = 1
-    programs: int = 0
+    block: int  # columns of a tile that are loaded at once: a row, or half of one if RoPE turns all of it
+    warps: int  # of a program
+    stages: int = 1  # tiles in flight in the backward, including the current one
+    programs: int = 0  # of the backward, at most, for q and k together; without a dw there is one for each tile
 
 
 @lru_cache(maxsize=1024)

@@ -156,17 +156,11 @@ def _gated_backward_kernel(
 
 
 class Gating(NamedTuple):
-    """How norm and gate are combined.
+    """How norm and gate are combined."""
 
-    Attributes:
-        activation: ``silu`` or ``sigmoid``.
-        norm_first: the norm comes before the gate.
-        groups: equal parts of a row, each normalised separately.
-    """
-
-    activation: str
-    norm_first: bool
-    groups: int
+    activation: str  # silu or sigmoid
+    norm_first: bool  # the norm comes before the gate
+    groups: int  # equal parts of a row, each normalised separately
 
     def constants(self, spec: NormSpec, plan: ForwardPlan | BackwardPlan, width: int, long: bool) -> dict[str, Any]:
         """The compile-time arguments that both kernels have; ``width`` is that of a group."""

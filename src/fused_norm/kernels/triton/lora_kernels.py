@@ -8,8 +8,6 @@ tiles can have.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -214,8 +212,8 @@ def launch_narrow(
     ``copy`` [r, K] gets w, rounded to h's dtype.
     """
     (_, arranged), (_, stride) = as_strided_rows(h, x)
-    (rows, rank), width = _rows_of(h), x.shape[-1]
-    tile = _ranks(rank) | {"ROWS": 64 if rows > _FEW_ROWS else 16, "LONG": _is_long(arranged, h)}
+    rows, rank, width = h.shape[:-1].numel(), h.shape[-1], x.shape[-1]
+    tile = {"R": _padded(rank), "ROWS": 64 if rows > _FEW_ROWS else 16, "LONG": _is_long(arranged, h)}
     tile |= {"BLOCK": min(128, max(16, 2048 // tile["R"])), "COPIED": _COPIED}
     numbers = rows, width, rank, stride, *strides, _factor(scale)
     launch(_narrow_kernel, (-(-rows // tile["ROWS"]), 1), (arranged, w, h, copy), numbers, tile, warps=4)
@@ -229,8 +227,8 @@ def launch_widen(
     ``copy`` [N, r] gets w, rounded to h's dtype.
     """
     (_, arranged), (_, base_stride) = as_strided_rows(h, base)
-    (rows, rank), width = _rows_of(h), y.shape[-1]
-    tile = _ranks(rank) | {"ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "LONG": _is_long(arranged, y, h)}
+    rows, rank, width = h.shape[:-1].numel(), h.shape[-1], y.shape[-1]
+    tile = {"R": _padded(rank), "ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "LONG": _is_long(arranged, y, h)}
     tile["COPIED"] = _COPIED
     numbers = rows, width, rank, *strides, base_stride, _factor(scale)
     grid = -(-rows // tile["ROWS"]), -(-width // tile["BLOCK"])
@@ -251,9 +249,9 @@ def launch_weights(
     (dy, db), (x, dh, da) = of_b, of_a
     arranged, (_, dy_stride, x_stride) = as_strided_rows(h, None if db is None else dy, None if da is None else x)
     _, dy_rows, x_rows = arranged
-    rows, rank = _rows_of(h)
+    rows, rank = h.shape[:-1].numel(), h.shape[-1]
     width, inputs = 0 if db is None else len(db), 0 if da is None else da.shape[1]
-    tile = _ranks(rank) | {"BLOCK": 64, "LONG": _is_long(dy_rows, x_rows, h)}
+    tile = {"R": _padded(rank), "BLOCK": 64, "LONG": _is_long(dy_rows, x_rows, h)}
     tile["ROWS"] = max(16, min(64, 4096 // tile["R"]))
     blocks = -(-width // tile["BLOCK"]) + -(-inputs // tile["BLOCK"])
     parts = max(1, min(_MOST_SHARES, _PROGRAMS // blocks))
@@ -263,29 +261,19 @@ def launch_weights(
         None if dw is None else h.new_empty((programs, dw.numel()), dtype=torch.float32) for dw in (db, da)
     )
     numbers = rows, share, width, inputs, rank, dy_stride, x_stride, _factor(scale)
-    tensors = h, dy_rows, db_shares, None if da is None else dh, x_rows, da_shares
-    launch(_shares_kernel, (programs, blocks), tensors, numbers, tile, warps=4)
+    read = h, dy_rows, db_shares, None if da is None else dh, x_rows, da_shares
+    launch(_shares_kernel, (programs, blocks), read, numbers, tile, warps=4)
     grid = -(-width * rank // _SUMMED) + -(-inputs * rank // _SUMMED), 1
-    launch(
-        _sum_kernel,
-        grid,
-        (h, db_shares, db, da_shares, da),
-        (programs, width, inputs, rank),
-        {"BLOCK": _SUMMED},
-        warps=4,
-    )
-
-
-def _rows_of(h: Tensor) -> tuple[int, int]:
-    return h.shape[:-1].numel(), h.shape[-1]
+    tensors, sizes = (h, db_shares, db, da_shares, da), (programs, width, inputs, rank)
+    launch(_sum_kernel, grid, tensors, sizes, {"BLOCK": _SUMMED}, warps=4)
 
 
 def _is_long(*tensors: Tensor | None) -> bool:
     return is_long([t for t in tensors if t is not None])
 
 
-def _ranks(rank: int) -> dict[str, Any]:
-    return {"R": max(16, next_power_of_2(rank))}
+def _padded(rank: int) -> int:
+    return max(16, next_power_of_2(rank))
 
 
 def _factor(scale: float) -> float | None:

@@ -266,50 +266,28 @@ def _backward_columns_kernel(
 
 
 class NormSaved(NamedTuple):
-    """The tensors that a backward reads: of a norm of s and, if x is given, of the norm of x before the add.
+    """The tensors that a backward reads: of a norm of s and, if x is given, of the norm of x before the add."""
 
-    Attributes:
-        dy: [..., N], the gradient of the norm; or those of several consumers, at most ``MOST_READERS``, in the
-            order in which they are added up.
-        ds: what else flows into s, or None.
-        s: what was normalised, or its FP8 codes, whose rows are at most ``plans.WIDEST_BACKWARD`` wide.
-        weight: [N] or None.
-        rstd: [..., 1] fp32.
-        x: what was normalised before the add, or None.
-        inner_weight: [N] or None, of that norm.
-        inner_rstd: [..., 1] fp32, of that norm.
-        scale: what the branch was multiplied by.
-        s_scale: [..., N / 16] if s are codes; nothing but the norm's gradient flows into these.
-        round_before_add: the norm's part of the gradient of s is rounded before ds is added, as if s is no new sum.
-    """
-
-    dy: Tensor | tuple[Tensor, ...]
-    ds: Tensor | None
-    s: Tensor
-    weight: Tensor | None
-    rstd: Tensor
-    x: Tensor | None = None
-    inner_weight: Tensor | None = None
-    inner_rstd: Tensor | None = None
-    scale: float = 1.0
-    s_scale: Tensor | None = None
-    round_before_add: bool = False
+    dy: Tensor | tuple[Tensor, ...]  # [..., N]; or those of up to MOST_READERS consumers, in the order of their sum
+    ds: Tensor | None  # [..., N], what else flows into s
+    s: Tensor  # [..., N], the input of the norm, or its FP8 codes, at most plans.WIDEST_BACKWARD wide
+    weight: Tensor | None  # [N]
+    rstd: Tensor  # [..., 1] fp32
+    x: Tensor | None = None  # [..., N], the input of the norm before the add
+    inner_weight: Tensor | None = None  # [N], of that norm
+    inner_rstd: Tensor | None = None  # [..., 1] fp32, of that norm
+    scale: float = 1.0  # what the branch was multiplied by
+    s_scale: Tensor | None = None  # [..., N / 16] if s are codes; nothing but the norm's gradient flows into these
+    round_before_add: bool = False  # round the norm's part of the gradient of s before ds is added: s is no new sum
 
 
 class NormGradients(NamedTuple):
-    """The tensors that a backward writes; None for those that are not needed.
+    """The tensors that a backward writes; None for those that are not needed."""
 
-    Attributes:
-        dx: the gradient of the branch, from ``empty_rows_like(s)``.
-        dr: the gradient of the residual, the same.
-        dw: [N], contiguous.
-        dw_inner: [N], contiguous.
-    """
-
-    dx: Tensor | None
-    dr: Tensor | None
-    dw: Tensor | None
-    dw_inner: Tensor | None = None
+    dx: Tensor | None  # from empty_rows_like(s)
+    dr: Tensor | None  # from empty_rows_like(s)
+    dw: Tensor | None  # [N], contiguous
+    dw_inner: Tensor | None = None  # [N], contiguous
 
 
 def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:

@@ -226,47 +226,27 @@ def _from_rstd_kernel(
 
 
 class NormInputs(NamedTuple):
-    """The arguments of a forward: ``y = norm(s)`` with ``s = residual + branch``, the branch being x or its norm.
+    """The arguments of a forward: ``y = norm(s)`` of ``s = residual + branch``, the branch being x or its norm."""
 
-    Attributes:
-        x: [..., N].
-        weight: [N] or None.
-        residual: x's shape, or None; then s is x.
-        scale: what x is multiplied by before it is added.
-        inner: x is normalised before the add.
-        inner_weight: [N] or None, of that norm.
-        normed: y is computed, not s alone.
-        dtype: of y, in place of float32; None leaves it its own.
-    """
-
-    x: Tensor
-    weight: Tensor | None
-    residual: Tensor | None = None
-    scale: float = 1.0
-    inner: bool = False
-    inner_weight: Tensor | None = None
-    normed: bool = True
-    dtype: torch.dtype | None = None
+    x: Tensor  # [..., N]
+    weight: Tensor | None  # [N]
+    residual: Tensor | None = None  # x's shape; without it s is x
+    scale: float = 1.0  # what x is multiplied by before it is added
+    inner: bool = False  # x is normalised before the add
+    inner_weight: Tensor | None = None  # [N], of that norm
+    normed: bool = True  # y is computed, not s alone
+    dtype: torch.dtype | None = None  # of y, in place of float32
 
 
 class NormOutputs(NamedTuple):
-    """The tensors that a forward writes; None for those that it does not have.
+    """The tensors that a forward writes, in x's memory order; None for those that it does not have."""
 
-    Attributes:
-        y: x's shape and memory order.
-        s: the same, if there is a residual.
-        inner_rstd: fp32, x's shape with a last dimension of 1, and in x's memory order.
-        rstd: the same.
-        inner_weight_copy: [N], the inner weight once more.
-        weight_copy: [N], the weight once more.
-    """
-
-    y: Tensor | None
-    s: Tensor | None
-    inner_rstd: Tensor | None
-    rstd: Tensor | None
-    inner_weight_copy: Tensor | None = None
-    weight_copy: Tensor | None = None
+    y: Tensor | None  # x's shape
+    s: Tensor | None  # x's shape
+    inner_rstd: Tensor | None  # [..., 1] fp32
+    rstd: Tensor | None  # [..., 1] fp32
+    inner_weight_copy: Tensor | None = None  # [N]
+    weight_copy: Tensor | None = None  # [N]
 
 
 def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Sequence[str] = ()) -> NormOutputs:
