@@ -234,7 +234,7 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
         outputs = call.outputs(leaves)
     assert [one.name for one in launches] == [kernel.format("forward")]
     torch.autograd.grad(outputs, present(leaves[: call.differentiated]), gradients)
-    sums = ["_sum_shares_kernel"] if any(one.dim() == 1 for one in call.inputs) else []
+    sums = ["_reduce_kernel"] if any(one.dim() == 1 for one in call.inputs) else []
     assert [one.name for one in launches[1:]] == [kernel.format("backward"), *sums]
 
     def among(tensors: Sequence[Tensor | None]) -> list[Tensor]:

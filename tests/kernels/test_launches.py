@@ -58,7 +58,7 @@ def test_a_sum_of_shares_awaits_the_backward_that_lets_it_begin(
 
 
 def is_sum(launch: Launch | None) -> bool:
-    return launch is not None and launch.name == "_sum_shares_kernel"
+    return launch is not None and launch.name == "_reduce_kernel"
 
 
 def test_kernels_are_compiled_for_no_number_of_rows(device: str, on: Callable[[Device], None]) -> None:

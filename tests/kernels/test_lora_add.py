@@ -120,7 +120,7 @@ def test_where_sums_are_exact_every_dtype_gives_the_bits_of_the_formula(
 
 def test_many_rows_are_cut_into_shares_and_larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_kernels, "_FEW_ROWS", 8)
-    monkeypatch.setattr(lora_kernels, "_MOST_SHARES", 2)
+    monkeypatch.setattr(lora_kernels, "_MAX_PARTIALS", 2)
     given = integers(inputs(device, (300,), 40, 24, 8))
     assert_equal(run(by(lora_add, 2), given), formula(given, 2))
 

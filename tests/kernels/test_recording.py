@@ -333,7 +333,7 @@ def test_a_first_call_is_made_once_and_is_like_all_others(device: str, monkeypat
     monkeypatch.setattr(Launch, "run", lambda launch: (ran.append(launch.name), run(launch))[1])
     x, w = rows(device).requires_grad_(), weight(device).requires_grad_()
     torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
-    assert ran == ["_forward_kernel", "_backward_kernel", "_sum_shares_kernel"]
+    assert ran == ["_forward_kernel", "_backward_kernel", "_reduce_kernel"]
     with torch.inference_mode():
         assert rms_norm(x, w).is_inference()
     with torch.no_grad():

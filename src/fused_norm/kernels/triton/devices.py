@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -48,16 +49,7 @@ def runs_kernels_on(*tensors: Tensor | None) -> bool:
 def device_props(device: torch.device) -> Device:
     """The properties of ``device`` that launch plans use, its table of plans among them."""
     table = _table_in_use[0] if _table_in_use else table_of(*name_of(device))[0]
-    if device.type == "cpu":
-        return Device(processors=4, table=table)
-    properties = torch.get_device_module(device).get_device_properties(device)
-    processors = getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count
-    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536  # 64 KiB: AMD's and Intel's
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    if is_nvidia and properties.major < 8:
-        logger.warning("%s is not supported: Triton asks for compute capability 8.0 or newer", properties.name)
-    overlaps = is_nvidia and properties.major >= 9
-    return Device(processors, getattr(properties, "warp_size", 32), shared_memory, overlaps, table)
+    return replace(_hardware_of(device), table=table)
 
 
 def name_of(device: torch.device) -> tuple[str, str]:
@@ -67,6 +59,19 @@ def name_of(device: torch.device) -> tuple[str, str]:
     properties = torch.get_device_module(device).get_device_properties(device)
     capability = f"{properties.major}.{properties.minor}" if hasattr(properties, "major") else ""
     return properties.name, getattr(properties, "gcnArchName", capability) if torch.version.hip else capability
+
+
+def _hardware_of(device: torch.device) -> Device:
+    if device.type == "cpu":
+        return Device(processors=4)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    processors = getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536  # 64 KiB: AMD's and Intel's
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if is_nvidia and properties.major < 8:
+        logger.warning("%s is not supported: Triton asks for compute capability 8.0 or newer", properties.name)
+    overlaps = is_nvidia and properties.major >= 9
+    return Device(processors, getattr(properties, "warp_size", 32), shared_memory, overlaps)
 
 
 when_plans_change: list[Callable[[], None]] = []

@@ -103,7 +103,7 @@ def _gated_backward_kernel(
     rstd_ptr,  # [M, groups] fp32
     dx_ptr,  # [M, groups * N] or None
     dgate_ptr,  # [M, groups * N] or None
-    shares_ptr,  # [programs along rows, groups * N] fp32 or None: each program's share of dw
+    partials_ptr,  # [programs along rows, groups * N] fp32 or None: each program's partial dw
     M,
     dy_stride, x_stride, z_stride, dx_stride, dgate_stride,
     N: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -132,7 +132,7 @@ def _gated_backward_kernel(
         else:
             x_hat = x * act * rstd
             g = dy
-        if shares_ptr is not None:
+        if partials_ptr is not None:
             dw += g * x_hat
         if w_ptr is not None and RELOAD:
             gamma = load_gamma(w_ptr + first, col, in_row, SPEC)
@@ -150,9 +150,9 @@ def _gated_backward_kernel(
                 if dgate_ptr is not None:
                     store_tile((dgate_ptr + first, dgate_stride), row, col, live, g * x * slope)
     let_next_begin(OVERLAPS)
-    if shares_ptr is not None:
-        share = shares_ptr + program.to(tl.int64) * (GROUPS * N) + first
-        tl.store(share + col, tl.sum(dw, axis=0), mask=in_row)
+    if partials_ptr is not None:
+        partial = partials_ptr + program.to(tl.int64) * (GROUPS * N) + first
+        tl.store(partial + col, tl.sum(dw, axis=0), mask=in_row)
 
 
 class Gating(NamedTuple):
@@ -228,8 +228,8 @@ def launch_gated_backward(
     constants |= {"STAGES": plan.stages, "RELOAD": plan.reload, "OVERLAPS": dw is not None and device.overlaps}
     programs, most = -(-rows // plan.rows), -(-plan.programs // groups)
     programs = programs if dw is None else min(programs, most)
-    shares = empty_partials(programs, dw)
-    tensors, numbers = (*read, rstd, dx, dgate, shares), (rows, spacing[1], spacing[0], *spacing[2:5])
+    partials = empty_partials(programs, dw)
+    tensors, numbers = (*read, rstd, dx, dgate, partials), (rows, spacing[1], spacing[0], *spacing[2:5])
     launch(_gated_backward_kernel, (programs, groups), tensors, numbers, constants, warps=plan.warps)
-    if shares is not None:
-        reduce_partials(shares, dw, None, programs, most, device)
+    if partials is not None:
+        reduce_partials(partials, dw, None, programs, most, device)

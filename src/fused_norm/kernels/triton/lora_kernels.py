@@ -24,9 +24,9 @@ HIGHEST_RANK = 256
 _FEW_ROWS = 4096
 """Up to so many rows a tile has fewer of them, so that more programs run at once."""
 
-_MOST_SHARES, _PROGRAMS = 16, 1024
+_MAX_PARTIALS, _PROGRAMS = 16, 1024
 """Parts at most that rows are cut into for the gradients of weights, and programs to aim at: wide layers have enough
-without, and a share is as large as the gradient."""
+without, and a partial is as large as the gradient."""
 
 _COPIED = 1024
 """Elements of a factor that a program copies at a time."""
@@ -129,7 +129,7 @@ def _widen_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "share"])
-def _shares_kernel(
+def _partials_kernel(
     h_ptr,  # [M, r]
     dy_ptr,  # [M, N] or None
     db_ptr,  # [programs, N, r] fp32: partials; None if dy is None, and N is 0 then
@@ -141,7 +141,7 @@ def _shares_kernel(
     scale,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Shares of ``db = round(dy * scale)^T @ h`` and of ``da^T = x^T @ dh``, each of ``share`` rows."""
+    """Partials of ``db = round(dy * scale)^T @ h`` and of ``da^T = x^T @ dh``, each of ``share`` rows."""
     start = tl.program_id(0) * share
     block, blocks = tl.program_id(1), tl.cdiv(N, BLOCK)
     if block < blocks:
@@ -173,9 +173,9 @@ def _share(
 @triton.jit(do_not_specialize=["programs"])
 def _sum_kernel(
     h_ptr,  # of the dtype that products are rounded to
-    db_shares_ptr,  # [programs, N, r] fp32, or None
+    db_partials_ptr,  # [programs, N, r] fp32, or None
     db_ptr,  # [N, r], or None
-    da_shares_ptr,  # [programs, K, r] fp32, or None
+    da_partials_ptr,  # [programs, K, r] fp32, or None
     da_ptr,  # [r, K], or None
     programs,
     N, K, r,
@@ -186,21 +186,21 @@ def _sum_kernel(
     if block < blocks:
         if db_ptr is not None:
             at = block * BLOCK + tl.arange(0, BLOCK)
-            total = _sum(db_shares_ptr, at, N * r, programs, BLOCK)
+            total = _sum(db_partials_ptr, at, N * r, programs, BLOCK)
             tl.store(db_ptr + at, round_to(round_to(total, dtype), db_ptr.dtype.element_ty), mask=at < N * r)
     else:
         if da_ptr is not None:
             at = (block - blocks) * BLOCK + tl.arange(0, BLOCK)
-            total = _sum(da_shares_ptr, at, K * r, programs, BLOCK)
+            total = _sum(da_partials_ptr, at, K * r, programs, BLOCK)
             place = at % r * K + at // r
             tl.store(da_ptr + place, round_to(round_to(total, dtype), da_ptr.dtype.element_ty), mask=at < K * r)
 
 
 @triton.jit
-def _sum(shares_ptr, at, size, programs, BLOCK: tl.constexpr):
+def _sum(partials_ptr, at, size, programs, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     for program in range(programs):
-        total += tl.load(shares_ptr + program * size + at, mask=at < size, other=0.0)
+        total += tl.load(partials_ptr + program * size + at, mask=at < size, other=0.0)
     return total
 
 
@@ -254,17 +254,17 @@ def launch_weights(
     tile = {"R": _padded(rank), "BLOCK": 64, "LONG": _is_long(dy_rows, x_rows, h)}
     tile["ROWS"] = max(16, min(64, 4096 // tile["R"]))
     blocks = -(-width // tile["BLOCK"]) + -(-inputs // tile["BLOCK"])
-    parts = max(1, min(_MOST_SHARES, _PROGRAMS // blocks))
+    parts = max(1, min(_MAX_PARTIALS, _PROGRAMS // blocks))
     share = tile["ROWS"] * -(-rows // (parts * tile["ROWS"]))
     programs = -(-rows // share)
-    db_shares, da_shares = (
+    db_partials, da_partials = (
         None if dw is None else h.new_empty((programs, dw.numel()), dtype=torch.float32) for dw in (db, da)
     )
     numbers = rows, share, width, inputs, rank, dy_stride, x_stride, _factor(scale)
-    read = h, dy_rows, db_shares, None if da is None else dh, x_rows, da_shares
-    launch(_shares_kernel, (programs, blocks), read, numbers, tile, warps=4)
+    read = h, dy_rows, db_partials, None if da is None else dh, x_rows, da_partials
+    launch(_partials_kernel, (programs, blocks), read, numbers, tile, warps=4)
     grid = -(-width * rank // _SUMMED) + -(-inputs * rank // _SUMMED), 1
-    tensors, sizes = (h, db_shares, db, da_shares, da), (programs, width, inputs, rank)
+    tensors, sizes = (h, db_partials, db, da_partials, da), (programs, width, inputs, rank)
     launch(_sum_kernel, grid, tensors, sizes, {"BLOCK": _SUMMED}, warps=4)
 
 

@@ -88,9 +88,9 @@ def _load_rstd(rstd_ptr, row, M, ONE_ROW: tl.constexpr):
 
 
 @triton.jit
-def _store_share(shares_ptr, program, dw, col, N: tl.constexpr):
-    """Write columns ``col`` of the program's share of dw, its sum over the rows of a tile."""
-    tl.store(shares_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=col < N)
+def _store_partial(partials_ptr, program, dw, col, N: tl.constexpr):
+    """Write columns ``col`` of the program's partial dw, the sum over the rows of a tile."""
+    tl.store(partials_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=col < N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -107,7 +107,7 @@ def _backward_kernel(
     rstd_ptr,  # [M] fp32
     dx_ptr,  # [M, N] or None
     dr_ptr,  # [M, N] or None
-    shares_ptr,  # [1 or 2 times programs, N] fp32 or None: each program's share of dw_inner, then of dw
+    partials_ptr,  # [1 or 2 times programs, N] fp32 or None: each program's partial dw_inner, then of dw
     M,
     dy_stride, ds_stride, s_stride, s_scale_stride, x_stride, dx_stride, dr_stride,
     scale,
@@ -184,12 +184,12 @@ def _backward_kernel(
                 store_tile(dx, row, col, live, input_grad(grad, x, inner_rstd, N))
     let_next_begin(OVERLAPS)
     if HAS_DW_INNER:
-        _store_share(shares_ptr, program, dw_inner, col, N)
+        _store_partial(partials_ptr, program, dw_inner, col, N)
         program += tl.num_programs(0)
     if HAS_DW:
-        _store_share(shares_ptr, program, dw, col, N)
+        _store_partial(partials_ptr, program, dw, col, N)
         if TAIL:
-            _store_share(shares_ptr, program, dw_tail, col_tail, N)
+            _store_partial(partials_ptr, program, dw_tail, col_tail, N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -231,7 +231,7 @@ def _backward_columns_kernel(
     correction_ptr,  # [M] fp32
     dx_ptr,  # [M, N] or None
     dr_ptr,  # [M, N] or None
-    shares_ptr,  # [programs along rows, N] fp32 or None
+    partials_ptr,  # [programs along rows, N] fp32 or None
     M,
     dy_stride, ds_stride, s_stride, dx_stride, dr_stride,
     scale,
@@ -254,15 +254,15 @@ def _backward_columns_kernel(
         s = load_tile((s_ptr, s_stride), row, col, live)
         dy = _load_dy(dys, dy_stride, row, col, live, DY_DTYPE)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
-        if shares_ptr is not None:
+        if partials_ptr is not None:
             dw += dy * (s * rstd)
         if dx_ptr is not None or dr_ptr is not None:
             correction = tl.load(correction_ptr + row, mask=row < M, other=0.0)[:, None]
             grad = _sum_grad(ds, dy * gamma, s, correction, rstd, row, col, live, ROUND_BEFORE_ADD)
             _store_input_grads(dx, dr, grad, scale, row, col, live)
     let_next_begin(OVERLAPS)
-    if shares_ptr is not None:
-        _store_share(shares_ptr, program, dw, col, N)
+    if partials_ptr is not None:
+        _store_partial(partials_ptr, program, dw, col, N)
 
 
 class NormSaved(NamedTuple):
@@ -318,9 +318,9 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     programs, most = -(-rows // plan.rows), -(-plan.programs // blocks)
     first, second = (dw, None) if dw_inner is None else (dw_inner, dw)
     programs = programs if first is None else min(programs, most)
-    shares = empty_partials(programs, first, second)
+    partials = empty_partials(programs, first, second)
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
-    constants |= {"OVERLAPS": shares is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT}
+    constants |= {"OVERLAPS": partials is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT}
     constants["SPEC"] = spec.without_eps()
     constants["DY_DTYPE"] = TRITON_DTYPES[norm_dtype(spec, saved.s.dtype, weight)] if more else None
     constants["ROUND_BEFORE_ADD"] = TRITON_DTYPES[saved.s.dtype] if saved.round_before_add and ds is not None else None
@@ -335,17 +335,17 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
             tensors, numbers = (*dys, s, weight, rstd, correction), (rows, strides[0], strides[2])
             wider = {name: constants[name] for name in ("N", "SPEC", "DY_DTYPE")} | {"BLOCK": 4 * plan.block}
             launch(_backward_correction_kernel, (rows, 1), tensors, numbers, wider, warps=plan.warps)
-        tensors = *dys, ds, s, weight, rstd, correction, dx, dr, shares
+        tensors = *dys, ds, s, weight, rstd, correction, dx, dr, partials
         numbers = rows, *strides[:3], *strides[5:], scale
         grid = blocks, min(programs, _GRID_LIMIT)
         launch(_backward_columns_kernel, grid, tensors, numbers, constants, warps=plan.warps)
     else:
         constants |= {"TAIL": plan.tail, "RELOAD": plan.reload or s_scale is not None}
         constants |= {"HAS_DW_INNER": dw_inner is not None, "HAS_DW": dw is not None}
-        tensors = *dys, ds, s, s_scale, x, inner_weight, weight, inner_rstd, rstd, dx, dr, shares
+        tensors = *dys, ds, s, s_scale, x, inner_weight, weight, inner_rstd, rstd, dx, dr, partials
         launch(_backward_kernel, (programs, 1), tensors, (rows, *strides, scale), constants, warps=plan.warps)
-    if shares is not None:
-        reduce_partials(shares, first, second, programs, most, device)
+    if partials is not None:
+        reduce_partials(partials, first, second, programs, most, device)
 
 
 def _in_same_places(s: Tensor, dys: tuple[Tensor, ...]) -> Sequence[Tensor]:

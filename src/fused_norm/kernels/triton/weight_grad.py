@@ -19,8 +19,8 @@ _COLUMNS = 16
 
 
 @triton.jit(do_not_specialize=["split", "end"])
-def _sum_shares_kernel(
-    shares_ptr,  # [end, N] fp32
+def _reduce_kernel(
+    partials_ptr,  # [end, N] fp32
     first_ptr,  # [N] or None: the sum of the partials before ``split``
     second_ptr,  # [N] or None: the sum of the others
     split, end,
@@ -30,19 +30,19 @@ def _sum_shares_kernel(
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
         if first_ptr is not None:
-            _sum_part(shares_ptr, first_ptr, 0, split, col, N, ROWS)
+            _sum_part(partials_ptr, first_ptr, 0, split, col, N, ROWS)
     else:
         if second_ptr is not None:
-            _sum_part(shares_ptr, second_ptr, split, end, col, N, ROWS)
+            _sum_part(partials_ptr, second_ptr, split, end, col, N, ROWS)
 
 
 @triton.jit
-def _sum_part(shares_ptr, dw_ptr, start, end, col, N: tl.constexpr, ROWS: tl.constexpr):
+def _sum_part(partials_ptr, dw_ptr, start, end, col, N: tl.constexpr, ROWS: tl.constexpr):
     """Sum the partials from ``start`` to ``end`` in one tile."""
-    share = start + tl.arange(0, ROWS)
-    live = (share < end)[:, None] & (col < N)[None, :]
-    shares = tl.load(shares_ptr + share.to(tl.int64)[:, None] * N + col[None, :], mask=live, other=0.0)
-    tl.store(dw_ptr + col, round_to(tl.sum(shares, axis=0), dw_ptr.dtype.element_ty), mask=col < N)
+    partial = start + tl.arange(0, ROWS)
+    live = (partial < end)[:, None] & (col < N)[None, :]
+    partials = tl.load(partials_ptr + partial.to(tl.int64)[:, None] * N + col[None, :], mask=live, other=0.0)
+    tl.store(dw_ptr + col, round_to(tl.sum(partials, axis=0), dw_ptr.dtype.element_ty), mask=col < N)
 
 
 def empty_partials(programs: int, *weight_grads: Tensor | None) -> Tensor | None:
@@ -63,4 +63,4 @@ def reduce_partials(
     grid = -(-width // _COLUMNS), 1 if second is None else 2
     constants = {"N": width, "ROWS": rows, "BLOCK": _COLUMNS, "OVERLAPS": device.overlaps}
     warps, tensors = device.warps(max(1, min(16, rows // 64))), (partials, first, second)
-    launch(_sum_shares_kernel, grid, tensors, (split, end), constants, warps=warps, overlaps=device.overlaps)
+    launch(_reduce_kernel, grid, tensors, (split, end), constants, warps=warps, overlaps=device.overlaps)
