@@ -113,9 +113,9 @@ def test_an_empty_output_is_recomputed(device: str) -> None:
 def test_an_observer_is_left_with_its_block() -> None:
     def fail() -> None:
         with calls.by(Observer()):
-            assert calls.observer is not None
+            assert calls.interceptor is not None
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert calls.observer is None
+    assert calls.interceptor is None

@@ -431,18 +431,25 @@ def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
         assert all(len(one.backwards) == ("backward" not in odd) for one in recordings(operator.name)), way
 
 
-def test_a_patched_module_repeats_only_what_its_own_code_has_found_to_be_for_kernels(
-    recorded: tuple[Tensor, Tensor],
-) -> None:
+def test_a_call_replaces_only_the_stock_code_that_it_was_checked_against(recorded: tuple[Tensor, Tensor]) -> None:
     """A rotation, say, may round in other places than the public function that was called with tensors like these."""
     x, w = recorded
-    own = object()
-    assert RMS_NORM.run_cached(own, LLAMA, x, w, None) is None
-    found, _ = RMS_NORM.try_fused(LLAMA, x, w, None, replaces=own)
-    assert torch.equal(RMS_NORM.run_cached(own, LLAMA, x, w, None), found)
-    assert RMS_NORM.run_cached(own, GEMMA, x, w, None) is None
+    rotation, other = object(), object()
+    before = len(recordings("rms_norm"))
+    assert RMS_NORM.run_cached(rotation, LLAMA, x, w, None) is None
+    outputs, reason = RMS_NORM.try_fused(LLAMA, x, w, None, replaces=rotation)
+    assert reason is None
+    assert len(recordings("rms_norm")) == before, "one recording serves both"
+    assert torch.equal(RMS_NORM.run_cached(rotation, LLAMA, x, w, None), outputs)
+    assert RMS_NORM.run_cached(other, LLAMA, x, w, None) is None
+    assert RMS_NORM.run_cached(rotation, GEMMA, x, w, None) is None
+    assert RMS_NORM.run_cached(rotation, LLAMA, x.clone().requires_grad_(), w, None) is None
+    with calls.by(noting := Noting()):
+        assert RMS_NORM.run_cached(other, LLAMA, x, w, None) is None
+        assert RMS_NORM.run_cached(rotation, LLAMA, x, w, None) is not None
+    assert noting.seen == ["rms_norm"]
     recording.forget_all()
-    assert RMS_NORM.run_cached(own, LLAMA, x, w, None) is None
+    assert RMS_NORM.run_cached(rotation, LLAMA, x, w, None) is None
 
 
 def test_launch_hooks_and_observers_see_every_call(

@@ -264,7 +264,7 @@ def test_an_error_in_a_layer_leaves_no_hooks(device: str) -> None:
     handle = recomputing.model.layers[1].mlp.register_forward_hook(fail)
     with pytest.raises(KeyError):
         loss_of(recomputing, FEW)
-    assert calls.observer is None
+    assert calls.interceptor is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     handle.remove()
     assert len(recomputed_in(loss_of(recomputing, FEW).grad_fn)) > 0

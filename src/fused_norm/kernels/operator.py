@@ -459,11 +459,11 @@ class Operator(ABC):
             recordings = self.cache.by_shape.get(arguments[0].shape, ())
         except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
             return None
-        if Interceptors.active and (launches.observer is not None or calls.observer is not None):
-            if launches.observer is None:
+        if Interceptors.active and (launches.interceptor is not None or calls.interceptor is not None):
+            if launches.interceptor is None:
                 for recording in recordings:
                     if (replaces is None or replaces in recording.may_replace) and recording.fits(spec, *arguments):
-                        return calls.observer.called(self, spec, arguments)
+                        return calls.interceptor.called(self, spec, arguments)
             return None
         for recording in recordings:
             if replaces is None or replaces in recording.may_replace:
@@ -481,8 +481,8 @@ class Operator(ABC):
             if (spec is not None and spec.eps == 0.0) or 0.0 in arguments[self.tensor_count :]:
                 pass
             return self._registered(spec, *arguments)
-        if calls.observer is not None:
-            return calls.observer.called(self, spec, arguments)
+        if calls.interceptor is not None:
+            return calls.interceptor.called(self, spec, arguments)
         return self.results_of(spec, *arguments)
 
     def results_of(self, spec: Spec, *arguments: Any) -> Any:
@@ -490,7 +490,7 @@ class Operator(ABC):
         tensors = arguments[: self.tensor_count]
         if not is_plain_call(tensors):
             return self._registered(spec, *arguments)
-        if launches.observer is None:
+        if launches.interceptor is None:
             for recording in self.cache.by_shape.get(tensors[0].shape, ()):
                 outputs = recording.call(spec, *arguments)
                 if outputs is not None:
@@ -713,7 +713,7 @@ def _function_of_recording(operator: Operator) -> Any:
             torch.is_grad_enabled()
             or forward_ad._current_level >= 0
             or dispatch_modes()
-            or (Interceptors.active and launches.observer is not None)
+            or (Interceptors.active and launches.interceptor is not None)
             or is_dynamo_compiling()
         )
         if may_repeat:

@@ -89,7 +89,7 @@ def call_recomputing(
 
 def _is_possible() -> bool:
     """Return whether hooks of ours would be the only ones that see what is saved."""
-    if calls.observer is not None or is_disabled() or is_transformed() or torch._C._len_torch_dispatch_stack():
+    if calls.interceptor is not None or is_disabled() or is_transformed() or torch._C._len_torch_dispatch_stack():
         return False
     autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():

@@ -58,21 +58,21 @@ class Interceptors(threading.local):
     The thread hands it these events instead of making them.
     """
 
-    observer: Any = None
+    interceptor: Any = None
     active: ClassVar[int] = 0
     """The number of active interceptors of any sort in all threads; if 0, nothing needs to look for this thread's."""
     _counting: ClassVar[Any] = threading.Lock()
 
     @contextmanager
-    def by(self, observer: Any) -> Iterator[None]:
-        """Hand this thread's events to ``observer``."""
-        before, self.observer = self.observer, observer
+    def by(self, interceptor: Any) -> Iterator[None]:
+        """Hand this thread's events to ``interceptor``."""
+        before, self.interceptor = self.interceptor, interceptor
         with self._counting:
             Interceptors.active += 1
         try:
             yield
         finally:
-            self.observer = before
+            self.interceptor = before
             with self._counting:
                 Interceptors.active -= 1
 
@@ -110,7 +110,7 @@ def launch(
     if overlaps:
         options["launch_pdl"] = True
     call = Launch(kernel, grid, tensors, numbers, constants, options)
-    if launches.observer is None:
+    if launches.interceptor is None:
         call.run()
     else:
-        launches.observer.launched(call)
+        launches.interceptor.launched(call)
