@@ -129,7 +129,7 @@ def offsets(call: Call) -> tuple[list[bool], list[bool]]:
 
     def told(made: list[Launch]) -> list[bool]:
         far = [one for one in made if is_long([t for t in one.tensors if t is not None])]
-        flags = [one.constants.get("LONG", getattr(one.constants.get("SHAPE"), "LONG", None)) for one in far]
+        flags = [one.constants.get("INT64", getattr(one.constants.get("SHAPE"), "LONG", None)) for one in far]
         return [bool(one) for one in flags if one is not None]
 
     return told(forward), told(backward)

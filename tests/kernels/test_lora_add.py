@@ -269,7 +269,7 @@ def test_rows_lie_further_apart_than_32_bits_reach(name: str, launches: list[Lau
     expected = run(by(lora_add, 0.7), given)
     launches.clear()
     assert_equal(run(by(lora_add, 0.7), given.but(**{name: far_apart(getattr(given, name))})), expected)
-    assert {one.constants["LONG"] for one in launches if FAR in one.numbers} == {True}
+    assert {one.constants["INT64"] for one in launches if FAR in one.numbers} == {True}
 
 
 BEYOND = {

@@ -54,9 +54,6 @@ class GatedRMSNorm(Operator):
             return None
         return Unsupported(f"rows of {width} in {groups} groups are more than a kernel holds")
 
-    def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
-        return reference.gated_rms_norm(spec, *arguments)
-
     def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
         return norm_reads_copy(spec, weight)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import ACTIVATIONS, Unsupported, check_choice, other_dtype
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Spec
+from .operator import BackwardCall, Operator, Recompute, Spec
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
 
@@ -46,9 +46,6 @@ class Glu(Operator):
     def is_elementwise(self, *tensors: Any) -> bool:
         return tensors[1] is not None
 
-    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
-        return reference.glu(*arguments)
-
     def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         gate, up, activation = arguments
         y = empty_product(gate, up)
@@ -58,9 +55,6 @@ class Glu(Operator):
 
     def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         return Recompute(self, spec, arguments)
-
-    def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        return super().compute_grads(impl, spec, call) if any(call.needed) else (None, None)
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up), (need_dgate, need_dup) = call.incoming, call.saved, call.needed

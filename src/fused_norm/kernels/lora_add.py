@@ -58,9 +58,6 @@ class LoraAdd(Operator):
             return other_dtype("x", "base", x, base)
         return None if base.is_contiguous() else "base is not contiguous"
 
-    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
-        return reference.lora_add(*arguments)
-
     def reads_copy(self, spec: Spec, weight: Tensor, tensors: Tensors) -> bool:
         x = tensors[1]
         return x is not None and weight.dtype != x.dtype
@@ -87,7 +84,7 @@ class LoraAdd(Operator):
 
     def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (need_dbase, *others) = call.incoming, call.needed
-        grads = impl(self, spec, call) if any(others) else (None,) * len(call.needed)
+        grads = super().compute_grads(impl, spec, call._replace(needed=(False, *others)))
         return (dy if need_dbase else None, *grads[1:])
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:

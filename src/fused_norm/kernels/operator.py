@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
+from . import reference
 from .arguments import TensorRules, Unsupported, check_eps, check_flag
 from .autocast import autocast_dtype
 from .recording import CallCache, Recording, SingleCall, appended, record
@@ -198,9 +199,10 @@ class Operator(ABC):
         """Return why the kernel's result would differ from the eager model code, or None."""
         return None
 
-    @abstractmethod
     def reference(self, spec: Spec, *arguments: Any) -> Any:
-        """The outputs by PyTorch's own operators."""
+        """The outputs by PyTorch's own operators: by the formula of this name in ``reference``, unless overridden."""
+        formula = getattr(reference, self.name)
+        return formula(spec, *arguments) if self.has_norm else formula(*arguments)
 
     @abstractmethod
     def forward(self, spec: Spec, *arguments: Any, **how: Any) -> tuple[Any, ...]:
@@ -323,7 +325,7 @@ class Operator(ABC):
 
     def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> Grads:
         """``gradients`` by an implementation; None for those not needed."""
-        return impl(self, spec, call)
+        return impl(self, spec, call) if any(call.needed) else (None,) * len(self.gradients)
 
     def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         """The call that recomputes the first ``outputs`` of this one, bit for bit, from what is saved anyway.

@@ -189,14 +189,14 @@ def _rows_kernel(
     M,
     x_stride, x_scale_stride, r_stride, s_stride, q_stride, scale_row_stride, scale_group_stride,
     eps, scale,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, S: tl.constexpr, Y: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr, S: tl.constexpr, Y: tl.constexpr,
     SPEC: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """A norm of whole rows, and its codes or, if the tensor has one scale, the largest magnitude of all.
 
     S and Y are the dtypes of s and y.
     """
-    row = rows_of(tl.program_id(0), ROWS, LONG)
+    row = rows_of(tl.program_id(0), ROWS, INT64)
     col = columns_of(BLOCK, S)
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
@@ -243,13 +243,13 @@ def _cast_kernel(
     scale_ptr,  # [1]
     M,
     s_stride, s_scale_stride, q_stride,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LONG: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, INT64: tl.constexpr,
     S: tl.constexpr, Y: tl.constexpr, SPEC: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """The codes of one tile of a norm whose tensor has one scale; BLOCKS tiles, a program each, make up a row's."""
     # The rows that were read last come first: they are still in cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = rows_of(program // BLOCKS, ROWS, LONG)
+    row = rows_of(program // BLOCKS, ROWS, INT64)
     col = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
@@ -352,4 +352,4 @@ def _constants(
 ) -> dict[str, Any]:
     """The compile-time constants that both kernels share; ``dtypes`` are those of s and y."""
     s_dtype, y_dtype = (TRITON_DTYPES[dtype] for dtype in dtypes)
-    return {"LONG": long, "S": s_dtype, "Y": y_dtype, "SPEC": spec.without_eps(), "FORMAT": fp8_format}
+    return {"INT64": long, "S": s_dtype, "Y": y_dtype, "SPEC": spec.without_eps(), "FORMAT": fp8_format}

@@ -64,12 +64,12 @@ def _gated_forward_kernel(
     M,
     x_stride, z_stride, y_stride,
     eps,
-    N: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+    N: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr,
     SPEC: tl.constexpr, ACTIVATION: tl.constexpr, NORM_FIRST: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1)
     first = group * N
-    row = rows_of(tl.program_id(0), ROWS, LONG)
+    row = rows_of(tl.program_id(0), ROWS, INT64)
     col = tl.arange(0, BLOCK)
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
@@ -107,7 +107,7 @@ def _gated_backward_kernel(
     M,
     dy_stride, x_stride, z_stride, dx_stride, dgate_stride,
     N: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    RELOAD: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr, ACTIVATION: tl.constexpr,
+    RELOAD: tl.constexpr, OVERLAPS: tl.constexpr, INT64: tl.constexpr, SPEC: tl.constexpr, ACTIVATION: tl.constexpr,
     NORM_FIRST: tl.constexpr,
 ):  # fmt: skip
     program, group = tl.program_id(0), tl.program_id(1)
@@ -119,7 +119,7 @@ def _gated_backward_kernel(
     if w_ptr is not None and not RELOAD:
         gamma = load_gamma(w_ptr + first, col, in_row, SPEC)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = rows_of(tile, ROWS, LONG)
+        row = rows_of(tile, ROWS, INT64)
         live = (row < M)[:, None] & in_row[None, :]
         x = load_tile((x_ptr + first, x_stride), row, col, live)
         z = load_tile((z_ptr + first, z_stride), row, col, live)
@@ -164,7 +164,7 @@ class Gating(NamedTuple):
 
     def constants(self, spec: NormSpec, plan: ForwardPlan | BackwardPlan, width: int, long: bool) -> dict[str, Any]:
         """The compile-time arguments that both kernels have; ``width`` is that of a group."""
-        tile = {"N": width, "GROUPS": self.groups, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long}
+        tile = {"N": width, "GROUPS": self.groups, "ROWS": plan.rows, "BLOCK": plan.block, "INT64": long}
         return tile | {"SPEC": spec.without_eps(), "ACTIVATION": self.activation, "NORM_FIRST": self.norm_first}
 
 

@@ -24,10 +24,10 @@ from .memory import INT32_LIMIT, as_strided_rows, empty_rows_like, promoted
 
 
 @triton.jit
-def _tile(M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr):
+def _tile(M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, INT64: tl.constexpr):
     """This program's rows [ROWS] and columns [BLOCK], and what of them there is."""
     program = tl.program_id(0)
-    if LONG:
+    if INT64:
         program, M = program.to(tl.int64), M.to(tl.int64)
     if GRAIN:
         row = tl.zeros([1], tl.int32)
@@ -91,9 +91,9 @@ def _glu_forward_kernel(
     y_ptr,  # [M, N]
     M,
     N, gate_stride, up_stride, y_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, INT64: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
+    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, INT64)
     up = (gate_ptr + N, gate_stride)
     if up_ptr is not None:
         up = (up_ptr, up_stride)
@@ -112,9 +112,9 @@ def _glu_backward_kernel(
     dup_ptr,  # [M, N] or None; it follows dgate if up follows gate
     M,
     N, gate_stride, up_stride, dy_stride, dgate_stride, dup_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, INT64: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
+    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, INT64)
     dy = _load((dy_ptr, dy_stride), row, col, live)
     gate = _load((gate_ptr, gate_stride), row, col, live)
     share, slope = _share_and_slope(gate, ACTIVATION)
@@ -167,7 +167,7 @@ def _launch(
         grain = math.gcd(width, 16)
     long = max(size, rows * max(spacing)) >= INT32_LIMIT
     plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_props(tensors[0].device))
-    constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "LONG": long, "ACTIVATION": activation}
+    constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "INT64": long, "ACTIVATION": activation}
     if grain:
         tiles, numbers = -(-size // plan.block), (size // grain, *(0,) * (1 + len(spacing)))
     else:

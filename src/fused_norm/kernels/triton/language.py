@@ -122,9 +122,9 @@ def input_grad(g, s, rstd, N: tl.constexpr):
 
 
 @triton.jit
-def rows_of(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
+def rows_of(tile, ROWS: tl.constexpr, INT64: tl.constexpr):
     """The row numbers of a tile; 64-bit if an offset computed from them could pass 2^31."""
-    if LONG:
+    if INT64:
         tile = tile + tl.zeros([1], tl.int64)
     return tile * ROWS + tl.arange(0, ROWS)
 

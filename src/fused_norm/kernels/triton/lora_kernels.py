@@ -77,11 +77,11 @@ def _narrow_kernel(
     M,
     K, r, x_stride, w_row_stride, w_col_stride,
     scale,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr, COPIED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """``h = round(x * scale) @ w``."""
     dtype: tl.constexpr = h_ptr.dtype.element_ty
-    row = rows_of(tl.program_id(0), ROWS, LONG)
+    row = rows_of(tl.program_id(0), ROWS, INT64)
     rank = tl.arange(0, R)
     h = tl.zeros([ROWS, R], tl.float32)
     for start in range(0, K, BLOCK):
@@ -106,11 +106,11 @@ def _widen_kernel(
     M,
     N, r, w_row_stride, w_col_stride, base_stride,
     scale,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr, COPIED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """``y = base + (h @ w) * scale``, each of the three rounded."""
     dtype: tl.constexpr = h_ptr.dtype.element_ty
-    row = rows_of(tl.program_id(0), ROWS, LONG)
+    row = rows_of(tl.program_id(0), ROWS, INT64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.arange(0, R)
     live = (row < M)[:, None] & (col < N)[None, :]
@@ -139,30 +139,30 @@ def _partials_kernel(
     M, share,
     N, K, r, dy_stride, x_stride,
     scale,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     """Partials of ``db = round(dy * scale)^T @ h`` and of ``da^T = x^T @ dh``, each of ``share`` rows."""
     start = tl.program_id(0) * share
     block, blocks = tl.program_id(1), tl.cdiv(N, BLOCK)
     if block < blocks:
         if db_ptr is not None:
-            _share(dy_ptr, h_ptr, db_ptr, start, share, block, M, N, r, dy_stride, scale, ROWS, BLOCK, R, LONG)
+            _share(dy_ptr, h_ptr, db_ptr, start, share, block, M, N, r, dy_stride, scale, ROWS, BLOCK, R, INT64)
     else:
         if da_ptr is not None:
-            _share(x_ptr, dh_ptr, da_ptr, start, share, block - blocks, M, K, r, x_stride, None, ROWS, BLOCK, R, LONG)
+            _share(x_ptr, dh_ptr, da_ptr, start, share, block - blocks, M, K, r, x_stride, None, ROWS, BLOCK, R, INT64)
 
 
 @triton.jit
 def _share(
     wide_ptr, narrow_ptr, share_ptr, start, share, block, M, N, r, stride, scale,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = narrow_ptr.dtype.element_ty
     col = block * BLOCK + tl.arange(0, BLOCK)
     rank = tl.arange(0, R)
     total = tl.zeros([BLOCK, R], tl.float32)
     for first in range(start, tl.minimum(start + share, M), ROWS):
-        row = rows_of(first // ROWS, ROWS, LONG)
+        row = rows_of(first // ROWS, ROWS, INT64)
         wide = _load((wide_ptr, stride, 1), row, col, (row < M)[:, None] & (col < N)[None, :], scale, dtype)
         narrow = _load((narrow_ptr, r, 1), row, rank, (row < M)[:, None] & (rank < r)[None, :], None, dtype)
         total = tl.dot(tl.trans(wide), narrow, total)
@@ -213,7 +213,7 @@ def launch_narrow(
     """
     (_, arranged), (_, stride) = as_strided_rows(h, x)
     rows, rank, width = h.shape[:-1].numel(), h.shape[-1], x.shape[-1]
-    tile = {"R": _padded(rank), "ROWS": 64 if rows > _FEW_ROWS else 16, "LONG": _is_long(arranged, h)}
+    tile = {"R": _padded(rank), "ROWS": 64 if rows > _FEW_ROWS else 16, "INT64": _is_long(arranged, h)}
     tile |= {"BLOCK": min(128, max(16, 2048 // tile["R"])), "COPIED": _COPIED}
     numbers = rows, width, rank, stride, *strides, _factor(scale)
     launch(_narrow_kernel, (-(-rows // tile["ROWS"]), 1), (arranged, w, h, copy), numbers, tile, warps=4)
@@ -228,7 +228,7 @@ def launch_widen(
     """
     (_, arranged), (_, base_stride) = as_strided_rows(h, base)
     rows, rank, width = h.shape[:-1].numel(), h.shape[-1], y.shape[-1]
-    tile = {"R": _padded(rank), "ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "LONG": _is_long(arranged, y, h)}
+    tile = {"R": _padded(rank), "ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "INT64": _is_long(arranged, y, h)}
     tile["COPIED"] = _COPIED
     numbers = rows, width, rank, *strides, base_stride, _factor(scale)
     grid = -(-rows // tile["ROWS"]), -(-width // tile["BLOCK"])
@@ -251,7 +251,7 @@ def launch_weights(
     _, dy_rows, x_rows = arranged
     rows, rank = h.shape[:-1].numel(), h.shape[-1]
     width, inputs = 0 if db is None else len(db), 0 if da is None else da.shape[1]
-    tile = {"R": _padded(rank), "BLOCK": 64, "LONG": _is_long(dy_rows, x_rows, h)}
+    tile = {"R": _padded(rank), "BLOCK": 64, "INT64": _is_long(dy_rows, x_rows, h)}
     tile["ROWS"] = max(16, min(64, 4096 // tile["R"]))
     blocks = -(-width // tile["BLOCK"]) + -(-inputs // tile["BLOCK"])
     parts = max(1, min(_MAX_PARTIALS, _PROGRAMS // blocks))

@@ -112,7 +112,7 @@ def _backward_kernel(
     dy_stride, ds_stride, s_stride, s_scale_stride, x_stride, dx_stride, dr_stride,
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TAIL: tl.constexpr,
-    RELOAD: tl.constexpr, HAS_DW_INNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr,
+    RELOAD: tl.constexpr, HAS_DW_INNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, INT64: tl.constexpr,
     SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, ROUND_BEFORE_ADD: tl.constexpr,
 ):  # fmt: skip
     dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
@@ -139,7 +139,7 @@ def _backward_kernel(
         if w_ptr is not None and not RELOAD:
             gamma_tail = load_gamma(w_ptr, col_tail, in_tail, SPEC)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = rows_of(tile, ROWS, LONG)
+        row = rows_of(tile, ROWS, INT64)
         live = in_row[None, :] if ONE_ROW else (row < M)[:, None] & in_row[None, :]
         s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), row, col, live, 0, M, N)
         dy = _load_dy(dys, dy_stride, row, col, live, DY_DTYPE)
@@ -236,7 +236,7 @@ def _backward_columns_kernel(
     dy_stride, ds_stride, s_stride, dx_stride, dr_stride,
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
-    LONG: tl.constexpr, SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, ROUND_BEFORE_ADD: tl.constexpr,
+    INT64: tl.constexpr, SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, ROUND_BEFORE_ADD: tl.constexpr,
 ):  # fmt: skip
     """The second half for wide rows: a block of columns of every row, given each row's correction."""
     dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
@@ -249,7 +249,7 @@ def _backward_columns_kernel(
     if w_ptr is not None:
         gamma = load_gamma(w_ptr, col, in_row, SPEC)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(1), num_stages=STAGES):
-        row = rows_of(tile, ROWS, LONG)
+        row = rows_of(tile, ROWS, INT64)
         live = (row < M)[:, None] & in_row[None, :]
         s = load_tile((s_ptr, s_stride), row, col, live)
         dy = _load_dy(dys, dy_stride, row, col, live, DY_DTYPE)
@@ -320,7 +320,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     programs = programs if first is None else min(programs, most)
     partials = empty_partials(programs, first, second)
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
-    constants |= {"OVERLAPS": partials is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT}
+    constants |= {"OVERLAPS": partials is not None and device.overlaps, "INT64": rows * max(spacing) >= INT32_LIMIT}
     constants["SPEC"] = spec.without_eps()
     constants["DY_DTYPE"] = TRITON_DTYPES[norm_dtype(spec, saved.s.dtype, weight)] if more else None
     constants["ROUND_BEFORE_ADD"] = TRITON_DTYPES[saved.s.dtype] if saved.round_before_add and ds is not None else None

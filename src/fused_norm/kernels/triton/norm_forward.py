@@ -106,7 +106,7 @@ def _forward_kernel(
     M,
     x_stride, r_stride, y_stride, s_stride,
     eps, scale,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, LONG: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, INT64: tl.constexpr,
     SPEC: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """A norm, perhaps with an add before it, and with a norm before that (INNER)."""
@@ -118,13 +118,13 @@ def _forward_kernel(
         if w_ptr is not None:
             gamma = load_gamma(w_ptr, col, col < N, SPEC)
         for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
-            row = rows_of(tile, ROWS, LONG)
+            row = rows_of(tile, ROWS, INT64)
             _forward_tile(
                 x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N,
                 SPEC, INNER, True,
             )  # fmt: skip
     else:
-        row = rows_of(tl.program_id(0), ROWS, LONG)
+        row = rows_of(tl.program_id(0), ROWS, INT64)
         _forward_tile(
             x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N, SPEC,
             INNER, False,
@@ -211,10 +211,10 @@ def _from_rstd_kernel(
     y_ptr,  # [M, N]
     M,
     x_stride, y_stride,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Programs are tiles of rows along the first axis of the grid, blocks of columns along the second."""
-    row = rows_of(tl.program_id(0), ROWS, LONG)
+    row = rows_of(tl.program_id(0), ROWS, INT64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
@@ -294,7 +294,7 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
         launch(_forward_chunked_kernel, (rows, 1), read, numbers, constants, warps=plan.warps, fuse=fuse)
         return
     persistent = plan.mode == "static_persistent"
-    constants |= {"ROWS": plan.rows, "PERSISTENT": persistent, "LONG": long, "INNER": inner}
+    constants |= {"ROWS": plan.rows, "PERSISTENT": persistent, "INT64": long, "INNER": inner}
     tiles = -(-rows // plan.rows)
     grid = min(tiles, plan.programs) if persistent else tiles, 1
     weights, rstds = (contiguous(inner_weight), contiguous(weight)), (outputs.inner_rstd, outputs.rstd)
@@ -336,6 +336,6 @@ def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd
     block = min(next_power_of_2(width), _FROM_RSTD_ELEMENTS)
     tile = _FROM_RSTD_ELEMENTS // block
     grid = -(-rows // tile), -(-width // block)
-    constants = {"N": width, "ROWS": tile, "BLOCK": block, "LONG": long, "SPEC": spec.without_eps()}
+    constants = {"N": width, "ROWS": tile, "BLOCK": block, "INT64": long, "SPEC": spec.without_eps()}
     numbers, warps = (rows, x_stride, y_stride), device_props(x.device).warps(4)
     launch(_from_rstd_kernel, grid, (x, weight, rstd, y), numbers, constants, warps=warps)
