@@ -35,7 +35,7 @@ Planting = Callable[[nn.Module], contextlib.AbstractContextManager["PlantedFault
 # The package has the function under this name.
 linear_cross_entropy = sys.modules[LINEAR_CROSS_ENTROPY.__module__]
 
-WEIGHTS = ("dw", "dinner", "dq_weight", "dk_weight", "da", "db")
+WEIGHTS = ("dw", "dw_inner", "dq_weight", "dk_weight", "da", "db")
 """The gradients of weights, by their names in ``Operator.gradients``."""
 
 

@@ -156,7 +156,7 @@ class NormOperator(Operator):
 
     def _gradients_of_sum(self, impl: BackwardImpl, spec: NormSpec, args: dict[str, Any]) -> tuple[Tensor | None, ...]:
         """The gradients if only the sum is used: ds is passed through, as by an add."""
-        ds, need_dx, need_inner = args["ds"], args["need_dx"], args.get("need_dinner", args["need_dw"])
+        ds, need_dx, need_inner = args["ds"], args["need_dx"], args.get("need_dw_inner", args["need_dw"])
         dx = dw_inner = None
         if self._has_inner_norm and (need_dx or need_inner):
             saved = args["x"], self._weights_of(args)[0], args["inner_rstd"]
@@ -175,14 +175,14 @@ class NormOperator(Operator):
         dx = empty_rows_like(s, x_dtype) if args["need_dx"] else None
         dr = empty_rows_like(s, args["residual_dtype"]) if args.get("need_dr") else None
         dw = empty_weight_grad(weight, args["need_dw"])
-        dw_inner = empty_weight_grad(inner_weight, args.get("need_dinner", False))
+        dw_inner = empty_weight_grad(inner_weight, args.get("need_dw_inner", False))
         if launch:
             saved = NormSaved(args["dy"], args.get("ds"), s, weight, args["rstd"], scale=args.get("scale", 1.0))
             saved = saved._replace(round_before_add=not self._adds)
             if self._has_inner_norm:
                 saved = saved._replace(x=args["x"], inner_weight=inner_weight, inner_rstd=args["inner_rstd"])
             launch_norm_backward(spec, saved, NormGradients(dx, dr, dw, dw_inner))
-        grads = {"dx": dx, "dr": dr, "dinner": dw_inner, "dw": dw}
+        grads = {"dx": dx, "dr": dr, "dw_inner": dw_inner, "dw": dw}
         return tuple([grads[name] for name in self.gradients])
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
@@ -192,7 +192,7 @@ class NormOperator(Operator):
         g, dw = reference.rms_norm_backward(spec, args["dy"], s, weight, args.get("ds"))
         grads = {"dx": g * args.get("scale", 1.0), "dw": dw}
         if self._has_inner_norm:
-            grads["dx"], grads["dinner"] = reference.rms_norm_backward(spec, g, args["x"], inner_weight)
+            grads["dx"], grads["dw_inner"] = reference.rms_norm_backward(spec, g, args["x"], inner_weight)
         if "dr" in self.gradients:
             grads["dr"] = g.to(args["residual_dtype"])
         grads["dx"] = grads["dx"].to(x_dtype)
@@ -246,7 +246,7 @@ class NormAddNorm(NormOperator):
     extra_saved = ("inner_rstd", "rstd")
     saved = "Tensor s, Tensor x, Tensor? inner_weight, Tensor? weight, Tensor inner_rstd, Tensor rstd"
     saved_scalars = "ScalarType residual_dtype"
-    gradients = ("dx", "dr", "dinner", "dw")
+    gradients = ("dx", "dr", "dw_inner", "dw")
 
 
 class RMSNormForReaders(RMSNorm):
