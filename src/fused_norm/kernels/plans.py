@@ -150,7 +150,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 """The rules of each section, the narrowest rows first; a section is a kind of kernels that has rules of its own."""
 
 _ROWS_OF = {"sandwich_forward": "forward", "rotated_heads_forward": "heads_forward"}
-"""The sections for which rows of another one are measured: so a norm has the same bits by itself and fused."""
+"""The sections for which rows of another one are measured: so a norm has the same bits alone and fused."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,7 +354,7 @@ def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, 
     """The forward's launch over heads of ``width`` elements, ``rotary`` of which RoPE turns (0: there is no RoPE).
 
     ``q_heads`` and ``k_heads`` are the rows of a token that follow each other at one stride: 1 if all rows of a
-    tensor do. RoPE by itself has the plan of a norm with RoPE.
+    tensor do. RoPE alone has the plan of a norm with RoPE.
     """
     rule = device.rule("rotated_heads_forward" if rotary else "heads_forward", width)
     return _heads_by(rule, (q_heads, k_heads), width, rotary, device)

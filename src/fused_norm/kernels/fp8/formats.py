@@ -291,5 +291,5 @@ def cast_groups(values: Tensor, amax: Tensor, fp8_format: FP8Format) -> tuple[Te
         factor = torch.where(exponent == 0, 2.0**126, torch.exp2(127 - exponent))
         scaled = values * torch.where(amax.isnan(), 0.0, factor)
         scale = torch.where(amax.isnan(), 255.0, exponent).to(torch.uint8).view(torch.float8_e8m0fnu)
-    # A cast by itself saturates in some releases of PyTorch, and makes NaN in others.
+    # A plain cast saturates in some releases of PyTorch, and makes NaN in others.
     return scaled.clamp(-top, top).to(FP8_DTYPE), scale

@@ -28,7 +28,7 @@ def is_transformed() -> bool:
     """
     if forward_ad._current_level >= 0:
         return True
-    if torch.compiler.is_compiling():  # Dynamo applies transforms by itself
+    if torch.compiler.is_compiling():  # Dynamo applies transforms itself
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
 

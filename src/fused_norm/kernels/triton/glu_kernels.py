@@ -147,7 +147,7 @@ def launch_glu_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: s
 def launch_glu_backward(
     gate: Tensor, up: Tensor | None, dy: Tensor, dgate: Tensor | None, dup: Tensor | None, activation: str
 ) -> None:
-    """Write the gradients that are not None, of which there is one; both are from ``empty_rows_like(gate)``."""
+    """Write the gradients that are not None, at least one of the two; both are from ``empty_rows_like(gate)``."""
     _launch(_glu_backward_kernel, (gate, up, dy, dgate, dup), activation)
 
 

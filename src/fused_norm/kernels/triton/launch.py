@@ -17,7 +17,7 @@ class Launch(NamedTuple):
     """One launch of a kernel: ``kernel[grid](*tensors, *numbers, **constants)``.
 
     Attributes:
-        kernel: the function that ``triton.jit`` has made.
+        kernel: the function that ``triton.jit`` returned.
         grid: programs along two axes.
         tensors: the first arguments, the first of which is present; None for absent ones.
         numbers: the arguments after them, None for absent ones.
