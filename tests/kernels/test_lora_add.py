@@ -167,10 +167,10 @@ WANTED = {
     "base": (),
     "x": ("narrow", "widen"),
     "base x": ("narrow", "widen"),
-    "a": ("narrow", "shares", "sum"),
-    "b": ("shares", "sum"),
-    "a b": ("narrow", "shares", "sum"),
-    "base x a b": ("narrow", "widen", "shares", "sum"),
+    "a": ("narrow", "partials", "sum"),
+    "b": ("partials", "sum"),
+    "a b": ("narrow", "partials", "sum"),
+    "base x a b": ("narrow", "widen", "partials", "sum"),
 }
 """By the arguments that want a gradient: the kernels of the backward."""
 
