@@ -89,13 +89,17 @@ class TensorRules:
             if self._is_weight[place]:
                 rows_name, width = self.names[self._rows_of[place]], tensors[self._rows_of[place]].shape[-1]
                 if tensor.dim() != 1 or tensor.shape[0] != width:
-                    wanted = f"({width},), the last dimension of {rows_name}"
-                    return Unsupported(f"{name} must have shape {wanted}, not {tuple(tensor.shape)}", ValueError)
+                    return Unsupported(
+                        f"{name} must have shape ({width},), the last dimension of {rows_name}, not"
+                        f" {tuple(tensor.shape)}",
+                        ValueError,
+                    )
             elif name in self._same_shape:
                 if tensor.shape != first.shape:
-                    wanted = f"{first_name}'s shape {tuple(first.shape)}"
                     return Unsupported(
-                        f"{name} must have {wanted}, not {tuple(tensor.shape)}; expand it first", ValueError
+                        f"{name} must have {first_name}'s shape {tuple(first.shape)}, not {tuple(tensor.shape)}; expand"
+                        " it first",
+                        ValueError,
                     )
             elif not self.is_shared[place] and (refusal := check_rows(name, tensor)) is not None:
                 return refusal

@@ -431,10 +431,7 @@ class Operator(ABC):
             refusal = self.unsupported(spec, *arguments)
             reason = None if refusal is None else refusal.reason
         if reason is None:
-            for name, tensor in zip(self.tensor_names, arguments, strict=False):
-                if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
-                    return None, f"{name} is a {type(tensor).__name__}"  # whose own behaviour stock code respects
-            reason = self.differs_from_eager(spec, *arguments)
+            reason = self._differs_from_eager(spec, *arguments)
         if reason is None and unless is not None:
             reason = unless(*arguments)
         if reason is not None:
@@ -448,6 +445,13 @@ class Operator(ABC):
                 if recording.fits(spec, *arguments):
                     recording.may_replace.add(replaces)
         return outputs, None
+
+    def _differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
+        """``differs_from_eager``, and tensors with a behaviour of their own, which stock code respects."""
+        for name, tensor in zip(self.tensor_names, arguments, strict=False):
+            if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
+                return f"{name} is a {type(tensor).__name__}"
+        return self.differs_from_eager(spec, *arguments)
 
     def run_cached(self, replaces: Any, spec: Spec, *arguments: Any) -> Any:
         """The outputs of a call that is recorded, so that its arguments were checked before; None for all others.
