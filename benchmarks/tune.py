@@ -19,7 +19,7 @@ import torch
 from fused_norm import __version__
 from fused_norm.kernels import plans
 from fused_norm.kernels.plans import Rule
-from fused_norm.kernels.triton.devices import device_facts, name_of, use_plans
+from fused_norm.kernels.triton.devices import device_props, name_of, use_plans
 
 from . import operator_cases
 from .benchmark_run import in_a_line
@@ -126,7 +126,7 @@ class Prepared:
         Raises:
             ValueError: a result is wrong.
         """
-        table = device_facts(self.device).table
+        table = device_props(self.device).table
         if rule is not None:
             table = replace(table, rows={self.task.section: (rule,)})
         results = []
@@ -168,7 +168,7 @@ class Prepared:
 def tune(task: Task, device: torch.device) -> str | None:
     """The row to paste for a task; None if nothing is faster than today."""
     prepared = Prepared(task, device)
-    best = prepared.fastest(tiles(task, device_facts(device).warp_size))
+    best = prepared.fastest(tiles(task, device_props(device).warp_size))
     if best is None:
         return None
     best = prepared.fastest([best, *launches(task, best)]) or best

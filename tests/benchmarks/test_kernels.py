@@ -16,7 +16,7 @@ from benchmarks.providers import EVERY, FUSED, OURS, PROVIDERS, Provider
 from benchmarks.results import Results
 from benchmarks.timing import Sampler
 from fused_norm.kernels.plans import backward_plan
-from fused_norm.kernels.triton.devices import device_facts
+from fused_norm.kernels.triton.devices import device_props
 
 CASE = OperatorCase.named("rms_norm 8x64")
 STOCK = PROVIDERS["stock"]
@@ -154,7 +154,7 @@ def test_memory_is_what_is_kept_and_what_is_summed(run):
     operator = FUSED.build(CASE)
     with torch.no_grad():
         assert kernels.extra_memory(operator, "forward", inputs, run.device) == 0
-    plan = backward_plan(width, 6, device_facts(run.device))
+    plan = backward_plan(width, 6, device_props(run.device))
     shares = min(plan.programs, rows // plan.rows)
     assert kernels.extra_memory(operator, "backward", inputs, run.device) == 4 * rows + 4 * width * shares
 

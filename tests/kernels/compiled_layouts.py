@@ -36,7 +36,7 @@ def layout_of_the_sum(call: Callable[[], None]) -> tuple[str, str]:
 def main() -> int:
     """Compare; return the exit status."""
     for module in (norm_forward, kernels):
-        module.device_facts = lambda device: Device()  # type: ignore[attr-defined]
+        module.device_props = lambda device: Device()  # type: ignore[attr-defined]
     spec, rows = norm_spec("llama", False, 1e-6), 4096
 
     def plain(x: Any, r: Any, w: Any) -> tuple[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_norm.kernels import program
+from fused_norm.kernels import recording
 from fused_norm.kernels.operator import OPERATORS as ALL
 from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.plans import BackwardPlan, ForwardPlan
@@ -21,8 +21,8 @@ OPERATORS: dict[str, Operator] = {
 
 @pytest.fixture(autouse=True)
 def _nothing_recorded() -> None:
-    """What one test replaces for itself must not stay in the programs of another."""
-    program.forget_all()
+    """What one test replaces for itself must not stay in the recordings of another."""
+    recording.forget_all()
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +38,10 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """Every launch of the test, in order; programs make them by Triton's own way, where they are seen."""
+    """Every launch of the test, in order; recordings make them by Triton's own way, where they are seen."""
     found: list[Launch] = []
-    monkeypatch.setattr(program, "launch_backend", lambda device: None)
-    program.forget_all()
+    monkeypatch.setattr(recording, "launch_backend", lambda device: None)
+    recording.forget_all()
     run = Launch.run
 
     def noted(launch: Launch) -> Any:
@@ -50,7 +50,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
     monkeypatch.setattr(Launch, "run", noted)
     yield found
-    program.forget_all()
+    recording.forget_all()
 
 
 @pytest.fixture

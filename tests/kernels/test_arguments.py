@@ -212,7 +212,7 @@ def test_casting_and_centering_are_named_not_counted(name: str) -> None:
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, known: bool) -> None:
-    """Beside a call with good ones as well, the program of which is known."""
+    """Beside a call with good ones as well, whose recording may be repeated."""
     if known:
         CALLS[name](zero_centered=True, eps=1e-6)
     for bad, error, says in (

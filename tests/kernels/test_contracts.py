@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import program
+from fused_norm.kernels import recording
 from fused_norm.kernels.plans import BackwardPlan
 from fused_norm.kernels.triton.launch import Launch
 
@@ -142,7 +142,7 @@ def assert_nothing_is_written_beside(call: Call, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "empty_like", lambda *how, **kind: guarded(empty_like(*how, **kind)))
     new_empty = Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", lambda *how, **kind: guarded(new_empty(*how, **kind)))
-    program.forget_all()
+    recording.forget_all()
     found = run(call, gradients)
     assert guarded.count >= len(present([*found[0], *found[1]])) - 1, "an add hands on a gradient"
     assert guarded.intact()
@@ -177,10 +177,10 @@ def test_a_retained_graph_gives_the_same_gradients_again_and_no_other_does(case:
         torch.autograd.grad(outputs, wanted, gradients)
 
 
-@pytest.mark.parametrize("has_program", [True, False])
+@pytest.mark.parametrize("is_recorded", [True, False])
 @CALLS
 def test_what_a_backward_reads_must_not_change_before_a_second_one(
-    case: str, has_program: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    case: str, is_recorded: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = every_call(device)[case]
     operator = OPERATORS[call.name]
@@ -190,7 +190,7 @@ def test_what_a_backward_reads_must_not_change_before_a_second_one(
     read = 0
     for place in range(len(call.tensors) + len(operator.outputs)):
         leaves = call.converted(torch.clone).leaves()
-        outputs = call.outputs(leaves, None if has_program else operator._launched)
+        outputs = call.outputs(leaves, None if is_recorded else operator._launched)
         tensor = dict(enumerate([*leaves, *outputs])).get(place)
         if tensor is None or not is_among(tensor, outputs[0].grad_fn.saved_tensors):
             continue
@@ -234,7 +234,7 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
         outputs = call.outputs(leaves)
     assert [one.name for one in launches] == [kernel.format("forward")]
     torch.autograd.grad(outputs, present(leaves[: call.differentiated]), gradients)
-    sums = ["_sum_shares_kernel"] if any(one.dim() == 1 for one in call.inputs) else []
+    sums = ["_reduce_kernel"] if any(one.dim() == 1 for one in call.inputs) else []
     assert [one.name for one in launches[1:]] == [kernel.format("backward"), *sums]
 
     def among(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -11,7 +11,7 @@ import triton
 
 from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton import devices
-from fused_norm.kernels.triton.devices import INTERPRETED, device_facts, runs_kernels_on
+from fused_norm.kernels.triton.devices import INTERPRETED, device_props, runs_kernels_on
 
 
 def test_kernels_run_on_gpus_and_meta_and_interpreted_cpu_tensors() -> None:
@@ -25,7 +25,7 @@ def test_kernels_run_on_gpus_and_meta_and_interpreted_cpu_tensors() -> None:
 
 
 def test_facts_of_the_cpu() -> None:
-    assert device_facts(torch.device("cpu")) == Device(processors=4)
+    assert device_props(torch.device("cpu")) == Device(processors=4)
 
 
 def _nvidia(major: int, optin: int) -> dict[str, Any]:
@@ -56,14 +56,14 @@ def test_facts_of_gpus(
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(devices, "name_of", lambda _: ("none known", ""))
     with caplog.at_level("WARNING", logger="fused_norm"):
-        assert device_facts.__wrapped__(torch.device(kind, 0)) == expected
+        assert device_props.__wrapped__(torch.device(kind, 0)) == expected
     unsupported = "none known is not supported: Triton asks for compute capability 8.0 or newer"
     assert caplog.messages == [unsupported] * (hip is None and properties.get("major") == 7)
 
 
 @pytest.mark.gpu
 def test_facts_of_the_gpu() -> None:
-    facts = device_facts(torch.device("cuda", 0))
+    facts = device_props(torch.device("cuda", 0))
     properties = torch.cuda.get_device_properties(0)
     assert facts.processors == properties.multi_processor_count
     assert facts.warp_size == 32

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_norm.kernels.fp8 import FORMATS, FP8Format, dequantize, quantize
-from fused_norm.kernels.fp8.cast import cast_groups
+from fused_norm.kernels.fp8.formats import cast_groups
 from fused_norm.kernels.fp8.kernels import codes_of, scale_of
 from fused_norm.kernels.triton.language import TRITON_DTYPES, values_of
 

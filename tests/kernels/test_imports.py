@@ -17,7 +17,7 @@ LAYERS = (
     "kernels.reference",
     "kernels.arguments",
     "kernels.codegen",
-    "kernels.program",
+    "kernels.recording",
     "kernels.operator",
 )
 """From the bottom to the top; above them are the operators, a file each, then the package itself."""

@@ -15,7 +15,7 @@ from fused_norm.kernels.fp8 import FORMATS
 from fused_norm.kernels.fp8 import kernels as fp8_kernels
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.operator import OPERATORS as ALL
-from fused_norm.kernels.operator import BackwardCall, by_kernels, norm_spec
+from fused_norm.kernels.operator import BackwardCall, kernel_backward, norm_spec
 from fused_norm.kernels.plans import WIDEST_BACKWARD, Device
 from fused_norm.kernels.triton import gated_kernels, glu_kernels, norm_backward, norm_forward, qk_launch
 from fused_norm.kernels.triton.launch import Launch
@@ -34,7 +34,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
 
     def use(device: Device) -> None:
         for module in LAUNCHERS:
-            monkeypatch.setattr(module, "device_facts", lambda _: device)
+            monkeypatch.setattr(module, "device_props", lambda _: device)
 
     return use
 
@@ -58,7 +58,7 @@ def test_a_sum_of_shares_awaits_the_backward_that_lets_it_begin(
 
 
 def is_sum(launch: Launch | None) -> bool:
-    return launch is not None and launch.name == "_sum_shares_kernel"
+    return launch is not None and launch.name == "_reduce_kernel"
 
 
 def test_kernels_are_compiled_for_no_number_of_rows(device: str, on: Callable[[Device], None]) -> None:
@@ -125,11 +125,11 @@ def offsets(call: Call) -> tuple[list[bool], list[bool]]:
     incoming = [None if one is None else expanded(*one.shape, dtype=one.dtype) for one in outputs]
     needed = [one is not None for one in call.tensors[: call.differentiated]]
     gradients = BackwardCall(incoming, saved, facts, needed)
-    backward = launches_of(lambda: operator.gradients_by(by_kernels, call.spec, gradients))
+    backward = launches_of(lambda: operator.compute_grads(kernel_backward, call.spec, gradients))
 
     def told(made: list[Launch]) -> list[bool]:
         far = [one for one in made if is_long([t for t in one.tensors if t is not None])]
-        flags = [one.constants.get("LONG", getattr(one.constants.get("SHAPE"), "LONG", None)) for one in far]
+        flags = [one.constants.get("INT64", getattr(one.constants.get("SHAPE"), "LONG", None)) for one in far]
         return [bool(one) for one in flags if one is not None]
 
     return told(forward), told(backward)

@@ -120,7 +120,7 @@ def test_where_sums_are_exact_every_dtype_gives_the_bits_of_the_formula(
 
 def test_many_rows_are_cut_into_shares_and_larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_kernels, "_FEW_ROWS", 8)
-    monkeypatch.setattr(lora_kernels, "_MOST_SHARES", 2)
+    monkeypatch.setattr(lora_kernels, "_MAX_PARTIALS", 2)
     given = integers(inputs(device, (300,), 40, 24, 8))
     assert_equal(run(by(lora_add, 2), given), formula(given, 2))
 
@@ -167,10 +167,10 @@ WANTED = {
     "base": (),
     "x": ("narrow", "widen"),
     "base x": ("narrow", "widen"),
-    "a": ("narrow", "shares", "sum"),
-    "b": ("shares", "sum"),
-    "a b": ("narrow", "shares", "sum"),
-    "base x a b": ("narrow", "widen", "shares", "sum"),
+    "a": ("narrow", "partials", "sum"),
+    "b": ("partials", "sum"),
+    "a b": ("narrow", "partials", "sum"),
+    "base x a b": ("narrow", "widen", "partials", "sum"),
 }
 """By the arguments that want a gradient: the kernels of the backward."""
 
@@ -269,7 +269,7 @@ def test_rows_lie_further_apart_than_32_bits_reach(name: str, launches: list[Lau
     expected = run(by(lora_add, 0.7), given)
     launches.clear()
     assert_equal(run(by(lora_add, 0.7), given.but(**{name: far_apart(getattr(given, name))})), expected)
-    assert {one.constants["LONG"] for one in launches if FAR in one.numbers} == {True}
+    assert {one.constants["INT64"] for one in launches if FAR in one.numbers} == {True}
 
 
 BEYOND = {

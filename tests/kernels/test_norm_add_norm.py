@@ -140,7 +140,7 @@ def test_too_wide_rows_of_norm_add_are_one_launch_each_way(
     inputs = sandwich.inputs((2, 3, 4, 130), device)
     inputs.x = in_layout("transposed heads", inputs.x)
     ours = assert_within_budget(sandwich, inputs)
-    sums = [] if sandwich.inner is None else ["_sum_shares_kernel"]
+    sums = [] if sandwich.inner is None else ["_reduce_kernel"]
     assert launched() == ["_forward_kernel", "_backward_kernel", *sums]
     assert ours.s.transpose(1, 2).is_contiguous()
 
@@ -195,7 +195,7 @@ def test_only_what_is_needed_is_written_and_both_sums_are_one_launch(
     sums = needed["inner"] + needed["w"]
     assert (0 if shares is None else len(shares)) == sums * launches[1].grid[0]
     if sums:
-        names.append("_sum_shares_kernel")
+        names.append("_reduce_kernel")
         assert sum(tensor is not None for tensor in launches[2].tensors) == 1 + sums
     assert [one.name for one in launches] == names
     with torch.no_grad():

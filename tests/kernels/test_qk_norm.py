@@ -16,7 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_
 from fused_norm.kernels import qk_norm, qk_norm_rope
 from fused_norm.kernels.plans import Device, heads_backward_plan
 from fused_norm.kernels.triton import qk_launch
-from fused_norm.kernels.triton.devices import device_facts
+from fused_norm.kernels.triton.devices import device_props
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.memory import empty_rows_like
 from fused_norm.spec import NormSpec
@@ -366,7 +366,7 @@ def test_what_is_not_needed_is_not_allocated(device: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("heads", [LLAMA, pytest.param(replace(ROPE, rotary=256), marks=pytest.mark.slow)], ids=str)
 def test_dw_is_summed_over_many_programs(heads: Heads, device: str) -> None:
     """More tiles than programs on both sides, and repeats that agree to the last bit."""
-    tokens = 3 * device_facts(torch.device(device)).processors
+    tokens = 3 * device_props(torch.device(device)).processors
     inputs = heads.inputs(256, device, 1, q_heads=8, k_heads=3, tokens=tokens)
     first = assert_within_budget(heads, inputs)
     for frozen in ((), ("q_weight",), ("k_weight",)):
@@ -386,7 +386,7 @@ def test_empty_tensors(device: str) -> None:
 
 @pytest.mark.parametrize("far", ["q", "k", "cos", "sin", None])
 def test_offsets_are_64_bits_wide_where_any_tensor_needs_it(far: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qk_launch, "device_facts", lambda _: Device())
+    monkeypatch.setattr(qk_launch, "device_props", lambda _: Device())
     step = {name: 2**30 if name == far else 8 for name in ("q", "k", "cos", "sin")}
     q, k = (torch.empty_strided((1, 1, 3, 8), (0, 0, step[name], 1), device="meta") for name in ("q", "k"))
     cos, sin = (torch.empty_strided((3, 8), (step[name], 1), device="meta") for name in ("cos", "sin"))
@@ -411,7 +411,7 @@ def _on_meta(heads: int, width: int, rotary: int, dtype: torch.dtype = BF16) -> 
 @pytest.mark.parametrize("rotary", [2, 4, 6, 12, 24, 32, 80, 96, 128])
 def test_columns_said_to_be_together_are_swapped_together(rotary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """RoPE swaps halves: what the compiler reads in one piece lies in one of them."""
-    monkeypatch.setattr(qk_launch, "device_facts", lambda _: Device())
+    monkeypatch.setattr(qk_launch, "device_props", lambda _: Device())
     for launch in _both_ways(*_on_meta(2, 160, rotary)):
         grain = launch.constants["SHAPE"].GRAIN
         assert (rotary // 2) % grain == 0
@@ -426,7 +426,7 @@ def test_tiles_in_flight_fit_in_shared_memory(rotary: int, loads: int, monkeypat
     tile_bytes = max(side.tokens * side.heads for side in (tile.q, tile.k)) * 128 * (2 + loads * 2 + 2 * 4)
     for memory, stages in ((2 * tile_bytes, 3), (2 * tile_bytes - 1, 2)):
         device = Device(shared_memory=memory + 10_240)
-        monkeypatch.setattr(qk_launch, "device_facts", lambda _, device=device: device)
+        monkeypatch.setattr(qk_launch, "device_props", lambda _, device=device: device)
         assert _both_ways(inputs, outputs)[1].constants["STAGES"] == stages
 
 
@@ -435,7 +435,7 @@ def test_few_programs_are_split_between_many_heads_and_one(
     q_heads: int, k_heads: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each side has one at least, however few tiles it has."""
-    monkeypatch.setattr(qk_launch, "device_facts", lambda _: Device(processors=1))
+    monkeypatch.setattr(qk_launch, "device_props", lambda _: Device(processors=1))
     assert_within_budget(LLAMA, LLAMA.inputs(16, device, 1, q_heads, k_heads, tokens=64))
 
 

@@ -36,7 +36,7 @@ class Observer:
     def called(self, operator: Any, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
         outputs = operator.results_of(spec, *arguments)
         results = outputs if isinstance(outputs, tuple) else (outputs,)
-        kept = results[0].grad_fn.saved_tensors[-len(operator.kept) :] if operator.kept else ()
+        kept = results[0].grad_fn.saved_tensors[-len(operator.extra_saved) :] if operator.extra_saved else ()
         self.recomputes.append(operator.recompute(spec, arguments, (*results, *kept)))
         return outputs
 
@@ -64,9 +64,9 @@ def assert_recomputed_or_kept(call: Call) -> None:
 def test_what_is_kept_is_what_an_operator_saves_last(name: str) -> None:
     operator = OPERATORS[name]
     saved = [one.split()[-1] for one in operator.saved.split(",")] if operator.saved else []
-    saved = saved[: len(saved) - len(operator.held)]
-    if operator.kept and saved:
-        assert saved[-len(operator.kept) :] == list(operator.kept)
+    saved = saved[: len(saved) - len(operator.unhooked)]
+    if operator.extra_saved and saved:
+        assert saved[-len(operator.extra_saved) :] == list(operator.extra_saved)
 
 
 @CALLS
@@ -113,9 +113,9 @@ def test_an_empty_output_is_recomputed(device: str) -> None:
 def test_an_observer_is_left_with_its_block() -> None:
     def fail() -> None:
         with calls.by(Observer()):
-            assert calls.observer is not None
+            assert calls.interceptor is not None
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert calls.observer is None
+    assert calls.interceptor is None

@@ -22,7 +22,7 @@ from .numerics import FP32
 class Case(Call):
     """A call and its formula as functions of the tensors that can have a gradient."""
 
-    def by_kernels(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def kernel_backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return self._of(OPERATORS[self.name].checked, inputs)
 
     def by_formula(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -128,7 +128,7 @@ def _adapter_of_a_row(device: str) -> Case:
 @pytest.mark.parametrize("name", [*OF_A_ROW, "adapter of a row"])
 def test_gradients_of_a_single_row_are_differentiated_again(name: str, device: str) -> None:
     case = _adapter_of_a_row(device) if name.startswith("adapter") else _case(name, device)
-    _assert_close(*(second_derivatives(case, one) for one in (case.by_kernels, case.by_formula)), _tolerance(case))
+    _assert_close(*(second_derivatives(case, one) for one in (case.kernel_backward, case.by_formula)), _tolerance(case))
 
 
 def _tolerance(case: Case) -> float:
@@ -140,12 +140,12 @@ def _tolerance(case: Case) -> float:
 def test_a_weight_that_is_written_between_has_the_second_derivatives_of_its_forward(casting: Any, device: str) -> None:
     x, w = torch.randn(3, 8, device=device), torch.randn(8, device=device)
     case = Case("rms_norm", NormSpec(casting, True, eps=1e-3), (x, w), (None,))
-    _assert_close(*(_second_derivatives_after_a_write(case, one) for one in (case.by_kernels, case.by_formula)))
+    _assert_close(*(_second_derivatives_after_a_write(case, one) for one in (case.kernel_backward, case.by_formula)))
 
 
 def test_factors_that_are_written_between_have_the_second_derivatives_of_their_forward(device: str) -> None:
     case = _adapter_of_a_row(device)
-    found = [_second_derivatives_after_a_write(case, one) for one in (case.by_kernels, case.by_formula)]
+    found = [_second_derivatives_after_a_write(case, one) for one in (case.kernel_backward, case.by_formula)]
     _assert_close(*found, _tolerance(case))
 
 
@@ -172,7 +172,7 @@ TRANSFORMED = (
 @pytest.mark.parametrize("transformed", TRANSFORMED, ids=lambda one: one.__name__)
 def test_kernels_and_formula_agree_in(transformed: Callable[..., Sequence[Tensor]], case: str, device: str) -> None:
     call = _case(case, device)
-    _assert_close(transformed(call, call.by_kernels), transformed(call, call.by_formula))
+    _assert_close(transformed(call, call.kernel_backward), transformed(call, call.by_formula))
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])
@@ -187,7 +187,7 @@ def test_second_derivatives_where_one_output_is_unused(case: str, used: tuple[bo
         total = sum(one.square().sum() for one in first if one is not None)
         return *first, *torch.autograd.grad(total, leaves, allow_unused=True)
 
-    _assert_close(found(call.by_kernels), found(call.by_formula))
+    _assert_close(found(call.kernel_backward), found(call.by_formula))
 
 
 def test_a_weight_made_from_the_input_is_no_part_of_the_inputs_own_gradient(device: str) -> None:
@@ -198,7 +198,7 @@ def test_a_weight_made_from_the_input_is_no_part_of_the_inputs_own_gradient(devi
         (first,) = torch.autograd.grad(_loss(function(x, x.sin().sum((0, 1, 2)))), x, create_graph=True)
         return first, *torch.autograd.grad(first.cos().sum(), x)
 
-    _assert_close(found(case.by_kernels), found(case.by_formula), 1e-3)
+    _assert_close(found(case.kernel_backward), found(case.by_formula), 1e-3)
 
 
 @pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
@@ -208,8 +208,8 @@ def test_second_derivatives_in_bf16_have_the_dtypes_of_their_tensors(casting: st
         torch.randn(64, device=device).requires_grad_(),
     )
     case = Case("rms_norm", NormSpec(casting, eps=1e-3), (x, w), (None,))  # type: ignore[arg-type]
-    first = torch.autograd.grad(_loss(case.by_kernels(x, w)), (x, w), create_graph=True)
-    plain = torch.autograd.grad(_loss(case.by_kernels(x, w)), (x, w))
+    first = torch.autograd.grad(_loss(case.kernel_backward(x, w)), (x, w), create_graph=True)
+    plain = torch.autograd.grad(_loss(case.kernel_backward(x, w)), (x, w))
     second = torch.autograd.grad(sum(one.float().square().sum() for one in first), (x, w))
     for one, other in zip((*first, *second), (*plain, *plain), strict=True):
         assert one.dtype == other.dtype
@@ -237,8 +237,8 @@ def test_a_tensor_with_the_negative_bit_is_read_with_its_sign(case: str, launche
         leaves = [leaf.clone().requires_grad_() for leaf in call.inputs]
         given = [_negated(leaf) if at == place else leaf for at, leaf in enumerate(leaves)]
         with torch.no_grad():
-            _assert_close(call.by_kernels(*given), expected)
-        outputs = call.by_kernels(*given)
+            _assert_close(call.kernel_backward(*given), expected)
+        outputs = call.kernel_backward(*given)
         _assert_close(outputs, expected)
         gradients = torch.autograd.grad(outputs, leaves, [_negated(one) for one in incoming])
         plain = torch.autograd.grad(call.by_formula(*leaves), leaves, incoming)
@@ -250,6 +250,6 @@ def test_a_tensor_with_the_negative_bit_is_read_with_its_sign(case: str, launche
 @CASES
 def test_traces_by_torch_jit(case: str, device: str) -> None:
     call = _case(case, device)
-    traced = torch.jit.trace(call.by_kernels, call.inputs, check_trace=False)
+    traced = torch.jit.trace(call.kernel_backward, call.inputs, check_trace=False)
     others = [tensor.sin() for tensor in call.inputs]
     _assert_close(traced(*others), call.by_formula(*others))

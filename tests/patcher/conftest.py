@@ -16,7 +16,7 @@ from fused_norm.patcher import recompute_linears
 def launches(monkeypatch) -> list[str]:
     """The names of the public operators, as patched modules call them."""
     calls: list[str] = []
-    call, known = Operator.__call__, Operator.known
+    call, run_cached = Operator.__call__, Operator.run_cached
 
     def note(operator, arguments):
         calls.append(operator.public_name(*arguments))
@@ -25,14 +25,14 @@ def launches(monkeypatch) -> list[str]:
         note(operator, arguments)
         return call(operator, spec, *arguments)
 
-    def counted_if_known(operator, among, spec, *arguments):
-        found = known(operator, among, spec, *arguments)
+    def counted_if_cached(operator, replaces, spec, *arguments):
+        found = run_cached(operator, replaces, spec, *arguments)
         if found is not None:
             note(operator, arguments)
         return found
 
     monkeypatch.setattr(Operator, "__call__", counted)
-    monkeypatch.setattr(Operator, "known", counted_if_known)
+    monkeypatch.setattr(Operator, "run_cached", counted_if_cached)
     return calls
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import fused_norm
 from fused_norm.kernels import rms_norm
-from fused_norm.kernels.program import forget_all
+from fused_norm.kernels.recording import forget_all
 from fused_norm.model_configs import build
 
 from .models import tokens

@@ -75,7 +75,7 @@ def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.Mon
         return results
 
     monkeypatch.setattr(Operator, "results_of", noted)
-    monkeypatch.setattr(Operator, "known", lambda *_: None)  # which leads past what is noted
+    monkeypatch.setattr(Operator, "run_cached", lambda *_: None)  # which leads past what is noted
     loss = loss_of(recomputing, FEW)
     gc.collect()  # the interpreter leaves cycles with tensors in them
     *in_layers, last, _ = outputs  # then the loss
@@ -264,7 +264,7 @@ def test_an_error_in_a_layer_leaves_no_hooks(device: str) -> None:
     handle = recomputing.model.layers[1].mlp.register_forward_hook(fail)
     with pytest.raises(KeyError):
         loss_of(recomputing, FEW)
-    assert calls.observer is None
+    assert calls.interceptor is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     handle.remove()
     assert len(recomputed_in(loss_of(recomputing, FEW).grad_fn)) > 0

@@ -640,7 +640,7 @@ _AMONG_CONSUMERS: tuple[tuple[Any, ...], ...] = (
 
 _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     # The linear's output has no gradient.
-    ("dbase", "lora", replaced_by(LORA_ADD, "gradients_by", _no_gradient_of_base)),
+    ("dbase", "lora", replaced_by(LORA_ADD, "compute_grads", _no_gradient_of_base)),
     ("fallback", "lora-alone", falls_back(LORA_ADD)),  # runs stock code in silence
     # The input is not cast although some of it is dropped.
     ("dropout-cast", "lora-dropout", replaced_by(FusedAdapter, "_cast_for_adapter", _not_cast)),

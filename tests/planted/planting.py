@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fused_norm.check.distances import share_different
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator
-from fused_norm.kernels.program import forget_all
+from fused_norm.kernels.recording import forget_all
 from fused_norm.patcher import adapters, fused_block, fused_norm_module
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.lazy_logits import CrossEntropy, Projection
@@ -35,7 +35,7 @@ Planting = Callable[[nn.Module], contextlib.AbstractContextManager["PlantedFault
 # The package has the function under this name.
 linear_cross_entropy = sys.modules[LINEAR_CROSS_ENTROPY.__module__]
 
-WEIGHTS = ("dw", "dinner", "dq_weight", "dk_weight", "da", "db")
+WEIGHTS = ("dw", "dw_inner", "dq_weight", "dk_weight", "da", "db")
 """The gradients of weights, by their names in ``Operator.gradients``."""
 
 

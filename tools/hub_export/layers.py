@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fused_norm.kernels.arguments import wrong_eps
+from fused_norm.kernels.arguments import check_eps
 from fused_norm.kernels.norm import RMS_NORM
 from fused_norm.kernels.operator import norm_spec
 from fused_norm.patcher.fused_norm_module import run_fused
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
         if meaning is not None:
             known = meaning.spec
             eps = getattr(self, meaning.eps_name)
-            spec = None if wrong_eps(eps) else norm_spec(known.casting, known.zero_centered, eps, known.casts_weight)
+            spec = None if check_eps(eps) else norm_spec(known.casting, known.zero_centered, eps, known.casts_weight)
             weight = self.weight if known.weighted else None
             y, reason = run_fused(RMS_NORM, spec, hidden_states, weight, None)
             if reason is None:

@@ -44,9 +44,9 @@ def plans_of(width: int) -> dict[str, str]:
     if not importlib.util.find_spec("triton"):
         raise UsageError("--plans: kernels need Triton, which is not installed")
     from ..kernels import plans
-    from ..kernels.triton.devices import device_facts
+    from ..kernels.triton.devices import device_props
 
-    device = device_facts(_devices()[0])
+    device = device_props(_devices()[0])
     lines: dict[str, object] = {
         "(add +) norm": plans.forward_plan(width, device),
         "norm backward": plans.backward_plan(width, 6, device),

@@ -147,10 +147,10 @@ def watched_calls(
     with contextlib.ExitStack() as stack:
         for owner, name in ((owner, name) for owner, names in _METHODS.items() for name in names):
             stack.enter_context(mock.patch.object(owner, name, watch.watched(getattr(owner, name))))
-        known, called = Operator.known, Operator.__call__
+        run_cached, called = Operator.run_cached, Operator.__call__
 
-        def noted_known(operator: Operator, among: Any, spec: Any, *arguments: Any) -> Any:
-            outputs = known(operator, among, spec, *arguments)
+        def noted_cached(operator: Operator, replaces: Any, spec: Any, *arguments: Any) -> Any:
+            outputs = run_cached(operator, replaces, spec, *arguments)
             if outputs is not None:
                 watch.ran(operator, arguments)
             return outputs
@@ -159,7 +159,7 @@ def watched_calls(
             watch.ran(operator, arguments)
             return called(operator, spec, *arguments)
 
-        stack.enter_context(mock.patch.multiple(Operator, known=noted_known, __call__=noted_call))
+        stack.enter_context(mock.patch.multiple(Operator, run_cached=noted_cached, __call__=noted_call))
         yield watch.calls
 
 

@@ -33,17 +33,16 @@ class Unsupported(NamedTuple):
     """The answer to a call that kernels do not take.
 
     Attributes:
-        reason: why not, in words; empty for what is not worth a log.
-        error: what a public function raises, for arguments that are wrong; None where the PyTorch reference computes
-            the call.
+        reason: why not, in words; an empty reason is not logged.
+        error: what a public function raises for wrong arguments; None if the PyTorch reference computes the call.
     """
 
     reason: str
     error: type[Exception] | None = None
 
 
-def wrong_tensor(name: str, value: Any, first: Named | None = None) -> Unsupported | None:
-    """Refuse anything but a dense tensor of a dtype that operators know, on the device of the first one, if given."""
+def check_tensor(name: str, value: Any, first: Named | None = None) -> Unsupported | None:
+    """Refuse anything but a dense tensor of a dtype that operators take, on the device of the first one, if given."""
     if not isinstance(value, Tensor):
         return Unsupported(f"{name} must be a tensor, not {type(value).__name__}", TypeError)
     if value.layout is not torch.strided or value.is_nested:
@@ -79,55 +78,45 @@ class TensorRules:
         """The weights among the operator's tensors."""
         return [t for t, is_weight in zip(tensors, self._is_weight, strict=True) if is_weight]
 
-    def wrong(self, spec: NormSpec | None, tensors: Sequence[Any]) -> Unsupported | None:
+    def check(self, spec: NormSpec | None, tensors: Sequence[Any]) -> Unsupported | None:
         """Refuse a tensor of a wrong type, layout, dtype, device or shape."""
-        first = self.names[0], tensors[0]
+        first_name, first = self.names[0], tensors[0]
         for place, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
             if name in self._other_rules or (tensor is None and self._is_optional[place]):
                 continue
-            refusal = wrong_tensor(name, tensor, first)
-            if refusal is None and self._is_weight[place]:
-                rows = self._rows_of[place]
-                refusal = wrong_weight((name, tensor), (self.names[rows], tensors[rows]))
-            elif refusal is None and not self.is_shared[place]:
-                same = name in self._same_shape
-                refusal = wrong_shape((name, tensor), first) if same else wrong_rows(name, tensor)
-            if refusal is not None:
+            if (refusal := check_tensor(name, tensor, (first_name, first))) is not None:
+                return refusal
+            if self._is_weight[place]:
+                rows_name, width = self.names[self._rows_of[place]], tensors[self._rows_of[place]].shape[-1]
+                if tensor.dim() != 1 or tensor.shape[0] != width:
+                    return Unsupported(
+                        f"{name} must have shape ({width},), the last dimension of {rows_name}, not"
+                        f" {tuple(tensor.shape)}",
+                        ValueError,
+                    )
+            elif name in self._same_shape:
+                if tensor.shape != first.shape:
+                    return Unsupported(
+                        f"{name} must have {first_name}'s shape {tuple(first.shape)}, not {tuple(tensor.shape)}; expand"
+                        " it first",
+                        ValueError,
+                    )
+            elif not self.is_shared[place] and (refusal := check_rows(name, tensor)) is not None:
                 return refusal
         if spec is not None and spec.zero_centered and all(weight is None for weight in self.weights(tensors)):
             return Unsupported("zero_centered needs a weight: without one there is no gamma to centre", ValueError)
         return None
 
 
-def wrong_rows(name: str, x: Tensor) -> Unsupported | None:
+def check_rows(name: str, x: Tensor) -> Unsupported | None:
     """Refuse a tensor without rows."""
     if x.dim():
         return None
     return Unsupported(f"{name} must have at least one dimension, whose elements are a row", ValueError)
 
 
-def wrong_shape(one: Named, like: Named) -> Unsupported | None:
-    """Refuse a tensor that has not the other one's shape."""
-    (name, tensor), (like_name, wanted) = one, like
-    if tensor.shape == wanted.shape:
-        return None
-    reason = f"{name} must have {like_name}'s shape {tuple(wanted.shape)}, not {tuple(tensor.shape)}; expand it first"
-    return Unsupported(reason, ValueError)
-
-
-def wrong_weight(one: Named, rows: Named) -> Unsupported | None:
-    """Refuse a weight that is not one number for each element of a row."""
-    (name, weight), (rows_name, x) = one, rows
-    if weight.dim() == 1 and weight.shape[0] == x.shape[-1]:
-        return None
-    return Unsupported(
-        f"{name} must have shape ({x.shape[-1]},), the last dimension of {rows_name}, not {tuple(weight.shape)}",
-        ValueError,
-    )
-
-
-def wrong_mode(x: Tensor, mode: Any) -> Unsupported | None:
-    """Refuse a mode that is none, or that cannot hold rows as wide as x's."""
+def check_mode(x: Tensor, mode: Any) -> Unsupported | None:
+    """Refuse an unknown mode, or one that cannot hold rows as wide as x's."""
     if mode is None:
         return None
     try:
@@ -137,20 +126,20 @@ def wrong_mode(x: Tensor, mode: Any) -> Unsupported | None:
     return None
 
 
-def wrong_choice(name: str, value: object, choices: Sequence[str]) -> Unsupported | None:
-    """Refuse a word that is none of these."""
+def check_choice(name: str, value: object, choices: Sequence[str]) -> Unsupported | None:
+    """Refuse a value that is not among the choices."""
     if value in choices:
         return None
     return Unsupported(f"{name} must be one of {', '.join(choices)}, not {value!r}", ValueError)
 
 
-def wrong_flag(name: str, value: object) -> Unsupported | None:
-    """Refuse what is neither True nor False."""
+def check_flag(name: str, value: object) -> Unsupported | None:
+    """Refuse a value that is neither True nor False."""
     return None if isinstance(value, bool) else Unsupported(f"{name} must be True or False, not {value!r}", TypeError)
 
 
-def wrong_eps(eps: object) -> Unsupported | None:
-    """Refuse an eps that is no finite Python number of at least 0."""
+def check_eps(eps: object) -> Unsupported | None:
+    """Refuse an eps that is not a finite Python number of at least 0."""
     if isinstance(eps, bool) or not isinstance(eps, Real):
         return Unsupported(f"eps must be a Python float, not {type(eps).__name__}", TypeError)
     if 0 <= float(eps) < math.inf:
@@ -158,24 +147,24 @@ def wrong_eps(eps: object) -> Unsupported | None:
     return Unsupported(f"eps must be finite and at least 0, not {eps!r}", ValueError)
 
 
-def wrong_scale(scale: object) -> Unsupported | None:
-    """Refuse a scale that is no Python number: a tensor would want a gradient of its own."""
+def check_scale(scale: object) -> Unsupported | None:
+    """Refuse a scale that is not a Python number: a tensor would need a gradient of its own."""
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
         return None
     reason = f"scale must be a Python float or int, not {type(scale).__name__}; pass x multiplied by it instead"
     return Unsupported(reason, TypeError)
 
 
-def wrong_pair(q: Tensor, k: Tensor, single: str) -> Unsupported | None:
-    """Refuse q and k with heads of two sizes; ``single`` is the operator that takes them one by one."""
+def check_pair(q: Tensor, k: Tensor, single: str) -> Unsupported | None:
+    """Refuse q and k with heads of two sizes; ``single`` is the operator that takes each alone."""
     if q.shape[-1] == k.shape[-1]:
         return None
     reason = f"q and k must have heads of one size, not {q.shape[-1]} and {k.shape[-1]}; call {single} for each"
     return Unsupported(reason, ValueError)
 
 
-def wrong_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Unsupported | None:
-    """Refuse cos and sin that do not fit q, and k where it is there."""
+def check_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Unsupported | None:
+    """Refuse cos and sin that do not fit the sides, q and perhaps k."""
     reason = None
     rotary, width = cos.shape[-1] if cos.dim() else 0, sides[0][1].shape[-1]
     flat = [(name, x) for name, x in sides if x.dim() != 4]
@@ -208,7 +197,7 @@ def wrong_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim
 
 
 def angles_beyond_kernels(q: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Unsupported | None:
-    """Refuse good angles that differ between heads, want a gradient, or are not on every device as a whole."""
+    """Refuse valid angles that differ between heads, require a gradient, or are sharded."""
     heads_dim = heads_dim_of(cos, unsqueeze_dim)
     if heads_dim is None:
         return Unsupported("cos varies from head to head")
@@ -223,12 +212,11 @@ def other_order(x: Tensor, residual: Tensor) -> str | None:
     """Return why a fused add would differ: its sum has x's memory format, PyTorch's has that of the first operand."""
     if (x.is_contiguous() and residual.is_contiguous()) or not (is_plain(x) and is_plain(residual)):
         return None
-    alike = memory_order(x) == memory_order(residual)
-    return None if alike else "residual lies in another order in memory than x"
+    return None if memory_order(x) == memory_order(residual) else "residual lies in another order in memory than x"
 
 
-def other_dtype(name: str, other_name: str, one: Tensor, other: Tensor | None) -> str | None:
-    """Return why stock code has to compute with two tensors, that their dtypes differ; None if they do not."""
-    if other is None or one.dtype == other.dtype:
+def other_dtype(name: str, other_name: str, tensor: Tensor, other: Tensor | None) -> str | None:
+    """Return that the dtypes of two tensors differ, for which stock code has to run; None if they do not."""
+    if other is None or tensor.dtype == other.dtype:
         return None
-    return f"{name} is {one.dtype} and {other_name} {other.dtype}"
+    return f"{name} is {tensor.dtype} and {other_name} {other.dtype}"

@@ -1,7 +1,7 @@
 """Code generation: what a call allocates and launches, as lines of Python that do it again for tensors like its own.
 
-They allocate, gather addresses and launch, by parts of PyTorch and Triton that are not public. Tensors have names:
-those of the inputs are given, what is allocated is m0, m1 and so on, and the address of m0 is pm0.
+They allocate, gather addresses and launch, by parts of PyTorch and Triton that are not public. What is allocated is
+called m0, m1 and so on, and the address of m0 is pm0.
 """
 
 from __future__ import annotations
@@ -25,47 +25,39 @@ _empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
 
 
 class NotRecordableError(Exception):
-    """The call does something that a program cannot repeat."""
+    """The call does something that a recording cannot repeat."""
 
 
 class _Entry(NamedTuple):
-    """The function that launches a compiled kernel, called as ``call(x, y, 1, stream, *head, arguments...)``.
-
-    Attributes:
-        call: the function.
-        head: what it takes before the kernel's arguments.
-        packed: whether these are one tuple, without those that were compiled in; otherwise all of them follow.
-        numbers: the arguments that are no tensors.
-        tensors: the index of each tensor argument that is passed; None is passed as it is.
-    """
+    """The function that launches a compiled kernel, called as ``call(x, y, 1, stream, *head, arguments...)``."""
 
     call: Callable[..., Any]
-    head: tuple[Any, ...]
-    packed: bool
-    numbers: tuple[Any, ...]
-    tensors: tuple[int | None, ...]
+    head: tuple[Any, ...]  # what it takes before the kernel's arguments
+    packed: bool  # these are one tuple, without those that were compiled in; otherwise all of them follow
+    numbers: tuple[Any, ...]  # the arguments that are not tensors
+    tensors: tuple[int | None, ...]  # the index of each tensor that is passed; None is passed as it is
 
 
-class _Names:
-    """The names of the tensors of a call; ``asked`` has those that are used."""
+class _TensorNames:
+    """The names of the tensors of a call; ``used`` has those that its lines read."""
 
     def __init__(self, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
         self._tensors: dict[str, Tensor] = {}
-        self._named: dict[int, str] = {}
-        self.asked: set[str] = set()
+        self._names: dict[int, str] = {}
+        self.used: set[str] = set()
         for tensor, name in zip(tensors, names, strict=True):
-            if tensor is not None and id(tensor) not in self._named:
-                self._tensors[name], self._named[id(tensor)] = tensor, name
+            if tensor is not None and id(tensor) not in self._names:
+                self._tensors[name], self._names[id(tensor)] = tensor, name
 
-    def of(self, tensor: Tensor) -> str:
+    def lookup(self, tensor: Tensor) -> str:
         """The name of a tensor, or of the one that the dispatcher has handed on as this one."""
-        name = self._named.get(id(tensor))
+        name = self._names.get(id(tensor))
         if name is None:
-            found = [name for name, one in self._tensors.items() if _are_alike(one, tensor)]
-            if len(found) != 1:
+            names = [name for name, other in self._tensors.items() if _place_of(other) == _place_of(tensor)]
+            if len(names) != 1:
                 raise NotRecordableError("a tensor is neither an input nor allocated for it")
-            name = found[0]
-        self.asked.add(name)
+            name = names[0]
+        self.used.add(name)
         return name
 
     def expression(self, results: Any, taken: set[str] | None = None) -> str:
@@ -73,64 +65,60 @@ class _Names:
         if results is None:
             return "None"
         if isinstance(results, Tensor):
-            name = self.of(results)
+            name = self.lookup(results)
             if taken is None:
                 return name
             is_new = name not in taken
             taken.add(name)
             return name if is_new else f"{name}.detach()"
-        parts = [self.expression(one, taken) for one in results]
+        parts = [self.expression(part, taken) for part in results]
         return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same numbers in memory."""
-    facts, others = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, other))
-    return facts == others
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def generated_lines(
-    machine: Cuda | Interpreter,
+    backend: Cuda | Interpreter,
     inputs: Sequence[Tensor | None],
     arguments: Sequence[str],
     allocated: Sequence[Tensor],
-    performed: Sequence[tuple[Launch | TorchCall, Any]],
+    steps: Sequence[tuple[Launch | TorchCall, Any]],
     results: Any,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Lines that repeat a call, and the names that they know, to which the caller adds ``repeat``.
+    """Lines that repeat a call, and their global names, to which the caller adds ``repeat``.
 
     They fall back to ``repeat`` if an address is not 16-byte aligned or a launch hook is installed.
 
     Args:
-        machine: how its kernels are launched.
+        backend: how its kernels are launched.
         inputs: its tensors.
-        arguments: the names of these; if there is a context, ``ctx``, before them, it gets what is saved.
-        allocated: the tensors that it has made.
-        performed: its launches with their compiled kernels, and what PyTorch computes between them.
-        results: in nested tuples; with a context the outputs, what is saved, and the weights that copies among that
-            were made of.
+        arguments: the names of these; a context, ``ctx``, before them gets what is saved.
+        allocated: the tensors that it has allocated.
+        steps: its launches with their compiled kernels, and what PyTorch computes between them.
+        results: in nested tuples; with a context the outputs, what is saved, and the weights whose copies are among
+            that.
 
     Raises:
         NotRecordableError: if one of the tensors is of unknown origin.
     """
-    made = [f"m{index}" for index in range(len(allocated))]
-    names = _Names([*inputs, *allocated], [*arguments[len(arguments) - len(inputs) :], *made])
+    new_names = [f"m{index}" for index in range(len(allocated))]
+    names = _TensorNames([*inputs, *allocated], [*arguments[len(arguments) - len(inputs) :], *new_names])
     runtime = knobs.runtime
-    known = {"kept": [compiled for _, compiled in performed], "index": machine.index, "empty": machine.empty}
-    known |= {"device": machine.device, "stream_of": machine.stream, "runtime": runtime}
-    known |= {"enter": runtime.launch_enter_hook, "leave": runtime.launch_exit_hook}
+    values = {"kept": [compiled for _, compiled in steps], "index": backend.index, "empty": backend.empty}
+    values |= {"device": backend.device, "stream_of": backend.stream, "runtime": runtime}
+    values |= {"enter": runtime.launch_enter_hook, "leave": runtime.launch_exit_hook}
     launches = []
-    for index, (launch, compiled) in enumerate(performed):
+    for index, (launch, compiled) in enumerate(steps):
         if isinstance(launch, TorchCall):
-            line, its_known = launch.line(names.of)
-            launches.append(line)
-            known |= its_known
-            continue
-        places = [None if t is None else f"p{names.of(t)}" for t in launch.tensors]
-        line, its_known = _launch_line(index, launch, machine.entry(launch, compiled), places)
+            line, line_values = launch.line(names.lookup)
+        else:
+            places = [None if t is None else f"p{names.lookup(t)}" for t in launch.tensors]
+            line, line_values = _launch_line(index, launch, backend.entry(launch, compiled), places)
         launches.append(line)
-        known |= its_known
-    passed = sorted(names.asked)
+        values |= line_values
+    passed = sorted(names.used)
     taken = None
     if len(arguments) > len(inputs):
         results, saved, sources = results
@@ -141,38 +129,29 @@ def generated_lines(
     launches.append(f"return {names.expression(results, taken)}")
     otherwise = f"    return repeat({', '.join(arguments)})"
     hooks = "enter is not runtime.launch_enter_hook or enter.calls or leave is not runtime.launch_exit_hook"
-    lines = [f"if {hooks} or leave.calls{' or device() != index' * machine.is_one_of_several}:", otherwise]
-    for name, tensor in zip(made, allocated, strict=True):
-        if name in names.asked:
-            facts = {
-                f"size_{name}": tuple(tensor.shape),
-                f"stride_{name}": tensor.stride(),
-                f"dtype_{name}": tensor.dtype,
-            }
-            known |= facts
-            lines.append(f"{name} = empty({', '.join(facts)})")
+    lines = [f"if {hooks} or leave.calls{' or device() != index' * backend.is_one_of_several}:", otherwise]
+    for name, tensor in zip(new_names, allocated, strict=True):
+        if name in names.used:
+            values[f"size_{name}"], values[f"stride_{name}"] = tuple(tensor.shape), tensor.stride()
+            values[f"dtype_{name}"] = tensor.dtype
+            lines.append(f"{name} = empty(size_{name}, stride_{name}, dtype_{name})")
     lines += [f"p{name} = {name}.data_ptr()" for name in passed]
     if passed:
         lines += [f"if ({' | '.join(f'p{name}' for name in passed)}) & 15:", otherwise, "stream = stream_of(index)"]
-    return [*lines, *launches], known
+    return [*lines, *launches], values
 
 
 def _launch_line(index: int, launch: Launch, entry: _Entry, places: Sequence[str | None]) -> tuple[str, dict[str, Any]]:
-    """The line that makes one launch, with its tensors at the addresses named, and the names that it knows."""
+    """The line that makes one launch, with its tensors at the addresses named, and its global names."""
     if any(isinstance(number, int) and number >= INT32_LIMIT for number in launch.numbers):
         raise NotRecordableError(f"{launch.name} is compiled anew for numbers like these")
     head = {f"h{index}_{i}": value for i, value in enumerate(entry.head)}
     numbers = {f"n{index}_{i}": value for i, value in enumerate(entry.numbers)}
-    given = ", ".join((*("None" if at is None else str(places[at]) for at in entry.tensors), *numbers))
-    given = f"({given},)" if entry.packed else given
-    line = f"call{index}(x{index}, y{index}, 1, stream, {', '.join(head)}, {given})"
-    return line, {
-        f"call{index}": entry.call,
-        f"x{index}": launch.grid[0],
-        f"y{index}": launch.grid[1],
-        **head,
-        **numbers,
-    }
+    passed = ", ".join((*("None" if at is None else str(places[at]) for at in entry.tensors), *numbers))
+    passed = f"({passed},)" if entry.packed else passed
+    line = f"call{index}(x{index}, y{index}, 1, stream, {', '.join(head)}, {passed})"
+    grid = {f"x{index}": launch.grid[0], f"y{index}": launch.grid[1]}
+    return line, {f"call{index}": entry.call, **grid, **head, **numbers}
 
 
 class Cuda:
@@ -188,47 +167,47 @@ class Cuda:
     def entry(launch: Launch, compiled: Any) -> _Entry:
         """The launch of a compiled kernel, as directly as this Triton lets it."""
         launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        behind = launch.kernel.arg_names[len(launch.tensors) + len(launch.numbers) :]
-        constants = tuple(launch.constants[name] for name in behind)
-        everything = tuple(None if one is None else index for index, one in enumerate(launch.tensors))
+        names = launch.kernel.arg_names[len(launch.tensors) + len(launch.numbers) :]
+        constants = tuple(launch.constants[name] for name in names)
+        all_tensors = tuple(None if t is None else index for index, t in enumerate(launch.tensors))
         direct = getattr(launcher, "launch", None)
         scratch = [getattr(launcher, f"{sort}_scratch_size", None) for sort in ("global", "profile")]
         if torch.version.hip or direct is None or scratch != [0, 0] or getattr(launcher, "gsan_enabled", False):
             head: tuple[Any, ...] = (function, metadata, None, None, None)
-            return _Entry(launcher, head, False, (*launch.numbers, *constants), everything)
+            return _Entry(launcher, head, False, (*launch.numbers, *constants), all_tensors)
         how = function, launcher.launch_cooperative_grid, launcher.launch_pdl
         if not hasattr(launcher, "arg_annotations"):  # Triton 3.6
             head = (*how, None, None, metadata, None, None, None)
-            return _Entry(direct, head, False, (*launch.numbers, *constants), everything)
+            return _Entry(direct, head, False, (*launch.numbers, *constants), all_tensors)
         passed = [kind != "constexpr" for kind in compiled.src.signature.values()]
-        annotations = [one for one, is_passed in zip(launcher.arg_annotations, passed, strict=True) if is_passed]
+        annotations = [note for note, is_passed in zip(launcher.arg_annotations, passed, strict=True) if is_passed]
         head = (*how, metadata, None, None, None, None, None, annotations, launcher.kernel_signature)
         tensors = tuple(index for index in range(len(launch.tensors)) if passed[index])
-        behind_tensors = passed[len(launch.tensors) : len(launch.tensors) + len(launch.numbers)]
-        numbers = tuple(one for one, is_passed in zip(launch.numbers, behind_tensors, strict=True) if is_passed)
+        after_tensors = passed[len(launch.tensors) : len(launch.tensors) + len(launch.numbers)]
+        numbers = tuple(number for number, is_passed in zip(launch.numbers, after_tensors, strict=True) if is_passed)
         return _Entry(direct, head, True, numbers, tensors)
 
 
 class Interpreter:
-    """Stands for a GPU where kernels are interpreted: makes tensors of the addresses that it is given."""
+    """Stands for a GPU if kernels are interpreted: makes tensors of the addresses that it is given."""
 
     index, is_one_of_several = 0, True
 
     device, stream = staticmethod(lambda: 0), staticmethod(lambda index: 0)
-    # As on a GPU, but uninitialised memory is filled where PyTorch is told so.
+    # As on a GPU, but PyTorch can be told to fill uninitialised memory.
     empty = staticmethod(lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
 
     @staticmethod
     def entry(launch: Launch, compiled: Any) -> _Entry:
         """The launch of a kernel, which gets tensors like those of ``launch`` at other addresses."""
-        like = tuple(None if one is None else (one.shape, one.stride(), one.dtype) for one in launch.tensors)
+        like = tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in launch.tensors)
 
         def call(x: int, y: int, z: int, stream: int, launch: Launch, arguments: tuple[Any, ...]) -> None:
             addresses = iter(arguments)
-            tensors = tuple(None if one is None else tensor_at(next(addresses), *one) for one in like)
+            tensors = tuple(None if layout is None else tensor_at(next(addresses), *layout) for layout in like)
             launch._replace(grid=(x, y), tensors=tensors, numbers=tuple(addresses)).run()
 
-        tensors = tuple(index for index, one in enumerate(launch.tensors) if one is not None)
+        tensors = tuple(index for index, t in enumerate(launch.tensors) if t is not None)
         return _Entry(call, (launch._replace(tensors=()),), True, launch.numbers, tensors)
 
 
@@ -255,9 +234,9 @@ def tensor_at(address: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tens
 def _code(names: tuple[str, ...], lines: tuple[str, ...]) -> CodeType:
     source = "".join(f"    {line}\n" for line in lines)
     module = compile(f"def run({', '.join(names)}):\n{source}", "<program of fused_norm>", "exec")
-    return next(one for one in module.co_consts if isinstance(one, CodeType))
+    return next(code for code in module.co_consts if isinstance(code, CodeType))
 
 
-def function_of(names: Sequence[str], lines: Sequence[str], known: dict[str, Any]) -> Callable[..., Any]:
-    """The function of arguments of these names that does the lines, with these global names."""
-    return FunctionType(_code(tuple(names), tuple(lines)), {"__builtins__": __builtins__, **known})
+def function_of(names: Sequence[str], lines: Sequence[str], values: dict[str, Any]) -> Callable[..., Any]:
+    """The function of arguments of these names that runs the lines, with these global names."""
+    return FunctionType(_code(tuple(names), tuple(lines)), {"__builtins__": __builtins__, **values})

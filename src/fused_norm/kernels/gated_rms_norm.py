@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import GATES, Unsupported, wrong_choice, wrong_flag
+from .arguments import GATES, Unsupported, check_choice, check_flag
 from .operator import BackwardCall, Operator, Tensors, norm_spec
 from .plans import WIDEST_GATED
 from .triton.gated_kernels import Gating, empty_gated_norm, launch_gated_backward, launch_gated_forward
@@ -27,13 +27,13 @@ class GatedRMSNorm(Operator):
     options = "str activation, bool norm_before_gate, int groups"
     outputs = ("y",)
     same_shape = ("gate",)
-    kept = ("rstd",)
+    extra_saved = ("rstd",)
     saved = "Tensor x, Tensor gate, Tensor? weight, Tensor rstd"
-    facts = options
+    saved_scalars = options
     gradients = ("dx", "dgate", "dw")
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"weight": ("x", "gate")}
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         x, *_, activation, norm_before_gate, groups = arguments
         if spec.casting not in ("llama", "gemma"):
             return Unsupported(
@@ -46,16 +46,13 @@ class GatedRMSNorm(Operator):
             return Unsupported(
                 f"groups must divide x's last dimension, {x.shape[-1]}, into equal parts; {groups} does not", ValueError
             )
-        return wrong_choice("activation", activation, GATES) or wrong_flag("norm_before_gate", norm_before_gate)
+        return check_choice("activation", activation, GATES) or check_flag("norm_before_gate", norm_before_gate)
 
     def needs_reference(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         width, groups = arguments[0].shape[-1], arguments[-1]
         if width // groups <= WIDEST_GATED:
             return None
         return Unsupported(f"rows of {width} in {groups} groups are more than a kernel holds")
-
-    def reference(self, spec: NormSpec, *arguments: Any) -> Tensor:
-        return reference.gated_rms_norm(spec, *arguments)
 
     def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
         return norm_reads_copy(spec, weight)
@@ -76,12 +73,12 @@ class GatedRMSNorm(Operator):
         dgate = empty_rows_like(x, gate.dtype) if need_dgate else None
         dw = empty_weight_grad(weight, need_dw)
         if launch:
-            launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), Gating(*call.facts))
+            launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), Gating(*call.saved_scalars))
         return dx, dgate, dw
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (x, gate, weight, _) = call.incoming, call.saved
-        return reference.gated_rms_norm_backward(spec, dy, x, gate, weight, *call.facts)
+        return reference.gated_rms_norm_backward(spec, dy, x, gate, weight, *call.saved_scalars)
 
 
 GATED_RMS_NORM = GatedRMSNorm()
@@ -102,7 +99,7 @@ def gated_rms_norm(
     """RMSNorm over the last dimension with a gate, as linear attentions and Mamba 2 end with.
 
     ``y = norm(x) * act(gate)``, or without ``norm_before_gate`` ``y = norm(x * act(gate))``; the norm is that of
-    ``rms_norm``, of each group of columns by itself. The activation, and its product with x, are computed in fp32 and
+    ``rms_norm``, of each group of columns separately. The activation, and its product with x, are computed in fp32 and
     not rounded. The backward keeps x, gate and a number for each group.
 
     Args:
@@ -119,14 +116,13 @@ def gated_rms_norm(
         groups: equal parts of a row, each normalised by its own mean of squares.
 
     Returns:
-        y, of x's shape and memory order. Its dtype is x's where the norm comes first and under ``gemma``, else what x
+        y, of x's shape and memory order. Its dtype is x's if the norm comes first and under ``gemma``, else what x
         and weight promote to.
 
     Raises:
-        TypeError: for groups that are no int, a norm_before_gate that is no truth value, and where ``rms_norm`` raises
-            it.
+        TypeError: for groups that are not an int, a norm_before_gate that is not a bool, and as ``rms_norm`` does.
         ValueError: for a gate of another shape or device, groups that do not divide a row, an unknown activation, a
-            casting but these two, and where ``rms_norm`` raises it.
+            other casting, and as ``rms_norm`` does.
     """
     spec = norm_spec(casting, zero_centered, eps)
     return GATED_RMS_NORM.checked(spec, x, gate, weight, activation, norm_before_gate, groups)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import ACTIVATIONS, Unsupported, other_dtype, wrong_choice
-from .operator import BackwardCall, Operator, Recompute, Route, Spec, by_kernels
+from .arguments import ACTIVATIONS, Unsupported, check_choice, other_dtype
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Spec, kernel_backward
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
 
@@ -28,10 +28,10 @@ class Glu(Operator):
     outputs = ("y",)
     same_shape: ClassVar[tuple[str, ...]] = ("up",)
     saved = tensors
-    facts = "str activation"
+    saved_scalars = "str activation"
     gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         gate, up, activation = arguments
         if up is None and gate.shape[-1] % 2:
             return Unsupported(
@@ -39,16 +39,13 @@ class Glu(Operator):
                 f" {tuple(gate.shape)}",
                 ValueError,
             )
-        return wrong_choice("activation", activation, ACTIVATIONS)
+        return check_choice("activation", activation, ACTIVATIONS)
 
     def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
         return other_dtype("gate", "up", *arguments[:2])
 
     def is_elementwise(self, *tensors: Any) -> bool:
         return tensors[1] is not None
-
-    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
-        return reference.glu(*arguments)
 
     def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         gate, up, activation = arguments
@@ -60,20 +57,20 @@ class Glu(Operator):
     def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         return Recompute(self, spec, arguments)
 
-    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        return super().gradients_by(route, spec, call) if any(call.needed) else (None,) * len(call.needed)
+    def compute_grads(self, route: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        return super().compute_grads(route, spec, call) if any(call.needed) else (None,) * len(call.needed)
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up), (need_dgate, need_dup) = call.incoming, call.saved, call.needed
         dgate = empty_rows_like(gate) if need_dgate else None
         dup = empty_rows_like(gate, up.dtype) if need_dup else None
         if launch:
-            launch_glu_backward(gate, up, (dy, None), dgate, dup, call.facts[0])
+            launch_glu_backward(gate, up, (dy, None), dgate, dup, call.saved_scalars[0])
         return dgate, dup
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up) = call.incoming, call.saved
-        return reference.glu_backward(dy, gate, up, call.facts[0])
+        return reference.glu_backward(dy, gate, up, call.saved_scalars[0])
 
 
 class GluForConsumers(Glu):
@@ -93,9 +90,9 @@ class GluForConsumers(Glu):
     saved = tensors
     gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup", "dgate_added", "dup_added")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         *_, activation, _, _ = arguments
-        return wrong_choice("activation", activation, ACTIVATIONS)
+        return check_choice("activation", activation, ACTIVATIONS)
 
     def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
         gate, up, *added, _, _, _ = arguments
@@ -126,16 +123,16 @@ class GluForConsumers(Glu):
     def group_outputs(self, found: Any) -> list[tuple[Tensor, ...]]:
         return [found if isinstance(found, tuple) else (found,)]
 
-    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, route: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         present = tuple(dy for dy in call.incoming if dy is not None)
         dy: Any = present
         if len(present) < 2:
             dy = present[0] if present else None
-        elif route is not by_kernels:
+        elif route is not kernel_backward:
             dy = present[0].float() + present[1]
         need_dgate, need_dup, *need_added = call.needed
         needed = need_dgate or need_added[0], need_dup or need_added[1], False, False
-        dgate, dup, *_ = super().gradients_by(route, spec, call._replace(incoming=(dy,), needed=needed))
+        dgate, dup, *_ = super().compute_grads(route, spec, call._replace(incoming=(dy,), needed=needed))
         of_added = [one if is_needed else None for one, is_needed in zip((dgate, dup), need_added, strict=True)]
         return dgate if need_dgate else None, dup if need_dup else None, *of_added
 
@@ -144,12 +141,12 @@ class GluForConsumers(Glu):
         dgate, dup = (empty_rows_like(gate) if is_needed else None for is_needed in (need_dgate, need_dup))
         if launch:
             dys = dy if type(dy) is tuple else (dy, None)
-            launch_glu_backward(gate, up, dys, dgate, dup, call.facts[0], (added[0], added[1]))
+            launch_glu_backward(gate, up, dys, dgate, dup, call.saved_scalars[0], (added[0], added[1]))
         return dgate, dup, None, None
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up, *added) = call.incoming, call.saved
-        dgate, dup = reference.glu_backward(dy, *_sums(gate, up, *added), call.facts[0])
+        dgate, dup = reference.glu_backward(dy, *_sums(gate, up, *added), call.saved_scalars[0])
         return dgate.to(gate.dtype), None if dup is None else dup.to(up.dtype), None, None
 
 

@@ -1,4 +1,4 @@
-"""The cross entropy of a linear's output, which is never held as a whole: the vocabulary head of a model, and its loss.
+"""The cross entropy of a linear's output, which is never whole in memory: the vocabulary head of a model, and its loss.
 
 The rows go through in chunks. A product computes the logits of a chunk, one kernel their losses and, over the logits,
 their gradients, and two products the gradients of the rows and of the weight. So the forward computes what autograd
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, wrong_choice, wrong_rows, wrong_tensor
+from .arguments import Unsupported, check_choice, check_rows, check_tensor
 from .autocast import autocast_dtype, set_autocast
-from .operator import BackwardCall, Operator, Spec, by_kernels, route_of
+from .operator import BackwardCall, Operator, Spec, backward_impl, kernel_backward
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
 
 IGNORED = -100
@@ -49,42 +49,41 @@ class LinearCrossEntropy(Operator):
     outputs = ("loss",)
     other_rules = ("weight", "bias", "target", "num_items")
     takes_dtensors = False
-    kept = ("x_grad", "weight_grad", "bias_grad")
+    extra_saved = ("x_grad", "weight_grad", "bias_grad")
     saved = (
         "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? num_items,"
         " Tensor? x_grad, Tensor? weight_grad, Tensor? bias_grad"
     )
-    facts = options
+    saved_scalars = options
     gradients = ("dx", "dweight", "dbias")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, weight, bias, target, num_items, reduction, ignored, smoothing, scale, cap, _, most, _ = arguments
-        for name, one in (("linear_weight", weight), ("linear_bias", bias)):
-            if one is not None and (refusal := wrong_tensor(name, one, ("input", x))) is not None:
+        for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
+            if tensor is not None and (refusal := check_tensor(name, tensor, ("input", x))) is not None:
                 return refusal
         return (
-            wrong_rows("input", x)
-            or _wrong_labels(x, target)
-            or _wrong_shapes(x, weight, bias, target)
-            or wrong_choice("reduction", reduction, REDUCTIONS)
-            or _wrong_items(x, num_items, reduction)
-            or _wrong_numbers(ignored, smoothing, scale, cap, most)
+            check_rows("input", x)
+            or _check_target(x, weight, bias, target)
+            or check_choice("reduction", reduction, REDUCTIONS)
+            or _check_items(num_items, reduction)
+            or _check_numbers(ignored, smoothing, scale, cap, most)
         )
 
     def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, weight, bias, target, *_ = arguments
-        if not all(one.numel() for one in (x, weight, target)):
+        if not all(t.numel() for t in (x, weight, target)):
             return Unsupported("")
-        for name, one in (("weight", weight), ("bias", bias)):
-            if one is not None and one.dtype != x.dtype:
-                return Unsupported(f"{name} is {one.dtype} and x {x.dtype}")
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None and tensor.dtype != x.dtype:
+                return Unsupported(f"{name} is {tensor.dtype} and x {x.dtype}")
         return None
 
     def reference(self, spec: Spec, *arguments: Any) -> Tensor:
         return reference.linear_cross_entropy(*arguments[:-2])
 
     def _recorded(self, spec: Spec, arguments: tuple[Any, ...]) -> Any:
-        return None  # products are among the steps, which a program cannot repeat
+        return None  # products and checks of labels are steps that a recording cannot repeat
 
     def _launched(self, spec: Spec, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments[: self.tensor_count]):
@@ -93,102 +92,92 @@ class LinearCrossEntropy(Operator):
 
     def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, weight, bias, target, num_items, reduction, ignored, *_, trained = arguments
+        if not training or x.dtype == torch.float16:  # whose gradients need the scale that the backward brings
+            trained = (False,) * 3
         if not launch:
-            if not _are_made_ahead(x, training):
-                trained = (False,) * 3
             return (x.new_empty((), dtype=torch.float32), *_allocated(x, weight, bias, trained))
         divisor = _divisor(target, num_items, reduction, ignored)
-        if not _are_made_ahead(x, training):
-            trained = (False,) * 3
-        losses, *made = _by_chunks(arguments, None if divisor is None else divisor.reciprocal(), trained)
+        losses, *grads = _by_chunks(arguments, None if divisor is None else divisor.reciprocal(), trained)
         total = losses.sum()
-        return (total if divisor is None else total / divisor, *made)
+        return (total if divisor is None else total / divisor, *grads)
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dloss,), (x, weight, bias, target, num_items, *made) = call.incoming, call.saved
+        (dloss,), (x, weight, bias, target, num_items, *grads) = call.incoming, call.saved
         if not launch:
             return _allocated(x, weight, bias, call.needed)
-        if all(one is not None and one.numel() for one, need in zip(made, call.needed, strict=True) if need):
+        if all(grad is not None and grad.numel() for grad, need in zip(grads, call.needed, strict=True) if need):
             # Not in place: whoever has traced this may run it once more.
-            return tuple(one * dloss if need else None for one, need in zip(made, call.needed, strict=True))
-        return self.gradients_of((x, weight, bias, target, num_items, *call.facts), dloss, call.needed)
-
-    def gradients_of(
-        self, arguments: Sequence[Any], dloss: Tensor, needed: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients of x, weight and bias, those ``needed``, for this gradient of the loss."""
-        divisor = _divisor(*arguments[3:7])
-        gradient = dloss.float() if divisor is None else dloss.float() / divisor
-        return tuple(_by_chunks(arguments, gradient, needed)[1:])
+            return tuple(grad * dloss if need else None for grad, need in zip(grads, call.needed, strict=True))
+        return _gradients((x, weight, bias, target, num_items, *call.saved_scalars), dloss, call.needed)
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dloss,), (*tensors, _, _, _) = call.incoming, call.saved
         again = torch.is_grad_enabled()
         with torch.enable_grad():
-            # Other tensors, because the weight may have made x as well: a tied one is that of the embedding.
-            given = [
-                (one.view_as(one) if one.requires_grad else one.detach().requires_grad_()) if need else one
-                for one, need in zip(tensors, call.needed, strict=False)
+            # Other tensors, because x may depend on the weight: a tied one is that of the embedding.
+            leaves = [
+                (t.view_as(t) if t.requires_grad else t.detach().requires_grad_()) if need else t
+                for t, need in zip(tensors, call.needed, strict=False)
             ]
-            loss = self.reference(spec, *given, *tensors[len(given) :], *call.facts)
-            wanted = [one for one, need in zip(given, call.needed, strict=True) if need]
-            found = iter(torch.autograd.grad(loss, wanted, dloss, create_graph=again))
-        return tuple(next(found) if need else None for need in call.needed)
+            loss = self.reference(spec, *leaves, *tensors[len(leaves) :], *call.saved_scalars)
+            needed = [t for t, need in zip(leaves, call.needed, strict=True) if need]
+            grads = iter(torch.autograd.grad(loss, needed, dloss, create_graph=again))
+        return tuple(next(grads) if need else None for need in call.needed)
 
 
 class _Eager(torch.autograd.Function):
-    """The autograd function of calls that are not traced: the gradients that the forward made are used up in place."""
+    """The autograd function of calls that are not traced: its backward scales the forward's gradients in place."""
 
     @staticmethod
-    def forward(ctx: Any, spec: Spec, *arguments: Any) -> Tensor:
-        loss, *ctx.made = LINEAR_CROSS_ENTROPY.forward(spec, *arguments, training=True)
+    def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
+        loss, *ctx.grads = LINEAR_CROSS_ENTROPY.forward(spec, *arguments, training=True)
         ctx.save_for_backward(*arguments[: LINEAR_CROSS_ENTROPY.tensor_count])
         ctx.set_materialize_grads(False)
         ctx.options = arguments[LINEAR_CROSS_ENTROPY.tensor_count :]
-        result: Tensor = loss
-        return result
+        return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None) -> tuple[Tensor | None, ...]:
-        made, ctx.made = ctx.made, None
-        needed, behind = ctx.needs_input_grad[1:4], (None,) * 10
+        grads, ctx.grads = ctx.grads, None
+        needed, others = ctx.needs_input_grad[1:4], (None,) * 10
         if dloss is None:
-            return None, None, None, None, *behind
+            return None, None, None, None, *others
         tensors = ctx.saved_tensors
         call = BackwardCall((dloss,), (*tensors, None, None, None), ctx.options, needed)
-        route = route_of(call)
-        if route is not by_kernels:
-            ctx.made = made
-            return None, *LINEAR_CROSS_ENTROPY.gradients_by(route, None, call), *behind
-        if made is None or any(one is None for one, need in zip(made, needed, strict=True) if need):
-            return None, *LINEAR_CROSS_ENTROPY.gradients_of((*tensors, *ctx.options), dloss, needed), *behind
+        impl = backward_impl(call)
+        if impl is not kernel_backward:
+            ctx.grads = grads
+            return None, *LINEAR_CROSS_ENTROPY.compute_grads(impl, None, call), *others
+        if grads is None or any(grad is None for grad, need in zip(grads, needed, strict=True) if need):
+            return None, *_gradients((*tensors, *ctx.options), dloss, needed), *others
         factor = dloss.float().reshape(1)
-        for one in made:
-            if one is not None:
-                launch_multiply(one, factor)
-        return None, *made, *behind
+        for grad in grads:
+            if grad is not None:
+                launch_multiply(grad, factor)
+        return None, *grads, *others
 
 
 _apply_eager: Any = super(torch.autograd.Function, _Eager).apply
 LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
 
 
-def _are_made_ahead(x: Tensor, training: bool) -> bool:
-    """Return whether the forward makes the gradients; those in fp16 need the scale that the backward brings."""
-    return training and x.dtype != torch.float16
-
-
 def _divisor(target: Tensor, num_items: Tensor | None, reduction: str, ignored: int) -> Tensor | None:
-    """Return the divisor of the sum of losses, as one float32; None for 1."""
+    """The divisor of the sum of losses, one float32; None for 1."""
     if num_items is not None:
         return num_items.to(target.device, torch.float32)
     return None if reduction == "sum" else (target != ignored).sum().float()
 
 
+def _gradients(arguments: Sequence[Any], dloss: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias, those ``needed``, for this gradient of the loss."""
+    divisor = _divisor(*arguments[3:7])
+    return tuple(_by_chunks(arguments, dloss.float() if divisor is None else dloss.float() / divisor, needed)[1:])
+
+
 def _allocated(x: Tensor, weight: Tensor, bias: Tensor | None, trained: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Gradients without values, of those that are trained."""
     tensors = zip((x, weight, bias), trained, strict=True)
-    return tuple(one.new_empty(one.shape) if need and one is not None else None for one, need in tensors)
+    return tuple(t.new_empty(t.shape) if need and t is not None else None for t, need in tensors)
 
 
 def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
@@ -256,15 +245,15 @@ def _by_chunks(
 def _check_labels(labels: Tensor, vocabulary: int, ignored: int, most: int | None) -> None:
     """Raise for labels outside of the vocabulary; on a GPU as PyTorch does, by an assertion that nobody waits for."""
     has_label = labels != ignored
-    are_known = ((labels >= 0) & (labels < vocabulary) | ~has_label).all()
+    are_valid = ((labels >= 0) & (labels < vocabulary) | ~has_label).all()
     if labels.device.type == "cpu":
-        if not are_known:
-            wrong = labels[has_label & ((labels < 0) | (labels >= vocabulary))][0]
-            raise IndexError(f"linear_cross_entropy: target {int(wrong)} is out of bounds for {vocabulary} classes")
+        if not are_valid:
+            label = labels[has_label & ((labels < 0) | (labels >= vocabulary))][0]
+            raise IndexError(f"linear_cross_entropy: target {int(label)} is out of bounds for {vocabulary} classes")
         if most is not None and has_label.sum() > most:
             raise ValueError(f"linear_cross_entropy: {int(has_label.sum())} rows have a label, max_labels is {most}")
         return
-    torch._assert_async(are_known, "linear_cross_entropy: a target is out of bounds")
+    torch._assert_async(are_valid, "linear_cross_entropy: a target is out of bounds")
     if most is not None:
         torch._assert_async(has_label.sum() <= most, "linear_cross_entropy: more than max_labels rows have a label")
 
@@ -282,27 +271,24 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, added: Tensor | None = None) ->
         torch.addmm(added, a, b, out=out, **dtype)
 
 
-def _wrong_labels(x: Tensor, target: Any) -> Unsupported | None:
+def _check_target(x: Tensor, weight: Tensor, bias: Tensor | None, target: Any) -> Unsupported | None:
+    """Refuse labels of another type, dtype, device or shape, and a weight or bias of another shape."""
     if not isinstance(target, Tensor) or target.dtype != torch.int64:
         what = target.dtype if isinstance(target, Tensor) else type(target).__name__
         return Unsupported(f"target must be a tensor of int64, not {what}", TypeError)
     if target.device != x.device:
         return Unsupported(f"target is on {target.device} and input on {x.device}; move them to one device", ValueError)
-    return None
-
-
-def _wrong_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Unsupported | None:
     fits = weight.dim() == 2 and weight.shape[1] == x.shape[-1] and target.shape == x.shape[:-1]
     if fits and (bias is None or bias.shape == weight.shape[:1]):
         return None
-    shapes = ", ".join(str(tuple(one.shape)) for one in (x, weight, target, *([] if bias is None else [bias])))
+    shapes = ", ".join(str(tuple(t.shape)) for t in (x, weight, target, bias) if t is not None)
     return Unsupported(
         "input, linear_weight, target and linear_bias must have shapes [..., H], [V, H], [...] and [V], not " + shapes,
         ValueError,
     )
 
 
-def _wrong_items(x: Tensor, num_items: Any, reduction: str) -> Unsupported | None:
+def _check_items(num_items: Any, reduction: str) -> Unsupported | None:
     if num_items is None:
         return None
     if not isinstance(num_items, Tensor) or num_items.numel() != 1 or num_items.requires_grad:
@@ -312,11 +298,9 @@ def _wrong_items(x: Tensor, num_items: Any, reduction: str) -> Unsupported | Non
     return None
 
 
-def _wrong_numbers(ignored: Any, smoothing: Any, scale: Any, cap: Any, most: Any) -> Unsupported | None:
-    for name, value in (("ignore_index", ignored), ("max_labels", most)):
-        if not (isinstance(value, int) and not isinstance(value, bool)) and not (
-            name == "max_labels" and value is None
-        ):
+def _check_numbers(ignored: Any, smoothing: Any, scale: Any, cap: Any, most: Any) -> Unsupported | None:
+    for name, value in (("ignore_index", ignored), ("max_labels", 0 if most is None else most)):
+        if isinstance(value, bool) or not isinstance(value, int):
             return Unsupported(f"{name} must be an int, not {value!r}", TypeError)
     for name, value in (("label_smoothing", smoothing), ("logit_scale", scale), ("softcap", cap)):
         if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
@@ -347,8 +331,8 @@ def linear_cross_entropy(
 
     It is the loss that language models of transformers compute: logits rounded to their dtype, then to float32, then
     ``torch.nn.functional.cross_entropy``. Arguments that ``torch.nn.functional.linear_cross_entropy`` has mean the same
-    here. Gradients are made in the forward, rounded as autograd rounds them; that of the weight is summed in float32.
-    Calls repeat to the bit. In float16 the gradients are made in the backward, and so are those of a second backward.
+    here. The forward computes the gradients, rounded as autograd rounds them; that of the weight is summed in float32.
+    Calls repeat to the bit. In float16 the backward computes the gradients, as any second backward does.
 
     Args:
         input: [..., H], float32, bfloat16 or float16; the PyTorch reference computes float64, and DTensors. Under
@@ -370,8 +354,8 @@ def linear_cross_entropy(
         The loss, one float32 (float64 for an input of float64).
 
     Raises:
-        TypeError: for anything but dense tensors of these dtypes, and for options that are no such numbers.
-        ValueError: for shapes, devices and values that do not go together.
+        TypeError: for anything but dense tensors of these dtypes, and for options that are not such numbers.
+        ValueError: for wrong values, and incompatible shapes and devices.
         IndexError: for a target outside of the vocabulary, on a CPU; on a GPU the device asserts, as PyTorch's does.
     """
     x, weight, bias = input, linear_weight, linear_bias
@@ -381,8 +365,8 @@ def linear_cross_entropy(
     if isinstance(num_items, Real) and not isinstance(num_items, bool):
         num_items = torch.full((), float(num_items), dtype=torch.float32, device=getattr(target, "device", None))
     is_trained = torch.is_grad_enabled()
-    trained = [is_trained and isinstance(one, Tensor) and one.requires_grad for one in (x, weight, bias)]
+    trained = [is_trained and isinstance(t, Tensor) and t.requires_grad for t in (x, weight, bias)]
     scale = None if logit_scale == 1.0 else logit_scale
     options = reduction, ignore_index, label_smoothing, scale, softcap, logits_in_fp32, max_labels, trained
-    found: Tensor = LINEAR_CROSS_ENTROPY.checked(None, x, weight, bias, target, num_items, *options)
-    return found
+    loss: Tensor = LINEAR_CROSS_ENTROPY.checked(None, x, weight, bias, target, num_items, *options)
+    return loss

@@ -1,4 +1,4 @@
-"""The output of a linear and that of its LoRA adapter, added up."""
+"""Adds the output of a LoRA adapter to that of its linear."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, other_dtype, wrong_rows, wrong_scale, wrong_tensor
-from .operator import BackwardCall, Operator, Route, Spec, Tensors
+from .arguments import Unsupported, check_rows, check_scale, check_tensor, other_dtype
+from .operator import BackwardCall, BackwardImpl, Operator, Spec, Tensors
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_copy, is_long, promoted
 
@@ -25,23 +25,22 @@ class LoraAdd(Operator):
     outputs = ("y",)
     other_rules = ("x", "a", "b")
     takes_dtensors = False
-    kept = ("h",)
+    extra_saved = ("h",)
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"a": ("x",), "b": ("x", "a")}
     saved = "Tensor x, Tensor a, Tensor b, Tensor h"
-    facts = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
+    saved_scalars = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
     gradients = ("dbase", "dx", "da", "db")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         base, x, a, b, scale = arguments
-        for name, one in (("x", x), ("a", a), ("b", b)):
-            refusal = wrong_tensor(name, one, ("base", base))
-            if refusal is not None:
+        for name, tensor in (("x", x), ("a", a), ("b", b)):
+            if (refusal := check_tensor(name, tensor, ("base", base))) is not None:
                 return refusal
-        return wrong_rows("x", x) or wrong_scale(scale) or _wrong_shapes(base, x, a, b)
+        return check_rows("x", x) or check_scale(scale) or _check_shapes(base, x, a, b)
 
     def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         _, x, a, *_ = tensors = arguments[:-1]
-        if not all(one.numel() for one in tensors):
+        if not all(t.numel() for t in tensors):
             return Unsupported("")
         if x.dtype == torch.float32:
             return Unsupported("x is torch.float32, products of which are left to PyTorch")
@@ -59,9 +58,6 @@ class LoraAdd(Operator):
             return other_dtype("x", "base", x, base)
         return None if base.is_contiguous() else "base is not contiguous"
 
-    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
-        return reference.lora_add(*arguments)
-
     def reads_copy(self, spec: Spec, weight: Tensor, tensors: Tensors) -> bool:
         x = tensors[1]
         return x is not None and weight.dtype != x.dtype
@@ -71,7 +67,7 @@ class LoraAdd(Operator):
     ) -> tuple[Any, ...]:
         base, x, a, b, scale = arguments
         h = x.new_empty((*x.shape[:-1], len(a)))
-        copies = [empty_copy(one, name in copied, x.dtype) for name, one in (("a", a), ("b", b))]
+        copies = [empty_copy(w, name in copied, x.dtype) for name, w in (("a", a), ("b", b))]
         if launch:
             launch_narrow(x, a, a.stride()[::-1], h, copy=copies[0])
         y = self.output_of(base, h, b, scale, launch=launch, copy=copies[1])
@@ -86,13 +82,13 @@ class LoraAdd(Operator):
             launch_widen(h, b, b.stride()[::-1], base, y, scale, copy)
         return y
 
-    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (need_dbase, *others) = call.incoming, call.needed
-        found = route(self, spec, call) if any(others) else (None,) * len(call.needed)
-        return (dy if need_dbase else None, *found[1:])
+        grads = super().compute_grads(impl, spec, call._replace(needed=(False, *others)))
+        return (dy if need_dbase else None, *grads[1:])
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, a, b, h), (scale, a_dtype, b_dtype) = call.incoming, call.saved, call.facts
+        (dy,), (x, a, b, h), (scale, a_dtype, b_dtype) = call.incoming, call.saved, call.saved_scalars
         _, need_dx, need_da, need_db = call.needed
         dh = h.new_empty(h.shape) if need_dx or need_da else None
         dx = x.new_empty(x.shape) if need_dx else None
@@ -108,17 +104,17 @@ class LoraAdd(Operator):
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (x, a, b, _) = call.incoming, call.saved
-        return reference.lora_add_backward(dy, x, a, b, *call.facts)
+        return reference.lora_add_backward(dy, x, a, b, *call.saved_scalars)
 
 
 LORA_ADD = LoraAdd()
 
 
-def _wrong_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Unsupported | None:
+def _check_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Unsupported | None:
     have_same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
     if have_same_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a)):
         return None
-    shapes = ", ".join(str(tuple(one.shape)) for one in (base, x, a, b))
+    shapes = ", ".join(str(tuple(t.shape)) for t in (base, x, a, b))
     return Unsupported(
         f"base, x, a and b must have shapes [..., N], [..., K], [r, K] and [N, r], not {shapes}", ValueError
     )
@@ -127,12 +123,12 @@ def _wrong_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Unsupported 
 def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """The output of a linear with that of its LoRA adapter (Hu et al. 2021, arXiv 2106.09685) added to it.
 
-    ``y = base + (x @ a^T @ b^T) * scale``. Products are made in x's dtype, to which a and b are rounded first, and each
-    of the two, what the scale makes of them, and the sum is rounded, as PEFT's layers round them. The backward keeps x,
-    a, b and the r numbers of each row between the products.
+    ``y = base + (x @ a^T @ b^T) * scale``. Products are computed in x's dtype, to which a and b are rounded first; each
+    product, what the scale makes of the second, and the sum are rounded, as PEFT's layers round them. The backward
+    keeps x, a, b and the r numbers of each row between the products.
 
     Args:
-        base: [..., N], float32, bfloat16 or float16, any strides; what the linear has returned for x.
+        base: [..., N], float32, bfloat16 or float16, any strides; the output of the linear for x.
         x: [..., K], base's rows, bfloat16 or float16; float32 and float64 are computed by the PyTorch reference, and so
             are DTensors.
         a: [r, K], float32 or of 16 bits, r up to 256; beyond, the PyTorch reference computes.
@@ -143,7 +139,7 @@ def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) 
         y, [..., N], contiguous, of the dtype that base and x promote to. It shares no memory with base.
 
     Raises:
-        TypeError: for anything but dense tensors of floating point, and a scale that is no Python number.
-        ValueError: for shapes and devices that do not go together.
+        TypeError: for anything but dense tensors of floating point, and a scale that is not a Python number.
+        ValueError: for incompatible shapes and devices.
     """
     return LORA_ADD.checked(None, base, x, a, b, scale)

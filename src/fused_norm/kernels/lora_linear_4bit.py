@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, wrong_rows, wrong_scale, wrong_tensor
-from .operator import BackwardCall, Facts, Operator, Route, Spec, Tensors
+from .arguments import Unsupported, check_rows, check_scale, check_tensor
+from .operator import BackwardCall, BackwardImpl, Operator, Scalars, Spec, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_copy, is_long
@@ -37,20 +37,20 @@ class LoraLinear4bit(Operator):
     outputs: ClassVar[tuple[str, ...]] = ("y",)
     other_rules = ("adapter_x", "a", "b", *_WEIGHT, "bias")
     takes_dtensors = False
-    kept = ("h",)
+    extra_saved = ("h",)
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"adapter_x": ("a",), "a": ("adapter_x",), "b": ("adapter_x", "a")}
-    held = (*_WEIGHT, "bias")
+    unhooked = (*_WEIGHT, "bias")
     saved = f"Tensor adapter_x, Tensor a, Tensor b, Tensor h, {_WEIGHT_SCHEMA}, Tensor? bias"
-    facts = (
+    saved_scalars = (
         "int block, float factor, ScalarType x_dtype, ScalarType? adapter_x_dtype, ScalarType a_dtype,"
         " ScalarType b_dtype"
     )
     gradients = ("dx", "dadapter_x", "da", "db")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, adapter_x, a, b, _, packed, *_, factor, _, _ = arguments
         for name, tensor in (("adapter_x", adapter_x), ("a", a), ("b", b)):
-            refusal = wrong_tensor(name, tensor, ("x", x))
+            refusal = check_tensor(name, tensor, ("x", x))
             if refusal is not None:
                 return refusal
         shapes = x.shape == adapter_x.shape and a.dim() == b.dim() == 2 and len(a) == b.shape[-1]
@@ -61,7 +61,7 @@ class LoraLinear4bit(Operator):
                 f" elements, not {tensors}",
                 ValueError,
             )
-        return wrong_rows("x", x) or wrong_scale(factor)
+        return check_rows("x", x) or check_scale(factor)
 
     def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, adapter_x, a, b, *weight, bias, block, factor, dtype, _ = arguments
@@ -97,7 +97,7 @@ class LoraLinear4bit(Operator):
         x = self.tensor_names.index("adapter_x")
         return [(at, source) for at, source in super().sources(arguments, saved) if source != x]
 
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Scalars]:
         """As ``Operator.save``; if adapter_x is x, its dtype is None, and x gets the sum of both gradients."""
         saved, facts = super().save(arguments, results)
         x, adapter_x, *_ = arguments
@@ -166,16 +166,16 @@ class LoraLinear4bit(Operator):
             launch_widen(h, b, b.stride()[::-1], base, y, factor, copy)
         return y
 
-    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        _, _, _, adapter_dtype, *_ = call.facts
+    def compute_grads(self, route: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        _, _, _, adapter_dtype, *_ = call.saved_scalars
         if adapter_dtype is None:  # adapter_x is x
             need_dx, _, *others = call.needed
             call = call._replace(needed=(need_dx, False, *others))
-        return super().gradients_by(route, spec, call)
+        return super().compute_grads(route, spec, call)
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy, *others), (adapter_x, a, b, h, *weight, _), (block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype) = (
-            call.incoming, call.saved, call.facts
+            call.incoming, call.saved, call.saved_scalars
         )  # fmt: skip
         dadded = others[0] if others else dy  # the gradients of both summands, which are those of the sum
         need_dx, need_dadapter, need_da, need_db = call.needed
@@ -211,7 +211,7 @@ class LoraLinear4bit(Operator):
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy, *others), (adapter_x, a, b, h, *weight, _) = call.incoming, call.saved
-        block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype = call.facts
+        block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype = call.saved_scalars
         dtype, has_one_gradient = h.dtype, adapter_dtype is None
         given_dtype, is_needed = (x_dtype, call.needed[0]) if has_one_gradient else (adapter_dtype, call.needed[1])
         if given_dtype != dtype and is_needed and torch.is_grad_enabled():
@@ -268,13 +268,13 @@ class LoraSummands4bit(LoraLinear4bit):
         base = torch.nn.functional.linear(x.to(dtype), w, bias)
         return base, torch.nn.functional.linear(h, b.to(dtype)) * factor
 
-    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, route: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         dbase, dadded = call.incoming
         if dbase is None and dadded is not None:
             dbase = torch.zeros_like(dadded)
         elif dadded is None and dbase is not None:
             dadded = torch.zeros_like(dbase)
-        return super().gradients_by(route, spec, call._replace(incoming=(dbase, dadded)))
+        return super().compute_grads(route, spec, call._replace(incoming=(dbase, dadded)))
 
 
 LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT = LoraLinear4bit(), LoraSummands4bit()

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import Unsupported, other_order, wrong_mode, wrong_scale
-from .operator import BackwardCall, Operator, Recompute, Route, Tensors, by_kernels, norm_spec
-from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype, norm_reads_copy, written_dtype
+from .arguments import Unsupported, check_mode, check_scale, other_order
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Tensors, kernel_backward, norm_spec
+from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype, norm_reads_copy, out_dtype
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward, launch_norm_from_rstd
 
@@ -45,12 +45,12 @@ class NormOperator(Operator):
 
     def __init__(self) -> None:
         super().__init__()
-        self._adds, self._has_inner_norm = "residual" in self.tensor_names, "inner_rstd" in self.kept
+        self._adds, self._has_inner_norm = "residual" in self.tensor_names, "inner_rstd" in self.extra_saved
         self._has_outer_norm, self._has_consumers = "y" in self.outputs, "consumers" in self.options
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         args = self.by_name(arguments)
-        return wrong_mode(args["x"], args.get("mode")) or wrong_scale(args.get("scale", 1.0))
+        return check_mode(args["x"], args.get("mode")) or check_scale(args.get("scale", 1.0))
 
     def differs_from_eager(self, spec: NormSpec, *arguments: Any) -> str | None:
         return other_order(*arguments[:2]) if self._adds else None
@@ -71,7 +71,7 @@ class NormOperator(Operator):
         if not self._has_consumers:
             return outputs
         y, s = outputs if self._adds else (outputs, args["x"])
-        return reference.written(y, args["dtype"]), s
+        return reference.cast_output(y, args["dtype"]), s
 
     def forward(
         self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
@@ -100,8 +100,8 @@ class NormOperator(Operator):
         consumers = arguments[-2] if trained else 1
         return (y, *(y.detach() for _ in range(consumers - 1)), s)
 
-    def group_outputs(self, found: Any) -> list[tuple[Tensor, ...]]:
-        return [found[:-1], found[-1:]] if self._has_consumers else super().group_outputs(found)
+    def group_outputs(self, outputs: Any) -> list[tuple[Tensor, ...]]:
+        return [outputs[:-1], outputs[-1:]] if self._has_consumers else super().group_outputs(outputs)
 
     def _weights_of(self, args: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """The weights of the branch's norm and of the sum's."""
@@ -120,12 +120,12 @@ class NormOperator(Operator):
         s = args.get("s", args["x"])
         return Recompute(RECOMPUTED_NORM, spec, (s, args["weight"], args["rstd"], args.get("dtype")))
 
-    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         if self._has_consumers:
-            call = self._with_one_dy(route, spec, call)
+            call = self._with_dy(impl, spec, call)
         args = self.backward_by_name(call)
         if args.get("dy") is None and args.get("ds") is not None:
-            return self._gradients_of_sum(route, spec, args)
+            return self._gradients_of_sum(impl, spec, args)
         # If dx and dr are identical, the same tensor is both, as PyTorch's add has it: to write it again would take
         # 25 % longer.
         alike = (
@@ -138,30 +138,30 @@ class NormOperator(Operator):
         if alike:
             need_dx, _, *others = call.needed
             call = call._replace(needed=(need_dx, False, *others))
-        grads = super().gradients_by(route, spec, call)
+        grads = super().compute_grads(impl, spec, call)
         return (grads[0], grads[0], *grads[2:]) if alike else grads
 
-    def _with_one_dy(self, route: Route, spec: NormSpec, call: BackwardCall) -> BackwardCall:
-        """The call with all consumers' gradients as one dy: a tuple of them for kernels, their sum for other routes."""
+    def _with_dy(self, impl: BackwardImpl, spec: NormSpec, call: BackwardCall) -> BackwardCall:
+        """The call with all consumers' gradients as one dy: a tuple of them for kernels, their sum for others."""
         *dys, ds = call.incoming
         present = tuple([dy for dy in reversed(dys) if dy is not None])
         dy: Any = present
         if len(present) < 2:
             dy = present[0] if present else None
-        elif route is not by_kernels:
+        elif impl is not kernel_backward:
             args = self.backward_by_name(call._replace(incoming=(None, ds)))
             dtype = norm_dtype(spec, self._normalised(args)[0].dtype, args["weight"])
             dy = reduce(add, [t.to(dtype) for t in present])
         return call._replace(incoming=(dy, ds))
 
-    def _gradients_of_sum(self, route: Route, spec: NormSpec, args: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    def _gradients_of_sum(self, impl: BackwardImpl, spec: NormSpec, args: dict[str, Any]) -> tuple[Tensor | None, ...]:
         """The gradients if only the sum is used: ds is passed through, as by an add."""
-        ds, need_dx, need_inner = args["ds"], args["need_dx"], args.get("need_dinner", args["need_dw"])
+        ds, need_dx, need_inner = args["ds"], args["need_dx"], args.get("need_dw_inner", args["need_dw"])
         dx = dw_inner = None
         if self._has_inner_norm and (need_dx or need_inner):
             saved = args["x"], self._weights_of(args)[0], args["inner_rstd"]
             norm_call = BackwardCall((ds,), saved, (), (need_dx, need_inner))
-            dx, dw_inner = RMS_NORM.gradients_by(route, spec, norm_call)
+            dx, dw_inner = RMS_NORM.compute_grads(impl, spec, norm_call)
         elif need_dx and not self._has_inner_norm:
             dx = ds if args.get("scale", 1.0) == 1.0 else ds * args["scale"]
             dx = dx.to(self._normalised(args)[1])
@@ -175,14 +175,14 @@ class NormOperator(Operator):
         dx = empty_rows_like(s, x_dtype) if args["need_dx"] else None
         dr = empty_rows_like(s, args["residual_dtype"]) if args.get("need_dr") else None
         dw = empty_weight_grad(weight, args["need_dw"])
-        dw_inner = empty_weight_grad(inner_weight, args.get("need_dinner", False))
+        dw_inner = empty_weight_grad(inner_weight, args.get("need_dw_inner", False))
         if launch:
             saved = NormSaved(args["dy"], args.get("ds"), s, weight, args["rstd"], scale=args.get("scale", 1.0))
             saved = saved._replace(round_before_add=not self._adds)
             if self._has_inner_norm:
                 saved = saved._replace(x=args["x"], inner_weight=inner_weight, inner_rstd=args["inner_rstd"])
             launch_norm_backward(spec, saved, NormGradients(dx, dr, dw, dw_inner))
-        grads = {"dx": dx, "dr": dr, "dinner": dw_inner, "dw": dw}
+        grads = {"dx": dx, "dr": dr, "dw_inner": dw_inner, "dw": dw}
         return tuple([grads[name] for name in self.gradients])
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
@@ -192,7 +192,7 @@ class NormOperator(Operator):
         g, dw = reference.rms_norm_backward(spec, args["dy"], s, weight, args.get("ds"))
         grads = {"dx": g * args.get("scale", 1.0), "dw": dw}
         if self._has_inner_norm:
-            grads["dx"], grads["dinner"] = reference.rms_norm_backward(spec, g, args["x"], inner_weight)
+            grads["dx"], grads["dw_inner"] = reference.rms_norm_backward(spec, g, args["x"], inner_weight)
         if "dr" in self.gradients:
             grads["dr"] = g.to(args["residual_dtype"])
         grads["dx"] = grads["dx"].to(x_dtype)
@@ -206,7 +206,7 @@ class RMSNorm(NormOperator):
     tensors = "Tensor x, Tensor? weight"
     options = "str? mode"
     outputs: ClassVar[tuple[str, ...]] = ("y",)
-    kept = ("rstd",)
+    extra_saved = ("rstd",)
     saved = "Tensor x, Tensor? weight, Tensor rstd"
     gradients = ("dx", "dw")
 
@@ -217,9 +217,9 @@ class AddRMSNorm(NormOperator):
     name = "add_rms_norm"
     tensors = "Tensor x, Tensor residual, Tensor? weight"
     options = "str? mode, float scale"
-    kept = ("rstd",)
+    extra_saved = ("rstd",)
     saved = "Tensor s, Tensor? weight, Tensor rstd"
-    facts = "ScalarType x_dtype, ScalarType residual_dtype, float scale"
+    saved_scalars = "ScalarType x_dtype, ScalarType residual_dtype, float scale"
     gradients = ("dx", "dr", "dw")
 
 
@@ -229,9 +229,9 @@ class NormAdd(NormOperator):
     name = "norm_add"
     tensors = "Tensor x, Tensor residual, Tensor? weight"
     outputs = ("s",)
-    kept = ("inner_rstd",)
+    extra_saved = ("inner_rstd",)
     saved = "Tensor x, Tensor? weight, Tensor inner_rstd"
-    facts = "ScalarType residual_dtype"
+    saved_scalars = "ScalarType residual_dtype"
     gradients = ("dx", "dr", "dw")
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"weight": ("x",)}
 
@@ -243,10 +243,10 @@ class NormAddNorm(NormOperator):
 
     name = "norm_add_norm"
     tensors = "Tensor x, Tensor residual, Tensor? inner_weight, Tensor? weight"
-    kept = ("inner_rstd", "rstd")
+    extra_saved = ("inner_rstd", "rstd")
     saved = "Tensor s, Tensor x, Tensor? inner_weight, Tensor? weight, Tensor inner_rstd, Tensor rstd"
-    facts = "ScalarType residual_dtype"
-    gradients = ("dx", "dr", "dinner", "dw")
+    saved_scalars = "ScalarType residual_dtype"
+    gradients = ("dx", "dr", "dw_inner", "dw")
 
 
 class RMSNormForConsumers(RMSNorm):
@@ -284,7 +284,7 @@ class RecomputedNorm(Operator):
     saved = ""
     gradients = ()
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         x, _, rstd, *_ = arguments
         if rstd.shape != (*x.shape[:-1], 1):
             return Unsupported(f"rstd has shape {tuple(rstd.shape)}, and x {tuple(x.shape)}", ValueError)
@@ -296,11 +296,11 @@ class RecomputedNorm(Operator):
 
     def reference(self, spec: NormSpec, *arguments: Any) -> Any:
         x, weight, _, dtype = arguments
-        return reference.written(reference.rms_norm(spec, x, weight), dtype)
+        return reference.cast_output(reference.rms_norm(spec, x, weight), dtype)
 
     def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, weight, rstd, dtype = arguments
-        y = empty_rows_like(x, written_dtype(norm_dtype(spec, x.dtype, weight), dtype))
+        y = empty_rows_like(x, out_dtype(norm_dtype(spec, x.dtype, weight), dtype))
         if launch:
             launch_norm_from_rstd(spec, x, weight, rstd, y)
         return (y,)
@@ -331,15 +331,15 @@ def rms_norm(
         eps: added to the mean of squares.
         casting: the rounding points and the output's dtype: one of ``fused_norm.spec.CASTINGS``, see ``NormSpec``.
         zero_centered: gamma is ``1 + weight``; rounded to the weight's dtype except under ``gemma``.
-        mode: how the forward kernel goes through the rows, one of ``kernels.MODES``; None takes the fastest known.
+        mode: how the forward kernel goes through the rows, one of ``kernels.MODES``; None takes the fastest.
 
     Returns:
         y, of x's shape and memory order. Its dtype is x's under ``gemma`` and ``rounded_gamma``, the weight's under
         ``weight_dtype``, else what x and weight promote to.
 
     Raises:
-        TypeError: for anything but a dense tensor of floating point, an eps that is no Python number, and a
-            zero_centered that is no truth value.
+        TypeError: for anything but a dense tensor of floating point, an eps that is not a Python number, and a
+            zero_centered that is not a bool.
         ValueError: for a weight of another width or device, none that could be zero-centered, an unknown casting, an
             eps that is negative or not finite, or a mode that cannot hold a row this wide.
     """
@@ -378,8 +378,8 @@ def add_rms_norm(
         of PyTorch's add are.
 
     Raises:
-        TypeError: for a scale that is not a Python number, and where ``rms_norm`` raises it.
-        ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
+        TypeError: for a scale that is not a Python number, and as ``rms_norm`` does.
+        ValueError: for a residual of another shape or device, and as ``rms_norm`` does.
     """
     return ADD_RMS_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, weight, mode, scale)
 
@@ -410,8 +410,8 @@ def norm_add(
         residual's gradient is the one that arrives.
 
     Raises:
-        TypeError: where ``rms_norm`` raises it.
-        ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
+        TypeError: as ``rms_norm`` does.
+        ValueError: for a residual of another shape or device, and as ``rms_norm`` does.
     """
     return NORM_ADD.checked(norm_spec(casting, zero_centered, eps), x, residual, weight)
 
@@ -445,7 +445,7 @@ def norm_add_norm(
         follows from it. Both have x's shape and memory order.
 
     Raises:
-        TypeError: where ``rms_norm`` raises it.
-        ValueError: for a residual of another shape or device, and where ``rms_norm`` raises it.
+        TypeError: as ``rms_norm`` does.
+        ValueError: for a residual of another shape or device, and as ``rms_norm`` does.
     """
     return NORM_ADD_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, inner_weight, weight)

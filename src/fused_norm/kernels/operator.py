@@ -14,9 +14,10 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..spec import Casting, NormSpec
-from .arguments import TensorRules, Unsupported, wrong_eps, wrong_flag
+from . import reference
+from .arguments import TensorRules, Unsupported, check_eps, check_flag
 from .autocast import autocast_dtype
-from .program import Program, Programs, SingleCall, recorded, with_one_more
+from .recording import CallCache, Recording, SingleCall, appended, record
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import Interceptors, launches
@@ -26,16 +27,16 @@ is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack
 
 Tensors = Sequence[Tensor | None]
-Facts = tuple[Any, ...]
+Grads = tuple[Tensor | None, ...]
+Scalars = tuple[Any, ...]
 
 Spec = Any
-"""The meaning of an operator's norm, a ``NormSpec``; None where the operator has no norm."""
+"""The meaning of an operator's norm, a ``NormSpec``; None if the operator has no norm."""
 
 _NAMESPACE = __name__.partition(".")[0]
 """The namespace of the registered operators: the name of this package, or of a copy of it under another name."""
 
 _library = torch.library.Library(_NAMESPACE, "DEF")
-_SPEC = "str casting, bool zero_centered, float eps"
 _PLAIN = (Tensor, Parameter)
 
 
@@ -45,22 +46,38 @@ class BackwardCall(NamedTuple):
     Attributes:
         incoming: the gradients of the returned tensors (``pack_outputs``), None for those that nothing depends on.
         saved: the tensors that the forward saved.
-        facts: what else it saved.
-        needed: which of the operator's ``gradients`` are wanted.
+        saved_scalars: what else it saved.
+        needed: which of the operator's ``gradients`` are needed.
     """
 
     incoming: Sequence[Any]
     saved: Sequence[Any]
-    facts: Facts
+    saved_scalars: Scalars
     needed: Sequence[bool]
 
 
-Route = Callable[["Operator", Spec, BackwardCall], "tuple[Tensor | None, ...]"]
-"""A way to an operator's gradients: by kernels, by registered operators or by PyTorch's own."""
+BackwardImpl = Callable[["Operator", Spec, BackwardCall], Grads]
+"""Computes an operator's gradients: by kernels, by registered operators or by PyTorch's own."""
+
+
+class _BackwardState(NamedTuple):
+    """What the backward of a recorded call needs besides tensors.
+
+    Attributes:
+        spec: the meaning of the norm.
+        scalars: ``saved_scalars``.
+        nondiff: the indices of the outputs that no gradient flows into.
+        copied: the indices, in ``saved``, of copies of weights.
+    """
+
+    spec: Spec
+    scalars: Scalars
+    nondiff: Sequence[int]
+    copied: Sequence[int]
 
 
 class Recompute(NamedTuple):
-    """A call, the arguments of which are kept for a backward anyway, that makes outputs of another call bit for bit.
+    """A call whose arguments are saved for a backward anyway, and that returns outputs of another call bit for bit.
 
     Its outputs are the first ones of that other call, in their order, with the same strides.
     """
@@ -70,14 +87,14 @@ class Recompute(NamedTuple):
     arguments: Sequence[Any]
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """Make the outputs, outside of autograd."""
+        """Compute the outputs, outside of autograd."""
         with torch.no_grad():
-            made = self.operator(self.spec, *self.arguments)
-        return made if isinstance(made, tuple) else (made,)
+            outputs = self.operator(self.spec, *self.arguments)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 class CallInterceptor(Protocol):
-    """Makes the calls of operators in the place of the thread that calls them."""
+    """Makes the calls of operators in place of the thread that calls them."""
 
     def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
         """The outputs of the call, which are those of ``operator.results_of(spec, *arguments)``."""
@@ -91,12 +108,12 @@ class Operator(ABC):
     """A differentiable operator; a subclass says what is launched, and there is one instance of each.
 
     There are three ways in: ``operator.checked(spec, *tensors, *options)`` for users' arguments, ``try_fused`` for
-    those of patched modules, after ``known``, and ``operator(spec, *tensors, *options)`` for arguments that kernels are
-    known to take. ``unsupported`` alone decides whether they do. If not, ``checked`` runs the PyTorch reference, and
-    ``try_fused`` returns the reason. A call that kernels take runs in one of four ways:
+    those of patched modules, after ``run_cached``, and ``operator(spec, *tensors, *options)`` for arguments that
+    kernels certainly take. ``unsupported`` alone decides whether they do. If not, ``checked`` runs the PyTorch
+    reference, and ``try_fused`` returns the reason. A call that kernels take runs in one of four ways:
 
-    - a plain eager call (``is_plain_call``) repeats a recorded program, or is recorded now (``program``);
-    - it runs by itself if it cannot be recorded;
+    - a plain eager call (``is_plain_call``) repeats a recording, or is recorded now;
+    - it runs directly if it cannot be recorded;
     - a call on DTensors runs on the part that the device holds;
     - torch.compile, dispatch modes and tensor subclasses see the operators registered under ``torch.ops.fused_norm``,
       or in compiled graphs the reference, if the compiler is faster with it.
@@ -106,9 +123,9 @@ class Operator(ABC):
     plain_name: ClassVar[str] = ""
     """The name of the operator whose outputs these are, if this is another form of it."""
     has_norm: ClassVar[bool] = True
-    """Calls begin with the spec of a norm; it is None in an operator without one."""
+    """Calls begin with the spec of a norm, which is None if False."""
     tensors: ClassVar[str]
-    """The schema of the tensors; the first of them is always there."""
+    """The schema of the tensors; the first of them is always present."""
     options: ClassVar[str] = ""
     """The schema of what follows the tensors."""
     outputs: ClassVar[tuple[str, ...]]
@@ -117,62 +134,60 @@ class Operator(ABC):
     same_shape: ClassVar[tuple[str, ...]] = ()
     """The tensors that must have the shape of the first one."""
     other_rules: ClassVar[tuple[str, ...]] = ()
-    """The tensors that ``wrong`` alone checks."""
+    """The tensors that ``check_options`` alone checks."""
     takes_dtensors: ClassVar[bool] = True
-    """Each device can compute its part of DTensors that are cut between rows."""
-    kept: ClassVar[tuple[str, ...]] = ()
+    """Each device can compute its part of DTensors that are sharded between rows."""
+    extra_saved: ClassVar[tuple[str, ...]] = ()
     """Further results of the forward, computed for the backward alone."""
     copies: ClassVar[Mapping[str, Sequence[str]]] = {}
     """The weights that the forward may copy, each with the tensors that need it in their gradients.
 
-    A copy, called ``weight_copy``, is a result after ``kept``, and is saved in the weight's place if there is one. It
-    is made if stock code does not keep the weight itself, which other code may write into before the backward.
+    A copy, called ``weight_copy``, is a result after ``extra_saved``, and is saved in place of the weight. The forward
+    makes it if stock code does not save the weight itself, which other code may write into before the backward.
     """
     saved: ClassVar[str]
-    """The schema of the tensors that the backward takes besides the gradients of the outputs, ``kept`` at its end."""
-    held: ClassVar[tuple[str, ...]] = ()
-    """The last of ``saved``: arguments without a gradient that stock code's context holds itself, so that saved-tensor
-    hooks do not see them."""
-    facts: ClassVar[str] = ""
+    """The schema of the tensors that the backward takes besides the gradients of the outputs, ``extra_saved`` last."""
+    unhooked: ClassVar[tuple[str, ...]] = ()
+    """The last of ``saved``: arguments without a gradient that stock code's context holds as attributes, so that
+    saved-tensor hooks do not see them."""
+    saved_scalars: ClassVar[str] = ""
     """The schema of what else it takes."""
     gradients: ClassVar[tuple[str, ...]]
     """The names of the gradients, which are those of the first tensors in their order."""
 
     def __init__(self) -> None:
         """Register the operator with PyTorch."""
-        semantics = _SPEC if self.has_norm else ""
+        semantics = "str casting, bool zero_centered, float eps" if self.has_norm else ""
         self.tensor_count, self.option_count = len(_names(self.tensors)), len(_names(self.options))
         self.rules = TensorRules(_names(self.tensors), self.tensors, self.same_shape, self.other_rules)
         self.tensor_names = self.rules.names
-        option_names, self._saved_names, self._fact_names = map(_names, (self.options, self.saved, self.facts))
+        option_names, self._saved_names, self._scalar_names = map(
+            _names, (self.options, self.saved, self.saved_scalars)
+        )
         self._copied = [name for name in self.copies if name in self.tensor_names]
-        self.result_names = (*self.outputs, *self.kept, *(f"{name}_copy" for name in self._copied))
+        self.result_names = (*self.outputs, *self.extra_saved, *(f"{name}_copy" for name in self._copied))
         self._forward_names = (*self.tensor_names, *option_names, *self.result_names)
         incoming, needed = [f"d{name}" for name in self.outputs], [f"need_{name}" for name in self.gradients]
-        self._backward_names = (*incoming, *self._saved_names, *self._fact_names, *needed)
+        self._backward_names = (*incoming, *self._saved_names, *self._scalar_names, *needed)
         self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
         self._forward_op = _define(
-            f"{self.name}_forward({_joined(semantics, self.tensors, self.options, 'bool training')})"
-            f" -> {_results(self.result_names)}",
+            f"{self.name}_forward",
+            (semantics, self.tensors, self.options, "bool training"),
+            self.result_names,
             self._registered_forward,
         )
         if type(self).backward is not Operator.backward:
             tensors, flags = [f"Tensor? {name}" for name in incoming], [f"bool {name}" for name in needed]
-            self._backward_op = _define(
-                f"{self.name}_backward({_joined(semantics, *tensors, self.saved, self.facts, *flags)})"
-                f" -> {_results(self.gradients)}",
-                self._registered_backward,
-            )
+            arguments = semantics, *tensors, self.saved, self.saved_scalars, *flags
+            self._backward_op = _define(f"{self.name}_backward", arguments, self.gradients, self._registered_backward)
         OPERATORS[self.name] = self
-        self.function, in_eager = _function_of_arguments(self), _function_of_program(self)
+        self.function, in_eager = _function_of_arguments(self), _function_of_recording(self)
         self._nodes = self.function._backward_cls, in_eager._backward_cls
-        self.programs = Programs()
-        self.programs_as_stock = Programs()
-        """The programs of calls that a patched module has checked: kernels may do them in place of its stock code."""
+        self.cache = CallCache()
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply = super(torch.autograd.Function, in_eager).apply  # type: ignore[misc]
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         """Check options, and that tensors are compatible with each other."""
         return None
 
@@ -184,79 +199,80 @@ class Operator(ABC):
         """Return why the kernel's result would differ from the eager model code, or None."""
         return None
 
-    @abstractmethod
     def reference(self, spec: Spec, *arguments: Any) -> Any:
-        """The outputs by PyTorch's own operators."""
+        """The outputs by PyTorch's own operators: by the formula of this name in ``reference``, unless overridden."""
+        formula = getattr(reference, self.name)
+        return formula(spec, *arguments) if self.has_norm else formula(*arguments)
 
     @abstractmethod
     def forward(self, spec: Spec, *arguments: Any, **how: Any) -> tuple[Any, ...]:
-        """Launch the forward, and return ``outputs``, ``kept`` and ``copies``.
+        """Launch the forward, and return ``outputs``, ``extra_saved`` and ``copies``.
 
-        ``how``: ``training``, without which all ``kept`` is None, ``launch``, without which nothing is computed, and
-        ``copied``, the names of the weights to copy, if the operator has ``copies``.
+        ``how``: ``training``, without which all ``extra_saved`` is None, ``launch``, without which nothing is computed,
+        and ``copied``, the names of the weights to copy, if the operator has ``copies``.
         """
 
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
-        """Pick from a forward's arguments and results what the backward takes, ``saved`` and ``facts``, by the names.
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Scalars]:
+        """Pick from a forward's arguments and results what the backward takes, ``saved`` and ``saved_scalars``.
 
-        A fact that has no name of its own is of a tensor: ``x_dtype``, or ``x_order``, the order of x in memory.
+        A scalar that has no name of its own is of a tensor: ``x_dtype``, or ``x_order``, the order of x in memory.
         """
-        known = self.by_name(arguments, results)
-        for name in self._fact_names:
-            if name not in known:
-                tensor, kind = known[name.rpartition("_")[0]], name.rpartition("_")[2]
+        values = self.by_name(arguments, results)
+        for name in self._scalar_names:
+            if name not in values:
+                tensor, kind = values[name.rpartition("_")[0]], name.rpartition("_")[2]
                 if kind == "dtype":
-                    known[name] = None if tensor is None else tensor.dtype
+                    values[name] = None if tensor is None else tensor.dtype
                 else:
-                    known[name] = [] if tensor is None else memory_order(tensor)
+                    values[name] = [] if tensor is None else memory_order(tensor)
         for name in self._copied:
-            copy = known[f"{name}_copy"]
+            copy = values[f"{name}_copy"]
             # A registered operator returns an empty tensor if there is no copy.
-            if copy is not None and known[name] is not None and copy.shape == known[name].shape:
-                known[name] = copy
-        return tuple([known[name] for name in self._saved_names]), tuple([known[name] for name in self._fact_names])
+            if copy is not None and values[name] is not None and copy.shape == values[name].shape:
+                values[name] = copy
+        return tuple([values[name] for name in self._saved_names]), tuple([values[name] for name in self._scalar_names])
 
     def reads_copy(self, spec: Spec, weight: Tensor, tensors: Tensors) -> bool:
-        """Return whether stock code makes another tensor of a weight, which its backward reads in place of the weight.
+        """Return whether the backward of stock code reads a tensor made of a weight, and not the weight.
 
         ``weight`` is one of ``tensors``, the operator's, and named in ``copies``.
         """
         return False
 
     def copied(self, spec: Spec, tensors: Tensors, *, traced: bool = False) -> list[str]:
-        """The weights that are to be copied for the backward: those that stock code does not keep themselves.
+        """The weights to copy for the backward: those that stock code does not save themselves.
 
-        It keeps none for a gradient that is not needed. Whether it is cannot be told of tensors that are ``traced``.
+        It saves none for a gradient that is not needed, which cannot be told of tensors that are ``traced``.
         """
-        given = self.by_name(tensors)
+        args = self.by_name(tensors)
         copied = []
         for name in self._copied:
-            if given[name] is not None:
-                users = [given[user] for user in self.copies[name] if given.get(user) is not None]
+            if args[name] is not None:
+                users = [args[user] for user in self.copies[name] if args.get(user) is not None]
                 is_unused = not traced and not any(user.requires_grad for user in users)
-                if is_unused or self.reads_copy(spec, given[name], tensors):
+                if is_unused or self.reads_copy(spec, args[name], tensors):
                     copied.append(name)
         return copied
 
     def sources(self, arguments: Sequence[Any], saved: Tensors) -> list[tuple[int, int]]:
-        """The copies that are saved in place of weights that need a gradient: their places, and the weights' places."""
-        places = [(self._saved_names.index(name), self.tensor_names.index(name)) for name in self._copied]
+        """Pairs of indices, in ``saved`` and arguments, of copies and their weights, if these need a gradient."""
+        pairs = [(self._saved_names.index(name), self.tensor_names.index(name)) for name in self._copied]
         return [
             (at, source)
-            for at, source in places
+            for at, source in pairs
             if saved[at] is not arguments[source] and arguments[source].requires_grad
         ]
 
     def as_saved(self, arguments: Sequence[Any], saved: Tensors) -> tuple[Any, ...]:
         """A call's arguments, each weight replaced by its copy if that was saved; ``saved`` may lack absent tensors."""
-        given, present = self.by_name(arguments), iter(one for one in saved if one is not None)
-        seen = self._saved_names[: len(self._saved_names) - len(self.held)]
-        for name in seen if self._copied else ():
-            weight = given.get(name, self)  # all that is no argument is there
-            kept = None if weight is None else next(present)
-            if kept is not None and name in self._copied and kept.data_ptr() != weight.data_ptr():
-                given[name] = kept
-        return tuple(given.values())
+        args, present = self.by_name(arguments), iter(t for t in saved if t is not None)
+        hooked = self._saved_names[: len(self._saved_names) - len(self.unhooked)]
+        for name in hooked if self._copied else ():
+            weight = args.get(name, self)  # whatever is no argument is present
+            tensor = None if weight is None else next(present)
+            if tensor is not None and name in self._copied and tensor.data_ptr() != weight.data_ptr():
+                args[name] = tensor
+        return tuple(args.values())
 
     def _how(self, spec: Spec, arguments: Sequence[Any], training: bool, *, traced: bool = False) -> dict[str, Any]:
         """The keyword arguments of ``forward``."""
@@ -265,8 +281,8 @@ class Operator(ABC):
         tensors = arguments[: self.tensor_count]
         return {"training": training, "copied": self.copied(spec, tensors, traced=traced) if training else ()}
 
-    def keeps(self, name: str, tensors: Tensors) -> bool:
-        """Return whether the backward takes the argument of this name itself, where these are given."""
+    def saves_input(self, name: str, tensors: Tensors) -> bool:
+        """Return whether the backward takes the argument of this name itself, given all of them."""
         return name in self._saved_names
 
     def by_name(self, arguments: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Any]:
@@ -275,19 +291,20 @@ class Operator(ABC):
 
     def backward_by_name(self, call: BackwardCall) -> dict[str, Any]:
         """A backward's arguments by their names: ``dy``, the gradient of an output, and ``need_dx`` among them."""
-        return dict(zip(self._backward_names, (*call.incoming, *call.saved, *call.facts, *call.needed), strict=True))
+        values = *call.incoming, *call.saved, *call.saved_scalars, *call.needed
+        return dict(zip(self._backward_names, values, strict=True))
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> Grads:
         """Launch the backward, and return ``gradients``, None for those not needed.
 
         At least one output has a gradient. Without ``launch`` the gradients are only allocated.
         """
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        """Compute ``gradients`` by PyTorch's own operators, so that they can be differentiated in turn.
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> Grads:
+        """Compute ``gradients`` by PyTorch's own operators, so that they can be differentiated again.
 
-        Those that are not needed may be there all the same.
+        It may return some that are not needed.
         """
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
@@ -295,38 +312,39 @@ class Operator(ABC):
         """Return whether a node of the autograd graph is that of a call of this operator."""
         return isinstance(node, self._nodes)
 
-    def facts_of(self, node: Any) -> Facts:
-        """``facts`` of the call that has made a node."""
-        facts: Facts = node.program.facts[1] if hasattr(node, "program") else node.spec_and_facts[1]
-        return facts
+    def scalars_of(self, node: Any) -> Scalars:
+        """``saved_scalars`` of a node that this operator ``owns``."""
+        state = node.recording.backward_state if hasattr(node, "recording") else node.state
+        scalars: Scalars = state.scalars
+        return scalars
 
-    def held_by(self, node: Any) -> Tensors:
-        """``held`` of the call that has made a node."""
-        tensors: Tensors = node.sources if hasattr(node, "program") else node.held
-        return tensors[len(tensors) - len(self.held) :]
+    def unhooked_of(self, node: Any) -> Tensors:
+        """``unhooked`` of a node that this operator ``owns``."""
+        tensors: Tensors = node.sources if hasattr(node, "recording") else node.unhooked
+        return tensors[len(tensors) - len(self.unhooked) :]
 
-    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        """``gradients`` by one of the ways to them; None where not needed."""
-        return route(self, spec, call)
+    def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> Grads:
+        """``gradients`` by an implementation; None for those not needed."""
+        return impl(self, spec, call) if any(call.needed) else (None,) * len(self.gradients)
 
     def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
-        """The call that recomputes the first ``outputs`` of this one, bit for bit, from what is kept anyway.
+        """The call that recomputes the first ``outputs`` of this one, bit for bit, from what is saved anyway.
 
         ``results``: those of ``forward``. None for outputs that cannot be recomputed.
         """
         return None
 
     def is_elementwise(self, *tensors: Any) -> bool:
-        """Return whether elements of outputs depend on those at their place alone, so that rows may be cut."""
+        """Return whether an element of an output depends on those at its place alone, so that rows may be sharded."""
         return False
 
     def pack_outputs(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
         """Pack the outputs for the caller. Some operators return the same output once per consumer."""
         return results[0] if len(self.outputs) == 1 else tuple(results[: len(self.outputs)])
 
-    def group_outputs(self, found: Any) -> list[tuple[Tensor, ...]]:
+    def group_outputs(self, outputs: Any) -> list[tuple[Tensor, ...]]:
         """Group the returned tensors by output."""
-        return [(one,) for one in (found if isinstance(found, tuple) else (found,))]
+        return [(y,) for y in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
         """Indices of returned tensors that are not differentiable, given which gradients are needed."""
@@ -342,56 +360,48 @@ class Operator(ABC):
         Wrong arguments, for which public functions raise, come before those that the reference alone can compute.
         """
         tensors = arguments[: self.tensor_count]
-        return (
-            self.rules.wrong(spec, tensors)
-            or self.wrong(spec, *arguments)
-            or self._tensors_beyond_kernels(spec, tensors)
-            or self.needs_reference(spec, *arguments)
-        )
-
-    def _tensors_beyond_kernels(self, spec: Spec, tensors: Sequence[Any]) -> Unsupported | None:
-        """Refuse good tensors that kernels cannot compute with: of a dtype, device or kind that is not theirs."""
+        refusal = self.rules.check(spec, tensors) or self.check_options(spec, *arguments)
+        if refusal is not None:
+            return refusal
         reason = self._no_kernels_for(*tensors)
-        if reason is not None:
-            return Unsupported(reason)
-        if is_plain_call(tensors):
+        if reason is None and is_plain_call(tensors):
             reason = self._inference_tensor(spec, tensors)
-        elif self.not_differentiable or not self.takes_dtensors:
-            reason = "it has no form for DTensors" if any(is_sharded(one) for one in tensors) else None
-        else:
+        elif reason is None and (self.not_differentiable or not self.takes_dtensors):
+            reason = "it has no form for DTensors" if any(map(is_sharded, tensors)) else None
+        elif reason is None:
             rows = [t for t, is_shared in zip(tensors, self.rules.is_shared, strict=True) if not is_shared]
             elementwise = self.is_elementwise(*tensors)
             reason = placement_obstacle(rows, self.rules.weights(tensors), elementwise=elementwise)
-        return None if reason is None else Unsupported(reason)
+        return self.needs_reference(spec, *arguments) if reason is None else Unsupported(reason)
 
     def _no_kernels_for(self, *tensors: Any) -> str | None:
-        """Why nothing runs on these tensors, the operator's first ones, whatever there is behind them."""
+        """Why nothing runs on these tensors, the operator's first ones, whatever the others are."""
         if runs_kernels_on(*tensors):
             return None
         if is_transformed():
             return "" if torch.jit.is_tracing() else "torch.func or forward AD transforms it"
-        for name, one in zip(self.tensor_names, tensors, strict=False):
-            if one is not None and one.dtype == torch.float64:
-                return f"{name} is {one.dtype}"
+        for name, tensor in zip(self.tensor_names, tensors, strict=False):
+            if tensor is not None and tensor.dtype == torch.float64:
+                return f"{name} is {tensor.dtype}"
         return f"kernels do not run on {tensors[0].device.type}"
 
     def _inference_tensor(self, spec: Spec, tensors: Tensors) -> str | None:
-        """The reason not to run kernels that keep a tensor for their backward, which autograd cannot keep."""
+        """Why not to run kernels that save a tensor for their backward, if autograd cannot save it."""
         if _is_trained(tensors):
             copied = self.copied(spec, tensors)
-            for name, one in zip(self.tensor_names, tensors, strict=True):
-                if one is not None and one.is_inference() and name not in copied and self.keeps(name, tensors):
+            for name, t in zip(self.tensor_names, tensors, strict=True):
+                if t is not None and t.is_inference() and name not in copied and self.saves_input(name, tensors):
                     return f"{name} was made in inference mode, and is needed in the backward"
         return None
 
     def checked(self, spec: Spec, *arguments: Any) -> Any:
-        """The outputs, for arguments of any kind, by the reference where kernels do not take them.
+        """The outputs, for arguments of any kind, by the reference if kernels do not take them.
 
         Raises:
             TypeError: for arguments of a wrong type or dtype.
-            ValueError: for wrong values, and tensors that do not go together.
+            ValueError: for wrong values, and tensors that are not compatible.
         """
-        outputs = self.known(self.programs, spec, *arguments)
+        outputs = self.run_cached(None, spec, *arguments)
         if outputs is not None:
             return outputs
         refusal = self.unsupported(spec, *arguments)
@@ -402,28 +412,26 @@ class Operator(ABC):
         return self.reference(spec, *arguments)
 
     def try_fused(
-        self,
-        spec: Spec,
-        *arguments: Any,
-        programs: Programs,
-        unless: Callable[..., str | None] | None = None,
+        self, spec: Spec, *arguments: Any, replaces: Any, unless: Callable[..., str | None] | None = None
     ) -> tuple[Any, str | None]:
         """The outputs of a call in place of stock code, and None; or None, and why stock code has to run.
 
-        For calls that are not ``known`` among ``programs``, which know them from now on. An empty reason
-        is not logged, such as that of stock code that is left to the compiler.
+        For calls that ``run_cached`` does not know; it knows them from now on. An empty reason is not logged, such as
+        that of stock code that is left to the compiler.
 
         Args:
             spec: the meaning of the norm.
             arguments: those of the call, of any kind.
-            programs: of calls that are known to do what that stock code does.
+            replaces: the key of the stock code. Code that rounds in other places has another key.
             unless: returns a further reason, or None, for arguments that kernels take.
         """
         # If no kernel runs on this device, other problems are irrelevant.
         reason = self._no_kernels_for(arguments[0]) if isinstance(arguments[0], Tensor) else None
         if reason is None:
             refusal = self.unsupported(spec, *arguments)
-            reason = self._differs_from_eager(spec, *arguments) if refusal is None else refusal.reason
+            reason = None if refusal is None else refusal.reason
+        if reason is None:
+            reason = self._differs_from_eager(spec, *arguments)
         if reason is None and unless is not None:
             reason = unless(*arguments)
         if reason is not None:
@@ -433,40 +441,45 @@ class Operator(ABC):
             return None, ""
         outputs = self(spec, *arguments)
         if is_plain_call(arguments[: self.tensor_count]):
-            shape = arguments[0].shape
-            for program in self.programs.of(shape):
-                if program.fits(spec, *arguments) and program not in programs.of(shape):
-                    programs.remember(shape, program)
+            for recording in self.cache.by_shape.get(arguments[0].shape, ()):
+                if recording.fits(spec, *arguments):
+                    recording.may_replace.add(replaces)
         return outputs, None
 
     def _differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
         """``differs_from_eager``, and tensors with a behaviour of their own, which stock code respects."""
-        for name, one in zip(self.tensor_names, arguments, strict=False):
-            if one is not None and type(one) not in _PLAIN and not is_taken(one):
-                return f"{name} is a {type(one).__name__}"
+        for name, tensor in zip(self.tensor_names, arguments, strict=False):
+            if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
+                return f"{name} is a {type(tensor).__name__}"
         return self.differs_from_eager(spec, *arguments)
 
-    def known(self, among: Programs, spec: Spec, *arguments: Any) -> Any:
-        """The outputs of a call that has a program among these; None for all others, which nobody has checked."""
+    def run_cached(self, replaces: Any, spec: Spec, *arguments: Any) -> Any:
+        """The outputs of a call that is recorded, so that its arguments were checked before; None for all others.
+
+        ``replaces``: the key of the stock code in whose place the call is made; None if there is no such code.
+        """
         # What `is_plain_call` asks, but for the questions on tensors, which guards ask: in two ways, to save a frame.
         if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
             return None
         try:
-            programs = among.by_shape.get(arguments[0].shape, ())
+            recordings = self.cache.by_shape.get(arguments[0].shape, ())
         except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
             return None
-        if Interceptors.active and (launches.observer is not None or calls.observer is not None):
-            if launches.observer is None and any(one.fits(spec, *arguments) for one in programs):
-                return calls.observer.called(self, spec, arguments)
+        if Interceptors.active and (launches.interceptor is not None or calls.interceptor is not None):
+            if launches.interceptor is None:
+                for recording in recordings:
+                    if (replaces is None or replaces in recording.may_replace) and recording.fits(spec, *arguments):
+                        return calls.interceptor.called(self, spec, arguments)
             return None
-        for program in programs:
-            outputs = program.call(spec, *arguments)
-            if outputs is not None:
-                return outputs
+        for recording in recordings:
+            if replaces is None or replaces in recording.may_replace:
+                outputs = recording.call(spec, *arguments)
+                if outputs is not None:
+                    return outputs
         return None
 
     def __call__(self, spec: Spec, *arguments: Any) -> Any:
-        """The outputs, for arguments known to be good and tensors that kernels take."""
+        """The outputs, for arguments that kernels certainly take."""
         if torch.compiler.is_compiling():
             if inductor_is_faster(arguments[0]):
                 return self.reference(spec, *arguments)
@@ -474,8 +487,8 @@ class Operator(ABC):
             if (spec is not None and spec.eps == 0.0) or 0.0 in arguments[self.tensor_count :]:
                 pass
             return self._registered(spec, *arguments)
-        if calls.observer is not None:
-            return calls.observer.called(self, spec, arguments)
+        if calls.interceptor is not None:
+            return calls.interceptor.called(self, spec, arguments)
         return self.results_of(spec, *arguments)
 
     def results_of(self, spec: Spec, *arguments: Any) -> Any:
@@ -483,9 +496,9 @@ class Operator(ABC):
         tensors = arguments[: self.tensor_count]
         if not is_plain_call(tensors):
             return self._registered(spec, *arguments)
-        if launches.observer is None:
-            for program in self.programs.of(tensors[0].shape):
-                outputs = program.call(spec, *arguments)
+        if launches.interceptor is None:
+            for recording in self.cache.by_shape.get(tensors[0].shape, ()):
+                outputs = recording.call(spec, *arguments)
                 if outputs is not None:
                     return outputs
             outputs = self._recorded(spec, arguments)
@@ -494,14 +507,14 @@ class Operator(ABC):
         return self._launched(spec, *arguments)
 
     def _recorded(self, spec: Spec, arguments: tuple[Any, ...]) -> Any:
-        """The outputs of a plain call, and from now on a program for calls like it; None if there can be none."""
+        """The outputs of a plain call, which is recorded; None if it cannot be."""
         tensors, options = arguments[: self.tensor_count], arguments[self.tensor_count :]
         function, trained = self._launching(spec, tensors, options)
-        recording = recorded(tensors, (spec, *options), function, apply=self._apply if trained else None)
-        if recording is None:
+        recorded = record(tensors, (spec, *options), function, apply=self._apply if trained else None)
+        if recorded is None:
             return None
-        program, outputs = recording
-        self.programs.remember(tensors[0].shape, program)
+        recording, outputs = recorded
+        self.cache.add(tensors[0].shape, recording)
         return outputs
 
     def _launched(self, spec: Spec, *arguments: Any) -> Any:
@@ -511,7 +524,7 @@ class Operator(ABC):
         return self._apply(SingleCall(function), *tensors) if trained else function(*tensors)
 
     def _launching(self, spec: Spec, tensors: Tensors, options: Sequence[Any]) -> tuple[Callable[..., Any], bool]:
-        """A function of a plain call's tensors that launches it, as ``program.recorded`` wants it; and if it trains."""
+        """A function of a plain call's tensors that launches it, as ``record`` takes it; and whether it is trained."""
         trained = _is_trained(tensors)
         needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]
         nondiff = self.without_gradient(needed) if trained else ()
@@ -522,11 +535,11 @@ class Operator(ABC):
             outputs = self.pack_outputs(arguments, results, trained=trained)
             if not trained:
                 return outputs
-            saved, facts = self.save(arguments, results)
-            sources = self.sources(arguments, saved)
-            saved, held = saved[: len(saved) - len(self.held)], saved[len(saved) - len(self.held) :]
-            kept = (*[arguments[source] for _, source in sources], *held)
-            return outputs, tuple(saved), kept, (spec, facts, nondiff, [at for at, _ in sources])
+            saved, scalars = self.save(arguments, results)
+            sources, hooked = self.sources(arguments, saved), len(saved) - len(self.unhooked)
+            attributes = *[arguments[source] for _, source in sources], *saved[hooked:]
+            state = _BackwardState(spec, scalars, nondiff, [at for at, _ in sources])
+            return outputs, tuple(saved[:hooked]), attributes, state
 
         return launch, trained
 
@@ -545,20 +558,16 @@ class Operator(ABC):
         return (results,) if isinstance(results, Tensor) else results
 
     def _registered_forward(self, launch: bool, *arguments: Any) -> Any:
-        spec, (*rest, training) = self._spec_of(arguments)
-        return _filled(
-            self.forward(spec, *rest, **self._how(spec, rest, training, traced=True), launch=launch), rest[0]
-        )
+        spec, (*args, training) = self._spec_of(arguments)
+        how = self._how(spec, args, training, traced=True)
+        return _filled(self.forward(spec, *args, **how, launch=launch), args[0])
 
     def _registered_backward(self, launch: bool, *arguments: Any) -> Any:
-        spec, rest = self._spec_of(arguments)
-        incoming, rest = rest[: len(self.outputs)], rest[len(self.outputs) :]
-        needed = rest[-len(self.gradients) :]
-        count = len(self._saved_names)
-        saved, facts = rest[:count], rest[count : -len(self.gradients)]
-        lead = next(gradient for gradient in incoming if gradient is not None)
-        call = BackwardCall(incoming, saved, tuple(facts), needed)
-        return _filled(self.backward(spec, call, launch=launch), lead)
+        spec, args = self._spec_of(arguments)
+        outputs, count, grads = len(self.outputs), len(self._saved_names), len(self.gradients)
+        incoming, saved = args[:outputs], args[outputs : outputs + count]
+        call = BackwardCall(incoming, saved, tuple(args[outputs + count : -grads]), args[-grads:])
+        return _filled(self.backward(spec, call, launch=launch), next(d for d in incoming if d is not None))
 
     def _spec_of(self, arguments: Sequence[Any]) -> tuple[Spec, Sequence[Any]]:
         """The meaning of the norm from a registered operator's arguments, and those that follow it."""
@@ -580,7 +589,7 @@ _in_all_graphs = False
 
 @contextmanager
 def force_fused_in_graphs() -> Iterator[None]:
-    """Keep operators in compiled graphs even where the compiler is known to be faster."""
+    """Keep operators in compiled graphs even if the compiler is faster."""
     global _in_all_graphs
     before, _in_all_graphs = _in_all_graphs, True
     try:
@@ -603,7 +612,7 @@ def inductor_is_faster(first: Tensor) -> bool:
 
 
 OPERATORS: dict[str, Operator] = {}
-"""Every operator by its name; those of a file are there once it is imported."""
+"""Every operator by its name; importing a file adds its operators."""
 
 
 def norm_spec(casting: Casting, zero_centered: bool, eps: float, casts_weight: bool = True) -> NormSpec:
@@ -613,126 +622,128 @@ def norm_spec(casting: Casting, zero_centered: bool, eps: float, casts_weight: b
         TypeError: for an eps that is no number, and a ``zero_centered`` that is neither True nor False.
         ValueError: for an unknown casting, and an eps that is negative or not finite.
     """
-    make = _new_spec if is_dynamo_compiling() else _kept_spec
+    make = _new_spec if is_dynamo_compiling() else _cached_spec
     return make(casting, zero_centered, eps, casts_weight)
 
 
 def _new_spec(casting: Casting, zero_centered: bool, eps: float, casts_weight: bool) -> NormSpec:
-    refusal = wrong_flag("zero_centered", zero_centered) or wrong_eps(eps)
+    refusal = check_flag("zero_centered", zero_centered) or check_eps(eps)
     if refusal is not None and refusal.error is not None:
         raise refusal.error(refusal.reason)
     return NormSpec(casting, zero_centered, eps=float(eps), casts_weight=casts_weight)
 
 
-_kept_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
+_cached_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
 
 
-def route_of(call: BackwardCall) -> Route:
-    """The way to the gradients that fits the call.
+def backward_impl(call: BackwardCall) -> BackwardImpl:
+    """The implementation of the backward that fits the call.
 
-    Kernels leave nothing to differentiate: where the gradients are to be differentiated in turn, or come in batches or
-    with tangents, they are computed by PyTorch's own operators.
+    Kernels leave nothing to differentiate: gradients that are to be differentiated again, or come in batches or with
+    tangents, are computed by PyTorch's own operators.
     """
     if all(gradient is None for gradient in call.incoming):
-        return _without_kernels
+        return lambda operator, spec, call: (None,) * len(operator.gradients)
     tensors = (*call.incoming, *call.saved)
     if not torch.compiler.is_compiling():
-        again = _is_trained(tensors)
-        batched = any(one is not None and torch._C._functorch.is_legacy_batchedtensor(one) for one in call.incoming)
-        if again or batched or is_transformed():
-            return _by_reference
-    return by_kernels if is_plain_call(tensors) else _by_registered_operator
+        batched = any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in call.incoming)
+        if _is_trained(tensors) or batched or is_transformed():
+            return _reference_backward
+    return kernel_backward if is_plain_call(tensors) else _registered_backward
 
 
-def _without_kernels(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-    return (None,) * len(operator.gradients)
-
-
-def by_kernels(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+def kernel_backward(operator: Operator, spec: Spec, call: BackwardCall) -> Grads:
     return operator.backward(spec, call)
 
 
-def _by_registered_operator(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-    found = operator._backward_op(*_values(spec), *call.incoming, *call.saved, *call.facts, *call.needed)
-    found = (found,) if isinstance(found, Tensor) else found
-    return tuple(gradient if need else None for gradient, need in zip(found, call.needed, strict=True))
+def _registered_backward(operator: Operator, spec: Spec, call: BackwardCall) -> Grads:
+    grads = operator._backward_op(*_values(spec), *call.incoming, *call.saved, *call.saved_scalars, *call.needed)
+    grads = (grads,) if isinstance(grads, Tensor) else grads
+    return tuple(grad if need else None for grad, need in zip(grads, call.needed, strict=True))
 
 
-def _by_reference(operator: Operator, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-    found = operator.reference_backward(spec, call)
-    return tuple(gradient if need else None for gradient, need in zip(found, call.needed, strict=True))
+def _reference_backward(operator: Operator, spec: Spec, call: BackwardCall) -> Grads:
+    grads = operator.reference_backward(spec, call)
+    return tuple(grad if need else None for grad, need in zip(grads, call.needed, strict=True))
 
 
 def _function_of_arguments(operator: Operator) -> Any:
     """The autograd function of calls that are not plain; it takes the operator's arguments."""
-    behind, held = operator.tensor_count - len(operator.gradients) + operator.option_count, len(operator.held)
+    differentiated, unhooked = len(operator.gradients), len(operator.unhooked)
+    others = (None,) * (operator.tensor_count - differentiated + operator.option_count)
 
     def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
         results = operator.run(spec, *arguments, training=True)
-        saved, facts = operator.save(arguments, results)
+        saved, scalars = operator.save(arguments, results)
         outputs = operator.pack_outputs(arguments, results, trained=True)
-        ctx.save_for_backward(*saved[: len(saved) - held])
-        ctx.held = saved[len(saved) - held :]
+        hooked = len(saved) - unhooked
+        ctx.save_for_backward(*saved[:hooked])
+        ctx.unhooked = saved[hooked:]
         ctx.set_materialize_grads(False)
-        _mark(ctx, outputs, operator.without_gradient(ctx.needs_input_grad[1 : 1 + len(operator.gradients)]))
-        ctx.spec_and_facts = spec, facts
+        nondiff = operator.without_gradient(ctx.needs_input_grad[1 : 1 + differentiated])
+        _mark(ctx, outputs, nondiff)
         sources = [] if torch.compiler.is_compiling() else operator.sources(arguments, saved)
+        ctx.state = _BackwardState(spec, scalars, nondiff, [at for at, _ in sources])
         if sources:
-            ctx.copied, ctx.sources = [at for at, _ in sources], [arguments[source] for _, source in sources]
+            ctx.sources = [arguments[source] for _, source in sources]
         return outputs
 
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        spec, facts = ctx.spec_and_facts
-        saved = (*ctx.saved_tensors, *ctx.held)
-        if hasattr(ctx, "copied") and torch.is_grad_enabled():
-            saved = _with_sources(saved, ctx.copied, ctx.sources)
-        call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + len(operator.gradients)])
-        found = operator.gradients_by(route_of(call), spec, call)
-        return None, *found, *(None,) * behind
+    def backward(ctx: Any, *incoming: Tensor | None) -> Grads:
+        spec, scalars, _, copied = ctx.state
+        saved = (*ctx.saved_tensors, *ctx.unhooked)
+        if copied and torch.is_grad_enabled():
+            saved = _with_sources(saved, copied, ctx.sources)
+        call = BackwardCall(incoming, saved, scalars, ctx.needs_input_grad[1 : 1 + differentiated])
+        return None, *operator.compute_grads(backward_impl(call), spec, call), *others
 
     return _autograd_function(operator, forward, backward)
 
 
-def _function_of_program(operator: Operator) -> Any:
-    """The autograd function of plain calls; it takes a program, or a ``SingleCall``, and the tensors."""
-    differentiated, held = len(operator.gradients), len(operator.held)
-    behind = operator.tensor_count - differentiated
+def _function_of_recording(operator: Operator) -> Any:
+    """The autograd function of plain calls; it takes a recording, or a ``SingleCall``, and the tensors."""
+    differentiated, unhooked = len(operator.gradients), len(operator.unhooked)
+    others = (None,) * (operator.tensor_count - differentiated)
 
-    def forward(ctx: Any, program: Any, *tensors: Any) -> Any:
-        ctx.program, ctx.materialize_grads = program, False  # what the method for the latter does
-        outputs = program.forward(ctx, *tensors)
-        if ctx.program.facts[2]:
-            _mark(ctx, outputs, ctx.program.facts[2])
+    def forward(ctx: Any, recording: Any, *tensors: Any) -> Any:
+        ctx.recording, ctx.materialize_grads = recording, False  # what the method for the latter does
+        outputs = recording.forward(ctx, *tensors)
+        if recording.backward_state[2]:
+            _mark(ctx, outputs, recording.backward_state[2])
         return outputs
 
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        program, saved = ctx.program, ctx.saved_tensors
-        if held:
-            saved = (*saved, *ctx.sources[-held:])
+    def backward(ctx: Any, *incoming: Tensor | None) -> Grads:
+        recording, saved = ctx.recording, ctx.saved_tensors
+        if unhooked:
+            saved = (*saved, *ctx.sources[-unhooked:])
         may_repeat = not (
             torch.is_grad_enabled()
             or forward_ad._current_level >= 0
             or dispatch_modes()
-            or (Interceptors.active and launches.observer is not None)
+            or (Interceptors.active and launches.interceptor is not None)
             or is_dynamo_compiling()
         )
         if may_repeat:
-            for one in program.backwards:
-                gradients = one.call(*saved, *incoming)
-                if gradients is not None:
-                    return gradients
-        spec, facts, _, copied = program.facts
+            for recorded_backward in recording.backwards:
+                grads: Grads | None = recorded_backward.call(*saved, *incoming)
+                if grads is not None:
+                    return grads
+        spec, scalars, _, copied = recording.backward_state
         if copied and torch.is_grad_enabled():
             saved = _with_sources(saved, copied, ctx.sources[: len(copied)])
-        call = BackwardCall(incoming, saved, facts, ctx.needs_input_grad[1 : 1 + differentiated])
-        route = route_of(call)
-        if may_repeat and route is by_kernels and isinstance(program, Program):
-            function = _backward_function(operator, spec, facts, call.needed, len(saved))
-            found = recorded((*saved, *incoming), (), function, in_any_grad_mode=True)
-            if found is not None:
-                program.backwards = with_one_more(program.backwards, found[0])
-                return found[1]
-        return None, *operator.gradients_by(route, spec, call), *(None,) * behind
+        needed, count = ctx.needs_input_grad[1 : 1 + differentiated], len(saved)
+        call = BackwardCall(incoming, saved, scalars, needed)
+        impl = backward_impl(call)
+        if may_repeat and impl is kernel_backward and isinstance(recording, Recording):
+
+            def launch(*tensors: Tensor | None) -> Grads:
+                call = BackwardCall(tensors[count:], tensors[:count], scalars, needed)
+                return None, *operator.compute_grads(kernel_backward, spec, call), *others
+
+            recorded = record((*saved, *incoming), (), launch, in_any_grad_mode=True)
+            if recorded is not None:
+                recording.backwards = appended(recording.backwards, recorded[0])
+                return recorded[1]
+        return None, *operator.compute_grads(impl, spec, call), *others
 
     function = _autograd_function(operator, forward, backward)
     if hasattr(function, "_backward_cls"):
@@ -759,11 +770,8 @@ class _CopyOfWeight(torch.autograd.Function):
         return gradient, None
 
 
-def _with_sources(saved: Tensors, copied: Sequence[int], sources: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the saved tensors, with copies of weights as functions of the weights, their ``sources``.
-
-    ``copied``: the places of the copies.
-    """
+def _with_sources(saved: Tensors, copied: Sequence[int], sources: Sequence[Tensor]) -> Grads:
+    """The saved tensors, with copies of weights, at indices ``copied``, as functions of ``sources``, the weights."""
     linked: list[Any] = list(saved)
     for at, source in zip(copied, sources, strict=True):
         linked[at] = _CopyOfWeight.apply(source, linked[at])
@@ -771,33 +779,24 @@ def _with_sources(saved: Tensors, copied: Sequence[int], sources: Sequence[Tenso
 
 
 def _mark(ctx: Any, outputs: Any, nondiff: Sequence[int]) -> None:
-    """Tell autograd which outputs, by their places, no gradient flows into."""
+    """Tell autograd which outputs, by their indices, no gradient flows into."""
     if nondiff:
-        ctx.mark_non_differentiable(*(outputs[place] for place in nondiff if outputs[place] is not None))
-
-
-def _backward_function(operator: Operator, spec: Spec, facts: Facts, needed: Sequence[bool], saved: int) -> Any:
-    """The backward by kernels as a function of the ``saved`` tensors and the incoming gradients; it holds no tensor."""
-
-    def backward(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        call = BackwardCall(tensors[saved:], tensors[:saved], facts, needed)
-        behind = operator.tensor_count - len(operator.gradients)
-        return None, *operator.gradients_by(by_kernels, spec, call), *(None,) * behind
-
-    return backward
+        ctx.mark_non_differentiable(*(outputs[at] for at in nondiff if outputs[at] is not None))
 
 
 def is_plain_call(tensors: Tensors) -> bool:
     """Return whether a call is plain eager execution: not traced, no dispatch mode, no transform, no unusual tensor.
 
-    Then nothing would see the dispatcher, and going round it saves its time on the host. Unusual are subclasses, and
-    tensors whose memory does not hold their values.
+    Then nothing sees the dispatcher, and to bypass it saves its time on the host. Unusual are subclasses, and tensors
+    whose memory does not hold their values: it has none, or it holds them with the other sign.
     """
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(t is not None and (type(t) not in _PLAIN or _is_without_values(t)) for t in tensors)
+        or any(
+            t is not None and (type(t) not in _PLAIN or t.is_meta or t.is_neg() or t._is_zerotensor()) for t in tensors
+        )
     )
 
 
@@ -805,18 +804,13 @@ def _is_trained(tensors: Tensors) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _is_without_values(tensor: Tensor) -> bool:
-    """Return whether a tensor's memory does not hold its values: it has none, or it holds them with the other sign."""
-    return tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor()
-
-
-def _define(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Register an operator by its schema and return it; ``run(launch, ...)`` runs it or only allocates its outputs.
+def _define(name: str, schemas: Sequence[str], results: Sequence[str], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Register an operator and return it; ``run(launch, ...)`` runs it or only allocates its outputs.
 
     Operators carry no autograd rule: an ``autograd.Function`` outside of them is the cheapest on the host.
     """
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    returned = "Tensor" if len(results) == 1 else f"({', '.join(f'Tensor {result}' for result in results)})"
+    _library.define(f"{name}({', '.join(filter(None, schemas))}) -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, lambda *arguments: run(True, *arguments), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *arguments: run(False, *arguments), lib=_library)
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
@@ -827,18 +821,10 @@ def _values(spec: NormSpec | None) -> tuple[Any, ...]:
 
 
 def _filled(results: Sequence[Tensor | None], like: Tensor) -> Any:
-    """The results of a registered operator, empty where there is none: a schema has no optional results."""
+    """The results of a registered operator, with empty tensors for absent ones: a schema has no optional results."""
     filled = [like.new_empty(0, dtype=torch.float32) if result is None else result for result in results]
     return filled[0] if len(filled) == 1 else tuple(filled)
 
 
-def _joined(*schemas: str) -> str:
-    return ", ".join(schema for schema in schemas if schema)
-
-
-def _results(names: Sequence[str]) -> str:
-    return "Tensor" if len(names) == 1 else f"({_joined(*(f'Tensor {name}' for name in names))})"
-
-
 def _names(schema: str) -> list[str]:
-    return [one.split()[-1] for one in schema.split(",")] if schema else []
+    return [part.split()[-1] for part in schema.split(",")] if schema else []

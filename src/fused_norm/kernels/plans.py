@@ -1,8 +1,8 @@
-"""Launch plans: pure functions from a row's width and bytes and the facts of a device to the way to launch a kernel.
+"""Launch plans: pure functions from a row's width and bytes and the properties of a device to a launch.
 
 The number of rows decides the size of a grid alone, so one compilation serves every batch, and a row's result does not
 depend on the rows beside it. ``RULES`` has a plan for every width; they were measured on an NVIDIA H200, in bf16, on
-data larger than its L2, and the reasons stand beside them. ``TABLES`` has what was measured on other devices.
+data larger than its L2, and the reasons stand beside them. ``TABLES`` has measurements on other devices.
 """
 
 from __future__ import annotations
@@ -40,27 +40,16 @@ _OTHER_SHARED_BYTES = 10_240
 
 @dataclass(frozen=True)
 class Rule:
-    """The way to launch one kernel on rows that are no wider than ``widest``.
+    """The way to launch one kernel on rows that are no wider than ``widest``."""
 
-    Attributes:
-        widest: the last width that this rule is for, in elements; rules of a section are tried in their order.
-        elements: of a tile, which has one row at least; of a chunk, where rows are read in chunks.
-        warps: of a program, of 32 lanes.
-        programs: on each processor, where a backward's programs stride over tiles.
-        stages: tiles in flight in such a backward, the one computed included.
-        reload: read the weight again for every tile instead of keeping it in registers.
-        tail: columns in a second piece of each tile (see ``BackwardPlan``).
-        why: what was measured, beside what else was tried.
-    """
-
-    widest: int
-    elements: int
-    warps: int
-    programs: int = 0
-    stages: int = 3
-    reload: bool = False
-    tail: int = 0
-    why: str = ""
+    widest: int  # elements; rules of a section are tried in their order
+    elements: int  # of a tile, which has one row at least; of a chunk, if rows are read in chunks
+    warps: int  # of a program, of 32 lanes
+    programs: int = 0  # on each processor, if a backward's programs stride over tiles
+    stages: int = 3  # tiles in flight in such a backward, including the current one
+    reload: bool = False  # read the weight again for every tile instead of keeping it in registers
+    tail: int = 0  # columns in a second piece of each tile (see ``BackwardPlan``)
+    why: str = ""  # what was measured, and what else was tried
 
 
 _ANY = 2**62
@@ -71,7 +60,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(512, 2048, 4, why="16 elements a lane, reductions inside a warp; 4096 elements are 1 to 3 % slower"),
         Rule(1024, 2048, 2),
         Rule(5120, 2048, 4, why="8 warps at 2560 and 5120 wide: up to 3 % slower, FP8 15 % and more"),
-        Rule(8192, 2048, 8, why="16 warps are within 1 %, and 15 % slower where codes are written"),
+        Rule(8192, 2048, 8, why="16 warps are within 1 %, and 15 % slower if codes are written"),
         Rule(16384, 2048, 16),
         Rule(WIDEST_FORWARD, 2048, 32),
     ),
@@ -154,34 +143,24 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(_ANY, 2048, 16, 3),
     ),
     # 8 elements a lane and tensor are one load of 16 bytes in bf16; the forward takes two. Both directions reach .97 to
-    # 1.02 of a copy's bandwidth where all rows follow each other; elsewhere they were not measured.
+    # 1.02 of a copy's bandwidth if all rows follow each other; otherwise they were not measured.
     "glu_forward": (Rule(_ANY, 2048, 4),),
     "glu_backward": (Rule(_ANY, 1024, 4),),
 }
 """The rules of each section, the narrowest rows first; a section is a kind of kernels that has rules of its own."""
 
-_ROWS_OF = {
-    "sandwich_forward": "forward",
-    "rotated_heads_forward": "heads_forward",
-}
-"""The sections for which rows of another one are measured: so a norm has the same bits by itself and fused."""
+_ROWS_OF = {"sandwich_forward": "forward", "rotated_heads_forward": "heads_forward"}
+"""The sections for which rows of another one are measured: so a norm has the same bits alone and fused."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlanTable:
-    """The plans that were measured on one kind of device; widths that have no row follow ``RULES``.
+    """The plans that were measured on one kind of device; widths that have no row follow ``RULES``."""
 
-    Attributes:
-        device: as its driver names it.
-        capability: of its architecture.
-        measured: the versions that it was measured with, and the day.
-        rows: by section, for one width each, which is their ``widest``.
-    """
-
-    device: str
-    capability: str
-    measured: str
-    rows: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
+    device: str  # as its driver names it
+    capability: str  # of its architecture
+    measured: str  # the versions and the day
+    rows: Mapping[str, Sequence[Rule]] = field(default_factory=dict)  # by section, each for ``widest`` elements exactly
 
 
 H200 = PlanTable("NVIDIA H200", "9.0", "fused_norm 0.1.0, torch 2.11.0, triton 3.6.0, 2026-11-20")
@@ -230,73 +209,57 @@ def table_of(name: str, capability: str) -> tuple[PlanTable, str]:
 
 @dataclass(frozen=True)
 class Device:
-    """The facts about a device that plans depend on."""
+    """The properties of a device that plans depend on."""
 
     processors: int = 132
     warp_size: int = 32
     shared_memory: int = 232_448
     """Bytes that one program may use at most."""
     overlaps: bool = False
-    """A launch may begin before the one in front of it has ended (programmatic dependent launch)."""
+    """A launch may begin before the previous one has ended (programmatic dependent launch)."""
     table: PlanTable = H200
     """The device's own plans, which go before the rules."""
 
-    def warps(self, wanted: int) -> int:
-        """The warps with as many lanes as ``wanted`` warps of 32 lanes have: half as many where a warp has 64."""
-        return max(1, wanted * 32 // self.warp_size)
+    def warps(self, count: int) -> int:
+        """The warps with as many lanes as ``count`` warps of 32 lanes have: half as many if a warp has 64."""
+        return max(1, count * 32 // self.warp_size)
 
     def rule(self, section: str, width: int) -> Rule:
         """The row of the device's table for just ``width`` elements; else the section's first rule that is for them."""
         measured = (row for row in self.table.rows.get(_ROWS_OF.get(section, section), ()) if row.widest == width)
         return next(measured, None) or next(rule for rule in RULES[section] if width <= rule.widest)
 
-    def stages(self, wanted: int, tile_bytes: int) -> int:
-        """The tiles in flight: ``wanted``, or fewer where shared memory does not hold all of them but the first."""
-        return max(1, min(wanted, 1 + (self.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes))
+    def stages(self, most: int, tile_bytes: int) -> int:
+        """The tiles in flight: ``most``, or fewer if shared memory does not hold all of them but the first."""
+        return max(1, min(most, 1 + (self.shared_memory - _OTHER_SHARED_BYTES) // tile_bytes))
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """One launch of a forward, or of a gate in either direction.
-
-    Attributes:
-        mode: see ``Mode``.
-        rows: in a tile.
-        block: columns in a tile: all of a row, or a chunk of it under ``multi_wave_reload``.
-        warps: of a program.
-        programs: at most, under ``static_persistent``; elsewhere there is one for each tile.
-    """
+    """One launch of a forward, or of a gate in either direction."""
 
     mode: Mode
-    rows: int
-    block: int
-    warps: int
-    programs: int = 0
+    rows: int  # in a tile
+    block: int  # columns in a tile: all of a row, or a chunk of it under ``multi_wave_reload``
+    warps: int  # of a program
+    programs: int = 0  # at most, under ``static_persistent``; otherwise there is one for each tile
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
     """One launch of the backward: a persistent grid that strides over tiles of rows.
 
-    Attributes:
-        rows: in a tile.
-        block: columns in a tile.
-        warps: of a program.
-        stages: tiles in flight, the one computed included.
-        programs: at most; each sums its share of dw in registers. A frozen weight gets one for each tile.
-        reload: read the weight again for every tile instead of keeping it in registers.
-        chunked: a row is too wide to hold; one launch computes the sums over it, another goes by blocks of columns.
-        tail: columns in a second piece of each tile, where ``block`` alone does not hold a row: a power of two, so that
-            5120 = 4096 + 1024 leaves no lane idle. 0 is none.
+    ``tail``: columns in a second piece of each tile, if ``block`` alone does not hold a row: a power of two, so that
+    5120 = 4096 + 1024 leaves no lane idle. 0 is none.
     """
 
-    rows: int
-    block: int
-    warps: int
-    stages: int
-    programs: int
-    reload: bool = False
-    chunked: bool = False
+    rows: int  # in a tile
+    block: int  # columns in a tile
+    warps: int  # of a program
+    stages: int  # tiles in flight, including the current one
+    programs: int  # at most; each sums its partial dw in registers. A frozen weight gets one for each tile
+    reload: bool = False  # read the weight again for every tile instead of keeping it in registers
+    chunked: bool = False  # a row is too wide to hold: one launch sums over it, another goes by blocks of columns
     tail: int = 0
 
     @property
@@ -309,18 +272,18 @@ class BackwardPlan:
 def forward_plan(
     width: int, device: Device = Device(), mode: Mode | None = None, section: str = "forward"
 ) -> ForwardPlan:
-    """The forward's launch for rows of ``width`` elements, in the best mode or the one asked for.
+    """The forward's launch for rows of ``width`` elements, in ``mode`` or the best one.
 
     Args:
         width: of a row or, in a gated norm, of a group.
-        device: where it is launched.
+        device: the properties of its device.
         mode: None is the best one.
         section: ``forward`` for a norm with or without a residual, so that both add up a row in the same order;
             ``sandwich_forward`` for two norms with an add between them, of rows up to ``WIDEST_SANDWICH_FORWARD``;
             ``gated_forward`` for a gated norm, up to ``WIDEST_GATED``. The last two have one mode.
 
     Raises:
-        ValueError: for a mode that is none, or that cannot hold a row this wide.
+        ValueError: for an unknown mode, or one that cannot hold a row this wide.
     """
     block = next_power_of_2(width)
     if mode is None:
@@ -349,9 +312,9 @@ def backward_plan(
     Args:
         width: of a row or, in a gated norm, of a group.
         column_bytes: what the loop reads for one element of a row, over all tensors. Every stage beyond the first holds
-            a tile of each in shared memory; where they do not fit, fewer are in flight.
-        device: where it is launched.
-        section: ``norm_backward``; ``add_backward`` where the gradient of a residual sum is read and added as well;
+            a tile of each in shared memory; if they do not fit, fewer are in flight.
+        device: the properties of its device.
+        section: ``norm_backward``; ``add_backward`` if the gradient of a residual sum is read and added as well;
             ``sandwich_backward`` for two norms, of rows up to ``WIDEST_SANDWICH_BACKWARD``; or ``gated_backward``, up
             to ``WIDEST_GATED``, whose programs are those of all groups together.
     """
@@ -368,44 +331,30 @@ def backward_plan(
 
 @dataclass(frozen=True)
 class HeadsTile:
-    """Some heads of some tokens.
-
-    Attributes:
-        tokens: powers of two, both.
-        heads: of each token.
-    """
+    """Some heads of some tokens; both numbers are powers of two."""
 
     tokens: int
-    heads: int
+    heads: int  # of each token
 
 
 @dataclass(frozen=True)
 class HeadsPlan:
-    """One launch over the heads of q and k: the forward's grid has a program for each tile, the backward's is one wave.
-
-    Attributes:
-        q: a tile of q.
-        k: a tile of k.
-        block: columns of a tile that are loaded at once: a row, or half of one where RoPE turns all of it.
-        warps: of a program.
-        stages: tiles in flight in the backward, the one computed included.
-        programs: of the backward, at most, for q and k together; without a dw there is one for each tile.
-    """
+    """One launch over the heads of q and k: a forward has a program for each tile, a backward is one wave."""
 
     q: HeadsTile
     k: HeadsTile
-    block: int
-    warps: int
-    stages: int = 1
-    programs: int = 0
+    block: int  # columns of a tile that are loaded at once: a row, or half of one if RoPE turns all of it
+    warps: int  # of a program
+    stages: int = 1  # tiles in flight in the backward, including the current one
+    programs: int = 0  # of the backward, at most, for q and k together; without a dw there is one for each tile
 
 
 @lru_cache(maxsize=1024)
 def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, device: Device = Device()) -> HeadsPlan:
     """The forward's launch over heads of ``width`` elements, ``rotary`` of which RoPE turns (0: there is no RoPE).
 
-    ``q_heads`` and ``k_heads`` are the rows of a token that follow each other at one stride: 1 where all rows of a
-    tensor do. RoPE by itself has the plan of a norm with RoPE.
+    ``q_heads`` and ``k_heads`` are the rows of a token that follow each other at one stride: 1 if all rows of a
+    tensor do. RoPE alone has the plan of a norm with RoPE.
     """
     rule = device.rule("rotated_heads_forward" if rotary else "heads_forward", width)
     return _heads_by(rule, (q_heads, k_heads), width, rotary, device)
@@ -453,7 +402,7 @@ def _heads_tile(heads: int, rows: int, rotated: bool) -> HeadsTile:
 
 @lru_cache(maxsize=1024)
 def glu_plan(width: int | None, backward: bool = False, device: Device = Device()) -> ForwardPlan:
-    """The launch for rows of ``width`` elements; ``width`` is None where all rows follow each other in memory."""
+    """The launch for rows of ``width`` elements; ``width`` is None if all rows follow each other in memory."""
     rule = device.rule("glu_backward" if backward else "glu_forward", 0)
     block = rule.elements if width is None else min(rule.elements, next_power_of_2(width))
     return ForwardPlan("multi_wave_cached", rule.elements // block, block, device.warps(rule.warps))

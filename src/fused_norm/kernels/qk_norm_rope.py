@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from . import reference
-from .arguments import Unsupported, angles_beyond_kernels, other_dtype, wrong_angles, wrong_flag, wrong_pair
-from .operator import BackwardCall, Operator, Recompute, Route, Spec, Tensors, norm_spec
+from .arguments import Unsupported, angles_beyond_kernels, check_angles, check_flag, check_pair, other_dtype
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Spec, Tensors, norm_spec
 from .triton.memory import (
     empty_copy,
     empty_in_order,
@@ -41,13 +41,13 @@ class HeadsOperator(Operator):
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
         return tuple(side for side in (0, 1) if not any(needed[side::2]))
 
-    def gradients_by(self, route: Route, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         idle = [side for side, d in enumerate(call.incoming) if d is None or not any(call.needed[side::2])]
         incoming = [None if side in idle else d for side, d in enumerate(call.incoming)]
         needed = [need and place % 2 not in idle for place, need in enumerate(call.needed)]
         if not any(needed):
             return (None,) * len(needed)
-        return super().gradients_by(route, spec, call._replace(incoming=incoming, needed=needed))
+        return super().compute_grads(impl, spec, call._replace(incoming=incoming, needed=needed))
 
 
 class QKNorm(HeadsOperator):
@@ -61,26 +61,26 @@ class QKNorm(HeadsOperator):
     options = "int unsqueeze_dim, ScalarType? dtype"
     outputs = ("q_out", "k_out")
     saved = tensors
-    facts = "int unsqueeze_dim"
+    saved_scalars = "int unsqueeze_dim"
     gradients = ("dq", "dk", "dq_weight", "dk_weight")
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"q_weight": ("q",), "k_weight": ("k",)}
 
     def public_name(self, *arguments: Any) -> str:
         return "qk_norm" if arguments[4] is arguments[5] is None else "qk_norm_rope"
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         q, k, *weights, cos, sin, unsqueeze_dim, _ = arguments
         for names, pair in ((("q_weight", "k_weight"), weights), (("cos", "sin"), (cos, sin))):
             if (pair[0] is None) != (pair[1] is None):
                 missing, given = names if pair[0] is None else names[::-1]
                 return Unsupported(f"{missing} is None and {given} is not; pass both or neither", ValueError)
-        refusal = wrong_pair(q, k, "rms_norm")
-        return refusal or (None if cos is None else wrong_angles((("q", q), ("k", k)), cos, sin, unsqueeze_dim))
+        refusal = check_pair(q, k, "rms_norm")
+        return refusal or (None if cos is None else check_angles((("q", q), ("k", k)), cos, sin, unsqueeze_dim))
 
     def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
         *known, dtype = arguments
         q_out, k_out = reference.qk_norm_rope(spec, *known)
-        return reference.written(q_out, dtype), reference.written(k_out, dtype)
+        return reference.cast_output(q_out, dtype), reference.cast_output(k_out, dtype)
 
     def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
         return norm_reads_copy(spec, weight)
@@ -110,7 +110,7 @@ class QKNorm(HeadsOperator):
         )
         if launch:
             dq_out, dk_out = call.incoming
-            launch_qk_backward(spec, tuple(call.saved), (dq_out, dk_out), dx, dw, call.facts[0])
+            launch_qk_backward(spec, tuple(call.saved), (dq_out, dk_out), dx, dw, call.saved_scalars[0])
         return *dx, *dw
 
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
@@ -122,7 +122,9 @@ class QKNorm(HeadsOperator):
                 continue
             x, weight = inputs[side::2]
             if cos is not None:
-                d = reference.rope_backward(d, *(reference.broadcast_angles(a, call.facts[0]) for a in (cos, sin)))
+                d = reference.rope_backward(
+                    d, *(reference.broadcast_angles(a, call.saved_scalars[0]) for a in (cos, sin))
+                )
             grad, dw[side] = reference.rms_norm_backward(spec, d, x, weight)
             dx[side] = grad.to(x.dtype)
         return *dx, *dw
@@ -141,20 +143,20 @@ class Rope(HeadsOperator):
     options = "int unsqueeze_dim, bool single_rounding, ScalarType? dtype"
     outputs = ("q_out", "k_out")
     saved = "Tensor cos, Tensor sin"
-    facts = "int unsqueeze_dim, ScalarType q_dtype, ScalarType? k_dtype, int[] q_order, int[] k_order"
+    saved_scalars = "int unsqueeze_dim, ScalarType q_dtype, ScalarType? k_dtype, int[] q_order, int[] k_order"
     gradients = ("dq", "dk")
 
-    def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         q, k, *angles, single_rounding, _ = arguments
         sides = [(name, x) for name, x in (("q", q), ("k", k)) if x is not None]
-        pair = None if k is None else wrong_pair(q, k, self.name)
-        return wrong_angles(sides, *angles) or pair or wrong_flag("single_rounding", single_rounding)
+        pair = None if k is None else check_pair(q, k, self.name)
+        return check_angles(sides, *angles) or pair or check_flag("single_rounding", single_rounding)
 
     def reference(self, spec: Spec, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         q, k, cos, sin, unsqueeze_dim, single_rounding, dtype = arguments
         cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in (cos, sin))
-        q_out = reference.written(reference.rope(q, cos, sin, single_rounding), dtype)
-        return q_out, None if k is None else reference.written(reference.rope(k, cos, sin, single_rounding), dtype)
+        q_out = reference.cast_output(reference.rope(q, cos, sin, single_rounding), dtype)
+        return q_out, None if k is None else reference.cast_output(reference.rope(k, cos, sin, single_rounding), dtype)
 
     def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
         q_out, k_out = super().run(spec, *arguments, training=training)
@@ -170,7 +172,7 @@ class Rope(HeadsOperator):
         return outputs
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (cos, sin), (unsqueeze_dim, *facts) = call.saved, call.facts
+        (cos, sin), (unsqueeze_dim, *facts) = call.saved, call.saved_scalars
         dx = [
             empty_in_order(order, d.shape, dtype, d.device) if need and d is not None else None
             for need, d, dtype, order in zip(call.needed, call.incoming, facts[:2], facts[2:], strict=True)
@@ -184,7 +186,7 @@ class Rope(HeadsOperator):
         return tuple(dx)
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        unsqueeze_dim, *dtypes = call.facts[:3]
+        unsqueeze_dim, *dtypes = call.saved_scalars[:3]
         cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in call.saved)
         return tuple(
             None if d is None else reference.rope_backward(d, cos, sin).to(dtype)

@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from ..spec import NormSpec
-from .triton.memory import written_dtype
+from .triton.memory import out_dtype
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -21,11 +25,11 @@ def _silu(x: Tensor) -> Tensor:
 
 
 class Spelling(NamedTuple):
-    """How modelling code writes the steps of a norm, which makes a difference in the last place of an fp32.
+    """How modelling code writes the steps of a norm, which changes the last place of an fp32.
 
     Attributes:
-        inverse_root: ``v ** -0.5``, or the root itself where x is divided by it.
-        by: what makes the normalised row of x and that.
+        inverse_root: ``v ** -0.5``, or the root itself if x is divided by it.
+        by: computes the normalised row from x and that.
         silu: of a gate.
     """
 
@@ -38,12 +42,7 @@ _OURS = Spelling()
 
 
 def rms_norm(
-    spec: NormSpec,
-    x: Tensor,
-    weight: Tensor | None,
-    *,
-    spelling: Spelling = _OURS,
-    dtype: torch.dtype | None = None,
+    spec: NormSpec, x: Tensor, weight: Tensor | None, *, spelling: Spelling = _OURS, dtype: torch.dtype | None = None
 ) -> Tensor:
     """RMSNorm of the last dimension, with the rounding points of its casting (see ``NormSpec``).
 
@@ -53,7 +52,7 @@ def rms_norm(
     if spec.casting == "none":
         return _uncast(spec, x, weight, inverse_root)
     dtype = dtype or x.dtype
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = _wide(x.dtype)
     x_wide = x.to(wide)
     rstd = inverse_root(x_wide.pow(2).mean(-1, keepdim=True) + spec.eps)
     x_hat = x_wide * rstd.to(dtype).to(wide) if spec.casting == "rounded_rstd" else by(x_wide, rstd)
@@ -101,7 +100,7 @@ def qk_norm_rope(
     sin: Tensor | None,
     unsqueeze_dim: int,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of every head of q and of k, then RoPE where there are cos and sin."""
+    """The norm of every head of q and of k, then RoPE if there are cos and sin."""
     q, k = rms_norm(spec, q, q_weight), rms_norm(spec, k, k_weight)
     if cos is None or sin is None:
         return q, k
@@ -111,8 +110,7 @@ def qk_norm_rope(
 
 def broadcast_angles(angles: Tensor, unsqueeze_dim: int) -> Tensor:
     """Four-dimensional cos or sin, which broadcast against q and k."""
-    if angles.dim() == 2:
-        angles = angles[None]
+    angles = angles[None] if angles.dim() == 2 else angles
     return angles.unsqueeze(unsqueeze_dim) if angles.dim() == 3 else angles
 
 
@@ -123,7 +121,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, single_rounding: bool = False) -> 
     """
     rotary, dtype = cos.shape[-1], x.dtype
     if single_rounding:
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = _wide(dtype)
         x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
     a, b = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
     rotated = x[..., :rotary] * cos + torch.cat((-b, a), dim=-1) * sin
@@ -131,9 +129,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, single_rounding: bool = False) -> 
     return y.to(dtype) if single_rounding else y
 
 
-def written(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A result in the dtype that an operator writes it in, where ``dtype`` is wanted in the place of float32."""
-    return x.to(written_dtype(x.dtype, dtype))
+def cast_output(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Cast a result to the dtype that an operator writes: ``dtype``, if given, in place of float32."""
+    return x.to(out_dtype(x.dtype, dtype))
 
 
 def gated_rms_norm(
@@ -146,8 +144,8 @@ def gated_rms_norm(
     groups: int,
     spelling: Spelling = _OURS,
 ) -> Tensor:
-    """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, the norm that of each group of columns by itself."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, each group of columns normalised separately."""
+    wide = _wide(x.dtype)
     gate = (spelling.silu if activation == "silu" else torch.sigmoid)(gate.to(wide))
     total, dtype = x, x.dtype
     if not norm_before_gate:
@@ -171,7 +169,7 @@ def rms_norm_backward(
 
     dx is not yet rounded; ``ds`` is added to it. dw has the weight's dtype.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = _wide(x.dtype)
     x, g = x.to(wide), dy.to(wide)
     rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + spec.eps)
     x_hat = x * rstd
@@ -194,7 +192,7 @@ def gated_rms_norm_backward(
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of what ``gated_rms_norm`` takes, each rounded once to the dtype of its own tensor."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = _wide(x.dtype)
     rows, z, d = x.to(wide), gate.to(wide), dy.to(wide)
     share = torch.sigmoid(z)
     change = share * (1 - share)
@@ -207,16 +205,13 @@ def gated_rms_norm_backward(
         dx, d_act = d_total, d * rms_norm(spec, _grouped(rows, groups), gammas).reshape(rows.shape)
     else:
         dx, d_act = d_total * act, d_total * rows
-    return (
-        dx.to(x.dtype),
-        (d_act * slope).to(gate.dtype),
-        None if dw is None or weight is None else dw.reshape(weight.shape),
-    )
+    dw = None if dw is None or weight is None else dw.reshape(weight.shape)
+    return dx.to(x.dtype), (d_act * slope).to(gate.dtype), dw
 
 
 def rope_backward(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of what ``rope`` rotates, in fp32 at least."""
-    wide = torch.promote_types(d.dtype, torch.float32)
+    wide = _wide(d.dtype)
     d, cos, sin = d.to(wide), cos.to(wide), sin.to(wide)
     rotary = cos.shape[-1]
     front = d.narrow(-1, 0, rotary)
@@ -229,7 +224,7 @@ def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """``act(gate) * up``, the activation rounded first; without ``up`` gate has both."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     if activation == "silu":
-        return _silu(gate.to(torch.promote_types(gate.dtype, torch.float32))).to(gate.dtype) * up
+        return _silu(gate.to(_wide(gate.dtype))).to(gate.dtype) * up
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
@@ -237,7 +232,7 @@ def glu_backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -
     """The gradients of what ``glu`` takes, each rounded once to the dtype of its own tensor."""
     packed = up is None
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    wide = torch.promote_types(torch.promote_types(gate.dtype, up.dtype), torch.float32)
+    wide = _wide(torch.promote_types(gate.dtype, up.dtype))
     x, d = gate.to(wide), dy.to(wide)
     # act(x) = x * share, and the derivative of share
     if activation == "silu":
@@ -263,7 +258,7 @@ def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
 
 def _uncast(spec: NormSpec, x: Tensor, weight: Tensor | None, inverse_root: Callable[[Tensor], Tensor]) -> Tensor:
     """RMSNorm with every step rounded to x's dtype, but for fp16 squares that would overflow: those stay in fp32."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = _wide(x.dtype)
     x_wide = x.to(wide)
     mean = _round_in_range(_round_in_range(x_wide * x_wide, x.dtype).mean(-1, keepdim=True), x.dtype)
     shifted = _round_in_range(mean + spec.eps, x.dtype)
@@ -307,7 +302,7 @@ def linear_cross_entropy(
     in_fp32: bool,
 ) -> Tensor:
     logits = torch.nn.functional.linear(x, weight, bias)
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    wide = _wide(logits.dtype)
     logits = logits.to(wide) if in_fp32 else logits
     logits = logits if scale is None else logits * scale
     logits = logits if cap is None else torch.tanh(logits / cap) * cap

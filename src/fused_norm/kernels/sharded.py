@@ -21,7 +21,7 @@ _PYTORCHS_FUNCTIONS: tuple[Any, ...] = (
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor without behaviour of its own, which DTensors and quantised tensors have.
+    """Return whether a value is a tensor without behaviour of its own, as DTensors and quantised tensors have.
 
     A class with a ``__torch_function__`` of its own may compute anything in place of PyTorch's functions.
     """
@@ -37,7 +37,7 @@ def is_sharded(value: Any) -> bool:
     """Return whether a value is a DTensor, of whatever placement."""
     if not isinstance(value, Tensor) or is_plain(value) or not torch.distributed.is_available():
         return False
-    from torch.distributed.tensor import DTensor  # slow to import, and imported already where there are any
+    from torch.distributed.tensor import DTensor  # slow to import, and already imported if there are any
 
     return isinstance(value, DTensor)
 
@@ -57,54 +57,54 @@ def is_taken(value: Any) -> bool:
 
 
 def placement_obstacle(rows: Sequence[Any], weights: Sequence[Any] = (), *, elementwise: bool = False) -> str | None:
-    """The reason why no device can compute its part of a call alone; None where all can, or there is no DTensor.
+    """Why no device can compute its part of a call alone; None if all can, or there is no DTensor.
 
-    An empty string for what is not worth a log: in compiled graphs the compiler fuses what DTensor does.
+    An empty reason is not logged: in compiled graphs the compiler fuses what DTensor does.
 
     Args:
-        rows: the tensors that are computed row by row, the first of which is there; None for others that are not.
+        rows: the tensors that are computed row by row, the first of which is present; None for absent ones.
         weights: the tensors that every row needs, or None.
-        elementwise: the rows themselves may be cut.
+        elementwise: the rows themselves may be sharded.
     """
-    tensors = [one for one in (*rows, *weights) if one is not None]
-    if not any(is_sharded(one) for one in tensors):
+    tensors = [t for t in (*rows, *weights) if t is not None]
+    if not any(map(is_sharded, tensors)):
         return None
     if torch.compiler.is_compiling():
         return ""
-    if not all(is_sharded(one) for one in tensors):
+    if not all(map(is_sharded, tensors)):
         return "DTensors and plain tensors meet in it"
     first = rows[0]
-    if any(one.device_mesh != first.device_mesh for one in tensors):
+    if any(t.device_mesh != first.device_mesh for t in tensors):
         return "its DTensors are on several meshes"
-    if any(one is not None and one.placements != first.placements for one in rows):
+    if any(t is not None and t.placements != first.placements for t in rows):
         return "its DTensors are placed in several ways"
-    if not all(_is_whole(one) for one in weights if one is not None):
+    if not all(_is_replicated(t) for t in weights if t is not None):
         return "not every device has the weight as a whole"
     dims = range(first.dim() if elementwise else first.dim() - 1)
     for placement in first.placements:
-        if not placement.is_replicate() and _cut_dim(first, placement) not in dims:
+        if not placement.is_replicate() and _shard_dim(first, placement) not in dims:
             return f"the input is placed as {placement!r}"
     return None
 
 
 def are_angles_of(x: Any, angles: Sequence[Any], heads_dim: int) -> bool:
-    """Return whether every device has the cos and sin of all tokens, which are no DTensors where x is none.
+    """Return whether every device has the cos and sin of all its tokens; both are DTensors if x is one, and else not.
 
-    ``heads_dim``: the one dimension in which x may be cut.
+    ``heads_dim``: the only dimension that x may be sharded along.
     """
     if not is_sharded(x):
-        return all(is_plain(one) for one in angles)
-    return all(is_sharded(one) and one.device_mesh == x.device_mesh and _is_whole(one) for one in angles) and all(
-        placement.is_replicate() or _cut_dim(x, placement) == heads_dim for placement in x.placements
+        return all(map(is_plain, angles))
+    return all(is_sharded(t) and t.device_mesh == x.device_mesh and _is_replicated(t) for t in angles) and all(
+        placement.is_replicate() or _shard_dim(x, placement) == heads_dim for placement in x.placements
     )
 
 
 def call_on_parts(call: Callable[..., Any], tensors: Sequence[Any], shared: Sequence[bool]) -> Any:
-    """The outputs of ``call(*tensors)`` for DTensors, as DTensors placed as the first; nothing stands in the way.
+    """The outputs of ``call(*tensors)`` for DTensors, as DTensors placed as the first; there is no placement obstacle.
 
     Args:
         call: takes plain tensors, and returns one output or a tuple of them. An output has the shape of the tensor at
-            its place; its rows may be shorter, if rows are not cut.
+            its place; its rows may be shorter, if rows are not sharded.
         tensors: DTensors, or None.
         shared: which of them every row needs.
     """
@@ -113,25 +113,25 @@ def call_on_parts(call: Callable[..., Any], tensors: Sequence[Any], shared: Sequ
     mesh, placements = tensors[0].device_mesh, tensors[0].placements
     sums = tuple(placement if placement.is_replicate() else Partial() for placement in placements)
     parts: list[Any] = [
-        None if one is None else _Part.apply(one, sums if by_all else placements)
-        for one, by_all in zip(tensors, shared, strict=True)
+        None if t is None else _Part.apply(t, sums if is_shared else placements)
+        for t, is_shared in zip(tensors, shared, strict=True)
     ]
-    for one, part, by_all in zip(tensors, parts, shared, strict=True):
-        if part is not None and part.requires_grad and one.is_leaf and not by_all:
+    for tensor, part, is_shared in zip(tensors, parts, shared, strict=True):
+        if part is not None and part.requires_grad and tensor.is_leaf and not is_shared:
             # Two leaves may get one tensor as their gradient, which autograd cannot see through DTensors.
             part.register_hook(torch.clone)
-    found = call(*parts)
+    results = call(*parts)
     outputs: list[Any] = []
-    for output, part, whole in zip(found if isinstance(found, tuple) else (found,), parts, tensors, strict=False):
+    for output, part, whole in zip(results if isinstance(results, tuple) else (results,), parts, tensors, strict=False):
         if output is not None:
             width = whole.shape[-1] - part.shape[-1] + output.shape[-1]
             like = torch.empty_strided(whole.shape, whole.stride(), device="meta")[..., :width]
-            # Parts differ in length where devices do not divide a dimension, so that the whole's shape has to be said.
+            # Parts differ in length if devices do not divide a dimension, so the shape of the whole is an argument.
             output = DTensor.from_local(
                 output, mesh, placements, run_check=False, shape=like.shape, stride=torch.empty_like(like).stride()
             )
         outputs.append(output)
-    return tuple(outputs) if isinstance(found, tuple) else outputs[0]
+    return tuple(outputs) if isinstance(results, tuple) else outputs[0]
 
 
 class _Part(torch.autograd.Function):
@@ -159,12 +159,12 @@ class _Part(torch.autograd.Function):
         return whole, None
 
 
-def _is_whole(tensor: Any) -> bool:
+def _is_replicated(tensor: Any) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
-def _cut_dim(tensor: Any, placement: Any) -> int | None:
-    """The dimension in which a placement cuts a tensor into one piece for each device; None where it does not."""
+def _shard_dim(tensor: Any, placement: Any) -> int | None:
+    """The dimension that a placement shards into one piece for each device, or None."""
     from torch.distributed.tensor import Shard
 
     return placement.dim % tensor.dim() if type(placement) is Shard else None

@@ -22,7 +22,7 @@ from ..kernels.norm import (
     RMS_NORM_FOR_CONSUMERS,
 )
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
-from ..kernels.reference import written
+from ..kernels.reference import cast_output
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
@@ -147,7 +147,7 @@ class FusedBlock(nn.Module):
                     sin,
                     heads_dim,
                     dtype,
-                    programs=rotation.programs_with_norms,
+                    replaces=rotation.key,
                     unless=rotation.unlike_qk_norm,
                 )
                 if reason is None:
@@ -205,7 +205,7 @@ class FusedBlock(nn.Module):
         )
         options = heads_dim, single, dtype
         outputs, reason = run_fused(
-            ROPE, None, *heads, cos, sin, *options, programs=rotation.programs, unless=rotation.unlike_rope
+            ROPE, None, *heads, cos, sin, *options, replaces=rotation.key, unless=rotation.unlike_rope
         )
         if reason is not None:
             warn_once(self.fused_norm_origin, reason)
@@ -250,7 +250,7 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) 
 
 def _written(rotated: Any, dtype: torch.dtype | None) -> Any:
     """Cast what stock code has rotated from float32 to ``dtype``, if that is given."""
-    return rotated if dtype is None else tuple([written(x, dtype) for x in rotated])
+    return rotated if dtype is None else tuple([cast_output(x, dtype) for x in rotated])
 
 
 def _with_batch(x: Any, without: int) -> Any:

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
-from ..kernels.arguments import wrong_eps
+from ..kernels.arguments import check_eps
 from ..kernels.autocast import autocast_dtype
 from ..kernels.gated_rms_norm import GATED_RMS_NORM
 from ..kernels.norm import ADD_RMS_NORM, RMS_NORM
 from ..kernels.operator import Operator, norm_spec
-from ..kernels.program import Programs
 from ..spec import Casting, GatedNormSpec, NormSpec
 from . import hooks
 from .hooks import are_plain_calls
@@ -164,7 +163,7 @@ def spec_and_weights(*norms: FusedNorm) -> tuple[Any, ...]:
             weight = norm.weight  # FSDP1 puts a view of its flat parameter there as an attribute
         weights.append(weight if spec.weighted else None)
         if type(spec) is not NormSpec or type(eps) is not float or eps != spec.eps:
-            spec = None if wrong_eps(eps) else norm_spec(spec.casting, spec.zero_centered, eps, spec.casts_weight)
+            spec = None if check_eps(eps) else norm_spec(spec.casting, spec.zero_centered, eps, spec.casts_weight)
         specs.append(spec)
     first, last = specs[0], specs[-1]
     if first is not last and (
@@ -180,7 +179,7 @@ def run_fused(
     operator: Operator,
     spec: NormSpec | None,
     *arguments: Any,
-    programs: Programs | None = None,
+    replaces: Any = "stock code",
     unless: Callable[..., str | None] | None = None,
 ) -> tuple[Any, str | None]:
     """The outputs of an operator in place of stock code, and None; or None, and why stock code has to run.
@@ -189,7 +188,7 @@ def run_fused(
         operator: what would replace stock code.
         spec: the meaning of the norm, as ``spec_of`` has it; None for an operator without one.
         arguments: the operator's.
-        programs: of calls that are known to do what that stock code does; ``programs_as_stock`` unless given.
+        replaces: the key of that stock code, as ``Operator.try_fused`` takes it.
         unless: as in ``Operator.try_fused``.
     """
     if _disabled_depth:
@@ -201,12 +200,10 @@ def run_fused(
             return None, "its eps is not a finite number of at least 0"
     elif spec.casting == "none" and _is_under_autocast(arguments[0]):
         return None, "autocast changes what an uncast norm rounds to"
-    if programs is None:
-        programs = operator.programs_as_stock
-    outputs = operator.known(programs, spec, *arguments)
+    outputs = operator.run_cached(replaces, spec, *arguments)
     if outputs is not None:
         return outputs, None
-    return operator.try_fused(spec, *arguments, programs=programs, unless=unless)
+    return operator.try_fused(spec, *arguments, replaces=replaces, unless=unless)
 
 
 def _is_under_autocast(x: Any) -> bool:

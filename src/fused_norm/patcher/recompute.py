@@ -95,7 +95,7 @@ def recomputes_linears() -> bool:
 
 def _is_possible() -> bool:
     """Return whether hooks of ours would be the only ones that see what is saved."""
-    if calls.observer is not None or is_disabled() or is_transformed() or torch._C._len_torch_dispatch_stack():
+    if calls.interceptor is not None or is_disabled() or is_transformed() or torch._C._len_torch_dispatch_stack():
         return False
     autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():
@@ -171,7 +171,7 @@ class _SavedTensorHook:
         if not reads_linears:
             node: Any = outputs[0].grad_fn
             saved = node.saved_tensors
-        kept = saved[len(saved) - len(operator.kept) :]  # an operator saves last what it has computed for that alone
+        kept = saved[len(saved) - len(operator.extra_saved) :]  # computed for that alone
         arguments = operator.as_saved(arguments, saved)
         recompute = operator.recompute(spec, arguments, (*outputs, *kept))
         if reads_linears:

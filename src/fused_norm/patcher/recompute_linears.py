@@ -154,7 +154,7 @@ class LinearOutputs:
         *_, b, h = [_kept(one) for one in node._raw_saved_tensors]
         if found is None or b is None or h is None:
             return None
-        recipe = Recipe.of(partial(_added, scale=LORA_ADD.facts_of(node)[0]), found.recipe, h.flatten(0, -2), b)
+        recipe = Recipe.of(partial(_added, scale=LORA_ADD.scalars_of(node)[0]), found.recipe, h.flatten(0, -2), b)
         return found._replace(recipe=recipe)
 
     def _linear_with_adapter_in_4_bits(self, node: Any) -> Matrix | None:
@@ -164,9 +164,9 @@ class LinearOutputs:
         b, h = [_kept(saved) for saved in node._raw_saved_tensors[2:]]
         if b is None or h is None:
             return None
-        linear: Any = LORA_LINEAR_4BIT.held_by(node)
+        linear: Any = LORA_LINEAR_4BIT.unhooked_of(node)
         made = node._input_metadata[0]
-        block, factor, *_ = LORA_LINEAR_4BIT.facts_of(node)
+        block, factor, *_ = LORA_LINEAR_4BIT.scalars_of(node)
         x = self._of_norm(node.next_functions[0], 2 * linear[1].numel() // len(b), h.dtype)
         if x is None:
             return None

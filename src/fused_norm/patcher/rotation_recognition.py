@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
-from ..kernels.program import Programs
 from .code_fingerprint import fingerprint
 from .hooks import has_hooks
 from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError
@@ -82,8 +81,7 @@ class Rotation:
         tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
             tokens, width]; both, or cos and sin alone, may lack the batch.
         angles: the form of its cos and sin.
-        programs: calls of ``ROPE`` that compute what it computes.
-        programs_with_norms: such calls of ``QK_NORM``.
+        key: stands for it in the recordings of calls that may replace it.
     """
 
     function: Any
@@ -94,8 +92,7 @@ class Rotation:
     partial: bool
     tokens_first: bool
     angles: AngleForm
-    programs: Programs = field(default_factory=Programs, init=False, compare=False, repr=False)
-    programs_with_norms: Programs = field(default_factory=Programs, init=False, compare=False, repr=False)
+    key: object = field(default_factory=object, init=False, compare=False, repr=False)
 
     def is_now(self, value: Any) -> bool:
         """Return whether ``value`` is this rotation, and no hook or other code would see it called."""

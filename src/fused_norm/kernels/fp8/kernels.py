@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import forward_plan, next_power_of_2
-from ..triton.devices import device_facts, runs_kernels_on
+from ..triton.devices import device_props, runs_kernels_on
 from ..triton.language import (
     TRITON_DTYPES,
     columns_of,
@@ -39,8 +39,7 @@ from ..triton.language import (
 from ..triton.launch import launch
 from ..triton.memory import INT32_LIMIT, as_strided_rows, contiguous, norm_dtype, promoted
 from ..triton.norm_forward import add_rounded
-from .cast import cast
-from .formats import FP8_DTYPE, FP8Format, empty_scale
+from .formats import FP8_DTYPE, FP8Format, cast, empty_scale
 
 CODES_OF_KERNELS = (FP8_DTYPE, torch.float8_e5m2)
 """The dtypes of codes that kernels read."""
@@ -51,7 +50,7 @@ logger = logging.getLogger("fused_norm")
 def runs_fp8_kernels_on(*tensors: Tensor | None) -> bool:
     """Return whether kernels take these tensors and write codes there; the PyTorch reference takes all others.
 
-    Triton casts to E4M3 on NVIDIA's GPUs from compute capability 8.9 on, and elsewhere is not known to.
+    Triton casts to E4M3 on NVIDIA's GPUs from compute capability 8.9 on, and is not known to elsewhere.
     """
     if not runs_kernels_on(*tensors):
         return False
@@ -190,14 +189,14 @@ def _rows_kernel(
     M,
     x_stride, x_scale_stride, r_stride, s_stride, q_stride, scale_row_stride, scale_group_stride,
     eps, scale,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, S: tl.constexpr, Y: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr, S: tl.constexpr, Y: tl.constexpr,
     SPEC: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """A norm of whole rows, and its codes or, if the tensor has one scale, the largest magnitude of all.
 
     S and Y are the dtypes of s and y.
     """
-    row = rows_of(tl.program_id(0), ROWS, LONG)
+    row = rows_of(tl.program_id(0), ROWS, INT64)
     col = columns_of(BLOCK, S)
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
@@ -244,13 +243,13 @@ def _cast_kernel(
     scale_ptr,  # [1]
     M,
     s_stride, s_scale_stride, q_stride,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LONG: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, INT64: tl.constexpr,
     S: tl.constexpr, Y: tl.constexpr, SPEC: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """The codes of one tile of a norm whose tensor has one scale; BLOCKS tiles, a program each, make up a row's."""
     # The rows that were read last come first: they are still in cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = rows_of(program // BLOCKS, ROWS, LONG)
+    row = rows_of(program // BLOCKS, ROWS, INT64)
     col = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
@@ -310,18 +309,19 @@ def launch_norm_fp8(
     weight = contiguous(weight)
     long = max(rows, 128) * max(spacing) >= INT32_LIMIT
     # The plan of the 16-bit norm, whose rows are summed in the same order.
-    plan = forward_plan(width, device_facts(q.device), "multi_wave_cached")
+    plan = forward_plan(width, device_props(q.device), "multi_wave_cached")
     constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, **_constants(spec, fp8_format, dtypes, long)}
     amax = q.new_zeros((1,), dtype=torch.int32) if fp8_format.whole else None
     used = q.new_empty((rows,), dtype=torch.float32) if fp8_format.whole and spec.casting == "none" else None
-    written = (None, None) if fp8_format.whole else (q, _in_bytes(scales))
+    in_bytes = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+    codes_out = (None, None) if fp8_format.whole else (q, in_bytes)
     scale_strides = scales.stride()[-2:] if scales.dim() > 1 else (1, 1)
     padded = 128 * -(-rows // 128) if fp8_format.swizzled else rows
     # As in the 16-bit norm, fp32 squares are rounded before they are added.
     launch(
         _rows_kernel,
         (-(-padded // plan.rows), 1),
-        (x, codes_scale, residual, weight, s, rstd, used, amax, *written, placeholder),
+        (x, codes_scale, residual, weight, s, rstd, used, amax, *codes_out, placeholder),
         (rows, *spacing[1:5], width, *scale_strides, spec.eps, float(scale) if scale != 1.0 else None),
         constants,
         warps=plan.warps,
@@ -339,7 +339,7 @@ def launch_norm_fp8(
             (*read, q, scales),
             (rows, stride, spacing[2], width),
             {"N": width, "ROWS": tile, "BLOCK": block, "BLOCKS": blocks, **_constants(spec, fp8_format, dtypes, long)},
-            warps=device_facts(q.device).warps(4),
+            warps=device_props(q.device).warps(4),
         )
 
 
@@ -347,14 +347,9 @@ _TILE_ELEMENTS = 2048
 """Elements of a tile of the second kernel, which sums no row: 16 a lane."""
 
 
-def _in_bytes(scales: Tensor) -> Tensor:
-    """E8M0 scales as the bytes that kernels write."""
-    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
-
-
 def _constants(
     spec: NormSpec, fp8_format: FP8Format, dtypes: tuple[torch.dtype, torch.dtype], long: bool
 ) -> dict[str, Any]:
     """The compile-time constants that both kernels share; ``dtypes`` are those of s and y."""
     s_dtype, y_dtype = (TRITON_DTYPES[dtype] for dtype in dtypes)
-    return {"LONG": long, "S": s_dtype, "Y": y_dtype, "SPEC": spec.without_eps(), "FORMAT": fp8_format}
+    return {"INT64": long, "S": s_dtype, "Y": y_dtype, "SPEC": spec.without_eps(), "FORMAT": fp8_format}

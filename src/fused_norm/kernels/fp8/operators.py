@@ -10,14 +10,24 @@ from torch import Tensor
 
 from ...spec import Casting, NormSpec
 from .. import reference
-from ..arguments import KERNEL_DTYPES, Unsupported, wrong_scale
+from ..arguments import KERNEL_DTYPES, Unsupported, check_scale
 from ..norm import ADD_RMS_NORM
-from ..operator import BackwardCall, Facts, Operator, Route, Tensors, norm_spec
+from ..operator import BackwardCall, BackwardImpl, Operator, Scalars, Tensors, norm_spec
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from ..triton.memory import empty_rows_like, empty_weight_grad
 from ..triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
-from .cast import Quantized, cast, numbers_of, placeholder_of, with_gradient_to
-from .formats import FORMATS, INPUT_GROUP, FP8Format, name_of_format, wrong_width
+from .formats import (
+    FORMATS,
+    INPUT_GROUP,
+    FP8Format,
+    Quantized,
+    cast,
+    check_width,
+    name_of_format,
+    numbers_of,
+    placeholder_of,
+    with_gradient_to,
+)
 from .kernels import CODES_OF_KERNELS, empty_norm_fp8, launch_norm_fp8, runs_fp8_kernels_on
 
 
@@ -35,16 +45,16 @@ class NormFP8(Operator):
     same_shape = ("residual",)
     other_rules = ("codes", "codes_scale")
     saved = "Tensor s, Tensor? codes_scale, Tensor? weight, Tensor rstd"
-    facts = f"{ADD_RMS_NORM.facts}, bool added"
+    saved_scalars = f"{ADD_RMS_NORM.saved_scalars}, bool added"
     gradients = ("dx", "dr", "dw")
 
     def public_name(self, *arguments: Any) -> str:
         return "rms_norm_fp8" if arguments[1] is None else "add_rms_norm_fp8"
 
-    def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         x, _, _, codes, codes_scale, scale, name = arguments
-        refusal = None if codes is None else _wrong_codes(spec, x, codes, codes_scale)
-        return refusal or wrong_width(FORMATS[name], x.shape[-1]) or wrong_scale(scale)
+        refusal = None if codes is None else _check_codes(spec, x, codes, codes_scale)
+        return refusal or check_width(FORMATS[name], x.shape[-1]) or check_scale(scale)
 
     def needs_reference(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         tensors = arguments[: self.tensor_count]
@@ -74,7 +84,7 @@ class NormFP8(Operator):
             launch_norm_fp8(spec, arguments[: self.tensor_count], FORMATS[name], outputs, scale)
         return outputs
 
-    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Facts]:
+    def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Scalars]:
         x, residual, weight, codes, codes_scale, scale = arguments[:6]
         s, rstd = results[3:]
         added = residual is not None
@@ -82,26 +92,28 @@ class NormFP8(Operator):
             s, residual = x if codes is None else codes, x
         return (s, codes_scale, weight, rstd), (x.dtype, residual.dtype, scale, added)
 
-    def keeps(self, name: str, tensors: Tensors) -> bool:
+    def saves_input(self, name: str, tensors: Tensors) -> bool:
         _, residual, _, codes, _ = tensors
         s = "s" if residual is not None else "x" if codes is None else "codes"
-        return name == s or super().keeps(name, tensors)
+        return name == s or super().saves_input(name, tensors)
 
-    def gradients_by(self, route: Route, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         s, codes_scale, weight, rstd = call.saved
         if codes_scale is not None:
-            return super().gradients_by(route, spec, call)
-        *facts, added = call.facts
+            return super().compute_grads(impl, spec, call)
+        *scalars, added = call.saved_scalars
         dy, ds = call.incoming[2:4]
         # Without a residual s is empty, and compiled graphs give even that a gradient.
-        call = call._replace(incoming=(dy, ds if added else None), saved=(s, weight, rstd), facts=tuple(facts))
-        return ADD_RMS_NORM.gradients_by(route, spec, call)
+        call = call._replace(
+            incoming=(dy, ds if added else None), saved=(s, weight, rstd), saved_scalars=tuple(scalars)
+        )
+        return ADD_RMS_NORM.compute_grads(impl, spec, call)
 
     def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         """Launch the backward of a norm of codes; that of other tensors is ``add_rms_norm``'s."""
         codes, codes_scale, weight, rstd = call.saved
         need_dx, _, need_dw = call.needed
-        dx = empty_rows_like(codes, call.facts[0]) if need_dx else None
+        dx = empty_rows_like(codes, call.saved_scalars[0]) if need_dx else None
         dw = empty_weight_grad(weight, need_dw)
         if launch:
             if codes.shape[-1] > WIDEST_BACKWARD:
@@ -113,7 +125,7 @@ class NormFP8(Operator):
     def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         codes, codes_scale, weight, _ = call.saved
         dx, dw = reference.rms_norm_backward(spec, call.incoming[2], numbers_of(codes, codes_scale), weight)
-        return dx.to(call.facts[0]), None, dw
+        return dx.to(call.saved_scalars[0]), None, dw
 
 
 NORM_FP8 = NormFP8()
@@ -150,12 +162,20 @@ def rms_norm_fp8(
 
     Raises:
         TypeError: for a dtype that is not floating point.
-        ValueError: for an unknown format or casting, for groups that do not divide a row, and where ``rms_norm`` raises
-            it.
+        ValueError: for an unknown format or casting, for groups that do not divide a row, and as ``rms_norm`` does.
     """
     name, spec = name_of_format(fp8_format), norm_spec(casting, zero_centered, eps)
-    tensors: Tensors = _tensors_of_codes(x, weight) if isinstance(x, Quantized) else (x, None, weight, None, None)
-    return _norm_fp8(spec, tensors, 1.0, name)[0]
+    tensors: tuple[Any, ...] = x, None, weight, None, None
+    if isinstance(x, Quantized):
+        for part, tensor in (("codes", x.q), ("scales", x.scale)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"rms_norm_fp8: the {part} of x must be a tensor, not {type(tensor).__name__}")
+        placeholder = (
+            x.q.new_empty((), dtype=torch.bfloat16).expand(x.q.shape) if x.placeholder is None else x.placeholder
+        )
+        tensors = placeholder, None, weight, x.q, x.scale
+    q, scales, y, _, rstd = NORM_FP8.checked(spec, *tensors, 1.0, name)
+    return Quantized(q, scales, FORMATS[name], y, rstd)
 
 
 def add_rms_norm_fp8(
@@ -188,31 +208,16 @@ def add_rms_norm_fp8(
 
     Raises:
         TypeError: for a dtype that is not floating point, and for a scale that is not a Python number.
-        ValueError: for a residual of another shape or device, and where ``rms_norm_fp8`` raises it.
+        ValueError: for a residual of another shape or device, and as ``rms_norm_fp8`` does.
     """
     name, spec = name_of_format(fp8_format), norm_spec(casting, zero_centered, eps)
     if residual is None:
         raise TypeError("add_rms_norm_fp8: residual must be a tensor, not NoneType; rms_norm_fp8 takes none")
-    return _norm_fp8(spec, (x, residual, weight, None, None), scale, name)
-
-
-def _norm_fp8(spec: NormSpec, tensors: Tensors, scale: float, name: str) -> tuple[Quantized, Any]:
-    """The codes and the sum, None without a residual."""
-    q, scales, placeholder, s, rstd = NORM_FP8.checked(spec, *tensors, scale, name)
+    q, scales, placeholder, s, rstd = NORM_FP8.checked(spec, x, residual, weight, None, None, scale, name)
     return Quantized(q, scales, FORMATS[name], placeholder, rstd), s
 
 
-def _tensors_of_codes(x: Quantized, weight: Tensor | None) -> Tensors:
-    for name, one in (("codes", x.q), ("scales", x.scale)):
-        if not isinstance(one, Tensor):
-            raise TypeError(f"rms_norm_fp8: the {name} of x must be a tensor, not {type(one).__name__}")
-    placeholder = x.placeholder
-    if placeholder is None:
-        placeholder = x.q.new_empty((), dtype=torch.bfloat16).expand(x.q.shape)
-    return placeholder, None, weight, x.q, x.scale
-
-
-def _wrong_codes(spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> Unsupported | None:
+def _check_codes(spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> Unsupported | None:
     """Refuse codes, scales and a placeholder x that no norm can read."""
     if not codes.is_floating_point() or codes.dtype.itemsize != 1:
         return Unsupported(f"the codes of x must be FP8, not {codes.dtype}", TypeError)

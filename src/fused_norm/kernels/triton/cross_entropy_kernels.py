@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import next_power_of_2
-from .devices import INTERPRETED, device_facts
+from .devices import INTERPRETED, device_props
 from .language import interpreted, round_to
 from .launch import launch
 
@@ -126,9 +126,9 @@ def _cross_entropy_kernel(
                 tl.store(row_ptr + (block * BLOCK + tile), zero)
             tl.store(row_ptr + (whole * BLOCK + tile), zero, mask=whole * BLOCK + tile < V)
     else:
-        # Before the gradient overwrites it. A label that is none makes the loss NaN.
-        known = (label >= 0) & (label < V)
-        at_label = tl.load(row_ptr + label, mask=known, other=float("nan")).to(tl.float32)
+        # Before the gradient overwrites it. An invalid label makes the loss NaN.
+        is_valid = (label >= 0) & (label < V)
+        at_label = tl.load(row_ptr + label, mask=is_valid, other=float("nan")).to(tl.float32)
         at_label, _ = _transformed(at_label, scale, cap, inverse_cap, dtype)
         m = tl.full([LANES], -1e38, tl.float32)
         s = tl.zeros([LANES], tl.float32)
@@ -153,7 +153,7 @@ def _cross_entropy_kernel(
         tl.store(losses_ptr + row, loss)
         if GRAD:
             share = tl.load(gradient_ptr) / total
-            column = tl.where(known, label, -1).to(tl.int32)
+            column = tl.where(is_valid, label, -1).to(tl.int32)
             # From the end: what was read last is still in the L2 cache.
             if whole * BLOCK < V:
                 col = whole * BLOCK + tile
@@ -212,11 +212,11 @@ def launch_cross_entropy(
         (logits, labels, losses, gradient),
         (vocabulary, logits.stride(0), ignored, scale, cap, None if cap is None else 1 / cap, smoothing),
         {"GRAD": gradient is not None, "IN_FP32": in_fp32, "LANES": lanes, "VECTOR": _VECTOR},
-        warps=device_facts(logits.device).warps(_WARPS),
+        warps=device_props(logits.device).warps(_WARPS),
     )
 
 
 def launch_multiply(x: Tensor, factor: Tensor) -> None:
     """``x *= factor``, a float32 tensor of one element on x's device, which the host never looks at."""
-    blocks, warps = -(-x.numel() // _MULTIPLIED), device_facts(x.device).warps(8)
+    blocks, warps = -(-x.numel() // _MULTIPLIED), device_props(x.device).warps(8)
     launch(_multiply_kernel, (blocks, 1), (x, factor), (x.numel(),), {"BLOCK": _MULTIPLIED}, warps=warps)

@@ -1,4 +1,4 @@
-"""Devices: which ones run kernels, and the facts about them that launch plans use."""
+"""Devices: which ones run kernels, and their properties that launch plans use."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ INTERPRETED: bool = bool(knobs.runtime.interpret)
 
 
 def is_transformed() -> bool:
-    """Return whether a transform is active that looks inside of operators, where kernels have nothing to show.
+    """Return whether a transform is active that has to see the PyTorch operators inside of a call.
 
-    Such are those of ``torch.func``, forward-mode differentiation and ``torch.jit.trace``.
+    These are transforms of ``torch.func``, forward-mode differentiation and ``torch.jit.trace``.
     """
     if forward_ad._current_level >= 0:
         return True
-    if torch.compiler.is_compiling():  # Dynamo applies transforms by itself
+    if torch.compiler.is_compiling():  # Dynamo applies transforms itself
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
 
@@ -46,14 +46,14 @@ def runs_kernels_on(*tensors: Tensor | None) -> bool:
 
 
 @lru_cache(maxsize=64)
-def device_facts(device: torch.device) -> Device:
-    """The facts about ``device`` that launch plans use, its table of plans among them."""
+def device_props(device: torch.device) -> Device:
+    """The properties of ``device`` that launch plans use, its table of plans among them."""
     table = _table_in_use[0] if _table_in_use else table_of(*name_of(device))[0]
     return replace(_hardware_of(device), table=table)
 
 
 def name_of(device: torch.device) -> tuple[str, str]:
-    """The name of ``device``, and the capability of its architecture, empty where there is none."""
+    """The name of ``device``, and the capability of its architecture, empty if it has none."""
     if device.type == "cpu":
         return "cpu", ""
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -75,7 +75,7 @@ def _hardware_of(device: torch.device) -> Device:
 
 
 when_plans_change: list[Callable[[], None]] = []
-"""Functions to call when other plans come into use: each forgets what was planned by the old ones."""
+"""Functions to call when other plans come into use: each forgets what the old ones planned."""
 
 _table_in_use: list[PlanTable] = []
 """The table that ``use_plans`` has chosen; empty outside of it."""
@@ -87,7 +87,7 @@ def use_plans(table: PlanTable) -> Iterator[None]:
 
     def use(tables: list[PlanTable]) -> None:
         _table_in_use[:] = tables
-        device_facts.cache_clear()
+        device_props.cache_clear()
         for forget in when_plans_change:
             forget()
 
@@ -100,7 +100,7 @@ def use_plans(table: PlanTable) -> Iterator[None]:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make ``device`` current for a launch, where it is not already (Triton launches on the current device)."""
+    """Make ``device`` current for a launch, if it is not already (Triton launches on the current device)."""
     if device.type == "cpu":
         return contextlib.nullcontext()
     module = torch.get_device_module(device)

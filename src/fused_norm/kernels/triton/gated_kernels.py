@@ -1,8 +1,8 @@
 """RMSNorm with a gate in Triton, forward and backward: kernels and their launchers.
 
-``language`` has the names that kernels use. A row is ``groups`` groups of N columns each, every one normalised by
-itself: a program has rows of one group, which is the second axis of the grid. ``z`` is the gate, ``act`` its activation
-and ``slope`` the derivative of that; ``dy``, ``dx``, ``dgate`` and ``dw`` are gradients.
+``language`` has the names that kernels use. A row is ``groups`` groups of N columns, normalised separately:
+a program has rows of one group, which is the second axis of the grid. ``z`` is the gate, ``act`` its activation and
+``slope`` the derivative of that; ``dy``, ``dx``, ``dgate`` and ``dw`` are gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
-from .devices import device_facts
+from .devices import device_props
 from .language import (
     copy_weight,
     let_next_begin,
@@ -64,12 +64,12 @@ def _gated_forward_kernel(
     M,
     x_stride, z_stride, y_stride,
     eps,
-    N: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+    N: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr,
     SPEC: tl.constexpr, ACTIVATION: tl.constexpr, NORM_FIRST: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1)
     first = group * N
-    row = rows_of(tl.program_id(0), ROWS, LONG)
+    row = rows_of(tl.program_id(0), ROWS, INT64)
     col = tl.arange(0, BLOCK)
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
@@ -103,11 +103,11 @@ def _gated_backward_kernel(
     rstd_ptr,  # [M, groups] fp32
     dx_ptr,  # [M, groups * N] or None
     dgate_ptr,  # [M, groups * N] or None
-    shares_ptr,  # [programs along rows, groups * N] fp32 or None: each program's share of dw
+    partials_ptr,  # [programs along rows, groups * N] fp32 or None: each program's partial dw
     M,
     dy_stride, x_stride, z_stride, dx_stride, dgate_stride,
     N: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    RELOAD: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr, ACTIVATION: tl.constexpr,
+    RELOAD: tl.constexpr, OVERLAPS: tl.constexpr, INT64: tl.constexpr, SPEC: tl.constexpr, ACTIVATION: tl.constexpr,
     NORM_FIRST: tl.constexpr,
 ):  # fmt: skip
     program, group = tl.program_id(0), tl.program_id(1)
@@ -119,7 +119,7 @@ def _gated_backward_kernel(
     if w_ptr is not None and not RELOAD:
         gamma = load_gamma(w_ptr + first, col, in_row, SPEC)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = rows_of(tile, ROWS, LONG)
+        row = rows_of(tile, ROWS, INT64)
         live = (row < M)[:, None] & in_row[None, :]
         x = load_tile((x_ptr + first, x_stride), row, col, live)
         z = load_tile((z_ptr + first, z_stride), row, col, live)
@@ -132,7 +132,7 @@ def _gated_backward_kernel(
         else:
             x_hat = x * act * rstd
             g = dy
-        if shares_ptr is not None:
+        if partials_ptr is not None:
             dw += g * x_hat
         if w_ptr is not None and RELOAD:
             gamma = load_gamma(w_ptr + first, col, in_row, SPEC)
@@ -150,27 +150,21 @@ def _gated_backward_kernel(
                 if dgate_ptr is not None:
                     store_tile((dgate_ptr + first, dgate_stride), row, col, live, g * x * slope)
     let_next_begin(OVERLAPS)
-    if shares_ptr is not None:
-        share = shares_ptr + program.to(tl.int64) * (GROUPS * N) + first
-        tl.store(share + col, tl.sum(dw, axis=0), mask=in_row)
+    if partials_ptr is not None:
+        partial = partials_ptr + program.to(tl.int64) * (GROUPS * N) + first
+        tl.store(partial + col, tl.sum(dw, axis=0), mask=in_row)
 
 
 class Gating(NamedTuple):
-    """The way in which norm and gate are put together.
+    """How norm and gate are combined."""
 
-    Attributes:
-        activation: ``silu`` or ``sigmoid``.
-        norm_first: the norm comes before the gate.
-        groups: equal parts of a row, each normalised by itself.
-    """
-
-    activation: str
-    norm_first: bool
-    groups: int
+    activation: str  # silu or sigmoid
+    norm_first: bool  # the norm comes before the gate
+    groups: int  # equal parts of a row, each normalised separately
 
     def constants(self, spec: NormSpec, plan: ForwardPlan | BackwardPlan, width: int, long: bool) -> dict[str, Any]:
         """The compile-time arguments that both kernels have; ``width`` is that of a group."""
-        tile = {"N": width, "GROUPS": self.groups, "ROWS": plan.rows, "BLOCK": plan.block, "LONG": long}
+        tile = {"N": width, "GROUPS": self.groups, "ROWS": plan.rows, "BLOCK": plan.block, "INT64": long}
         return tile | {"SPEC": spec.without_eps(), "ACTIVATION": self.activation, "NORM_FIRST": self.norm_first}
 
 
@@ -199,7 +193,7 @@ def launch_gated_forward(
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // gating.groups
     *outputs_of_rows, copy = outputs
     (x, gate, y, rstd), spacing = as_strided_rows(x, gate, *outputs_of_rows)  # type: ignore[assignment]
-    plan = forward_plan(width, device_facts(x.device), None, "gated_forward")
+    plan = forward_plan(width, device_props(x.device), None, "gated_forward")
     constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
     grid, numbers = (-(-rows // plan.rows), gating.groups), (rows, *spacing[:3], spec.eps)
     tensors = x, gate, contiguous(weight), y, rstd, copy
@@ -216,7 +210,7 @@ def launch_gated_backward(
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     gating: Gating,
 ) -> None:
-    """Write the ``gradients`` (dx, dgate, dw) that are there, the first two from ``empty_rows_like(x)``.
+    """Write the ``gradients`` (dx, dgate, dw) that are not None, the first two from ``empty_rows_like(x)``.
 
     For groups up to ``WIDEST_GATED``.
     """
@@ -225,7 +219,7 @@ def launch_gated_backward(
         if dw is not None:
             dw.zero_()
         return
-    groups, device = gating.groups, device_facts(x.device)
+    groups, device = gating.groups, device_props(x.device)
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // groups
     (x, dy, gate, dx, dgate, rstd), spacing = as_strided_rows(x, dy, gate, dx, dgate, rstd)  # type: ignore[assignment]
     read = dy, x, gate, contiguous(weight)
@@ -234,8 +228,8 @@ def launch_gated_backward(
     constants |= {"STAGES": plan.stages, "RELOAD": plan.reload, "OVERLAPS": dw is not None and device.overlaps}
     programs, most = -(-rows // plan.rows), -(-plan.programs // groups)
     programs = programs if dw is None else min(programs, most)
-    shares = empty_partials(programs, dw)
-    tensors, numbers = (*read, rstd, dx, dgate, shares), (rows, spacing[1], spacing[0], *spacing[2:5])
+    partials = empty_partials(programs, dw)
+    tensors, numbers = (*read, rstd, dx, dgate, partials), (rows, spacing[1], spacing[0], *spacing[2:5])
     launch(_gated_backward_kernel, (programs, groups), tensors, numbers, constants, warps=plan.warps)
-    if shares is not None:
-        reduce_partials(shares, dw, None, programs, most, device)
+    if partials is not None:
+        reduce_partials(partials, dw, None, programs, most, device)

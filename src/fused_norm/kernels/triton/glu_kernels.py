@@ -1,10 +1,10 @@
 """The gate of an MLP in Triton, ``act(gate) * up``, forward and backward: kernels and their launchers.
 
 ``share`` is the factor that makes an activation of its argument, ``act(x) = x * share``; ``dy``, ``dgate`` and ``dup``
-are gradients. Without a pointer to up it lies behind gate in the same row, as dup then does behind dgate.
+are gradients. Without a pointer to up it follows gate in the same row, as dup then follows dgate.
 
 Rows that follow each other in all tensors are one long row, which tiles cut anywhere: M counts its grains of GRAIN
-elements, so that the compiler knows how wide a load may be. Elsewhere GRAIN is 0, and tiles are ROWS by BLOCK columns.
+elements, so that the compiler knows how wide a load may be. Otherwise GRAIN is 0, and tiles are ROWS by BLOCK columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import glu_plan
-from .devices import device_facts
+from .devices import device_props
 from .language import round_to, store_tile
 from .launch import launch
 from .memory import INT32_LIMIT, as_strided_rows, empty_rows_like, promoted
@@ -26,10 +26,10 @@ Added = tuple[Tensor | None, Tensor | None]
 
 
 @triton.jit
-def _tile(M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr):
+def _tile(M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, INT64: tl.constexpr):
     """This program's rows [ROWS] and columns [BLOCK], and what of them there is."""
     program = tl.program_id(0)
-    if LONG:
+    if INT64:
         program, M = program.to(tl.int64), M.to(tl.int64)
     if GRAIN:
         row = tl.zeros([1], tl.int32)
@@ -56,7 +56,7 @@ def _tanh_argument(x):
 
 @triton.jit
 def _share(x, ACTIVATION: tl.constexpr):
-    """``share`` with the rounding that it has in PyTorch, where one is added to what may be nearly -1."""
+    """``share`` with the rounding that it has in PyTorch, which adds one to what may be nearly -1."""
     if ACTIVATION == "silu":
         return 1.0 / (1.0 + tl.exp(-x))
     if ACTIVATION == "gelu":
@@ -89,15 +89,15 @@ def _share_and_slope(x, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _glu_forward_kernel(
     gate_ptr,  # [M, N]
-    up_ptr,  # [M, N] or None: behind gate
+    up_ptr,  # [M, N] or None: it follows gate
     y_ptr,  # [M, N]
     gate_added_ptr,  # [M, N] or None: what gate is without
     up_added_ptr,  # [M, N], as gate_added
     M,
     N, gate_stride, up_stride, y_stride, gate_added_stride, up_added_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, INT64: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
+    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, INT64)
     up = (gate_ptr + N, gate_stride)
     if up_ptr is not None:
         up = (up_ptr, up_stride)
@@ -115,18 +115,18 @@ def _glu_forward_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _glu_backward_kernel(
     gate_ptr,  # [M, N]
-    up_ptr,  # [M, N] or None: behind gate
+    up_ptr,  # [M, N] or None: it follows gate
     dy_ptr,  # [M, N]
     other_dy_ptr,  # [M, N] or None: what another consumer of y adds to dy
     gate_added_ptr,  # [M, N] or None: what gate is without
     up_added_ptr,  # [M, N], as gate_added
     dgate_ptr,  # [M, N] or None
-    dup_ptr,  # [M, N] or None; behind dgate where up is behind gate
+    dup_ptr,  # [M, N] or None; it follows dgate if up follows gate
     M,
     N, gate_stride, up_stride, dy_stride, other_dy_stride, gate_added_stride, up_added_stride, dgate_stride, dup_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, LONG: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, INT64: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, LONG)
+    row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, INT64)
     dy = _load((dy_ptr, dy_stride), row, col, live)
     if other_dy_ptr is not None:
         dy += _load((other_dy_ptr, other_dy_stride), row, col, live)
@@ -190,7 +190,7 @@ def _launch(
 ) -> None:
     """Launch a kernel on rows in the order of the first tensor, as many and as wide as those of the product, the third.
 
-    What it writes lies in that order; what it reads is copied where it does not.
+    What it writes lies in that order; what it reads is copied if it does not.
     """
     size, width = tensors[2].numel(), tensors[2].shape[-1]
     if size == 0:
@@ -200,8 +200,8 @@ def _launch(
     if all(t is None or step == t.shape[-1] == width for t, step in zip(arranged, spacing, strict=True)):
         grain = math.gcd(width, 16)
     long = max(size, rows * max(spacing)) >= INT32_LIMIT
-    plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_facts(tensors[0].device))
-    constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "LONG": long, "ACTIVATION": activation}
+    plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_props(tensors[0].device))
+    constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "INT64": long, "ACTIVATION": activation}
     if grain:
         tiles, numbers = -(-size // plan.block), (size // grain, *(0,) * (1 + len(spacing)))
     else:

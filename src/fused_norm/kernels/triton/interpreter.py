@@ -1,9 +1,9 @@
-"""Runs kernels in Triton's interpreter: one at a time, and faster than it does by itself.
+"""Runs kernels in Triton's interpreter: one at a time, and faster than it does unaided.
 
 The interpreter replaces functions of ``triton.language`` by its own before it runs a kernel. It looks for functions to
-replace again at every call inside the kernel, where none is left: in kernels with many calls, such as those of norms,
-that was half of the time. And it repeats every sum of integers in 64 bits to see whether it has overflowed, which no
-GPU does and which took two fifths of what was left.
+replace again at every call inside the kernel, although none is left: in kernels with many calls, such as those of
+norms, that was half of the time. And it repeats every sum of integers in 64 bits to see whether it has overflowed,
+which no GPU does and which took two fifths of what was left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def one_launch() -> Iterator[None]:
     Meanwhile ``_prepared_once`` stands for its private ``_patch_lang``, and integers are added as on a GPU; in a Triton
     that has other names for these, all stays as it is.
     """
-    from triton.runtime import interpreter  # only here: where kernels are compiled nobody needs it
+    from triton.runtime import interpreter  # only here: nobody needs it if kernels are compiled
 
     with _lock, contextlib.ExitStack() as undo:
         patch: Any = getattr(interpreter, "_patch_lang", None)
@@ -47,7 +47,7 @@ def one_launch() -> Iterator[None]:
 def _prepared_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """``patch``, which prepares modules of Triton's language for the function that is called, once for each of them.
 
-    What it returns has a ``restore`` that the interpreter calls behind the function.
+    What it returns has a ``restore`` that the interpreter calls after the function.
     """
     done: set[frozenset[str]] = set()
 
@@ -70,6 +70,6 @@ def _prepared_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @cache
 def _languages(function: Any) -> frozenset[str]:
-    """The names of the modules that a function finds Triton's language in."""
+    """The names of the modules of Triton's language that a function refers to."""
     modules = filter(inspect.ismodule, function.__globals__.values())
     return frozenset(module.__name__ for module in modules if module in (tl, tl.core))

@@ -2,7 +2,7 @@
 
 The alphabet of all kernels: M rows of N columns; ``row`` and ``col`` index them, ``live`` masks what is inside, a tile
 is ROWS rows of BLOCK columns. ``x`` is the branch, ``scale`` what it is multiplied by (None is one), ``r`` the
-residual, ``s`` their sum (or x itself where there is no residual), ``w`` the weight, ``gamma`` what a row is multiplied
+residual, ``s`` their sum (or x itself if there is no residual), ``w`` the weight, ``gamma`` what a row is multiplied
 by, ``x_hat`` the normalised row, ``rstd`` = 1/sqrt(mean(s^2) + eps), ``y`` the norm. In a backward ``dy``, ``ds``,
 ``dx``, ``dr`` and ``dw`` are gradients, ``g`` the gradient of x_hat, and ``correction`` what is taken off g for each
 element of s, because rstd depends on it too. SPEC is a ``NormSpec`` without its eps. A tensor in memory is a pair of
@@ -24,7 +24,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 """The names of dtypes inside of kernels."""
 
 codes_group = tl.constexpr(16)
-"""Neighbours in a row that share a scale where a norm reads FP8 codes."""
+"""Neighbours in a row that share a scale, if a norm reads FP8 codes."""
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _round_in_range(value, dtype: tl.constexpr):
 
 @triton.jit
 def square(s, dtype: tl.constexpr, SPEC: tl.constexpr):
-    """s^2, rounded only where the casting says so."""
+    """s^2, rounded only if the casting says so."""
     if SPEC.casting == "none":
         return _round_in_range(s * s, dtype)
     return s * s
@@ -60,7 +60,7 @@ def square(s, dtype: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def rstd_from(sum_of_squares, eps, dtype: tl.constexpr, N: tl.constexpr, SPEC: tl.constexpr):
-    """The factor the forward uses: rounded at each step where the casting says so."""
+    """The factor the forward uses: rounded at each step if the casting says so."""
     mean = sum_of_squares * (1.0 / N)
     if SPEC.casting == "none":
         return round_to(tl.rsqrt(_round_in_range(_round_in_range(mean, dtype) + eps, dtype)), dtype)
@@ -122,9 +122,9 @@ def input_grad(g, s, rstd, N: tl.constexpr):
 
 
 @triton.jit
-def rows_of(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
-    """The row numbers of a tile; 64-bit where an offset made from them could pass 2^31."""
-    if LONG:
+def rows_of(tile, ROWS: tl.constexpr, INT64: tl.constexpr):
+    """The row numbers of a tile; 64-bit if an offset computed from them could pass 2^31."""
+    if INT64:
         tile = tile + tl.zeros([1], tl.int64)
     return tile * ROWS + tl.arange(0, ROWS)
 
@@ -133,8 +133,8 @@ def rows_of(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
 def columns_of(BLOCK: tl.constexpr, dtype: tl.constexpr):
     """The column numbers of a tile whose rows are summed in ``dtype``; a lane holds 16 bytes of it side by side.
 
-    Left to itself the compiler gives a lane 16 bytes of the narrowest tensor. A row would then be added up in another
-    order where x or y is narrower than what is summed: in a norm with an add, or one that writes FP8.
+    By default the compiler gives a lane 16 bytes of the narrowest tensor. A row would then be added up in another
+    order if x or y is narrower than what is summed: in a norm with an add, or one that writes FP8.
     """
     return tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
 
@@ -161,7 +161,7 @@ def values_of(codes, dtype: tl.constexpr):
 
 @triton.jit
 def load_input(memory, scales, row, col, live, block, M, N: tl.constexpr):
-    """A tile as ``load_tile`` gives it or, where there are ``scales``, of FP8 codes times scales.
+    """A tile as ``load_tile`` gives it or, if there are ``scales``, of FP8 codes times scales.
 
     ``block``: the number of the tile among those of its rows, from the left.
     """
@@ -189,10 +189,10 @@ def store_tile(memory, row, col, live, value):
 
 @triton.jit
 def let_next_begin(OVERLAPS: tl.constexpr):
-    """Let the next launch, where it is made to overlap with this one, begin once all programs have come here.
+    """Let the next launch, if it may overlap with this one, begin once all programs have come here.
 
-    It is called behind a loop: called at the beginning, it would have the programs of the next launch wait on the GPU
-    all the time, which profilers would count as theirs.
+    Kernels call it after their loop: before it, the programs of the next launch would wait on the GPU all the time,
+    which profilers would count as theirs.
     """
     if OVERLAPS:
         gdc_launch_dependents()

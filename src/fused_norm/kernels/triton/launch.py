@@ -1,4 +1,4 @@
-"""Launching kernels: the one function that every launcher calls, and what takes launches instead."""
+"""The one function by which every launcher launches kernels, and interceptors of launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Launch(NamedTuple):
     """One launch of a kernel: ``kernel[grid](*tensors, *numbers, **constants)``.
 
     Attributes:
-        kernel: the function that ``triton.jit`` has made.
+        kernel: the function that ``triton.jit`` returned.
         grid: programs along two axes.
         tensors: the first arguments, the first of which is present; None for absent ones.
         numbers: the arguments after them, None for absent ones.
@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The kernel's."""
+        """The name of the kernel."""
         return self.kernel.__name__
 
     def run(self) -> Any:
@@ -58,21 +58,21 @@ class Interceptors(threading.local):
     The thread hands it these events instead of making them.
     """
 
-    observer: Any = None
+    interceptor: Any = None
     active: ClassVar[int] = 0
     """The number of active interceptors of any sort in all threads; if 0, nothing needs to look for this thread's."""
     _counting: ClassVar[Any] = threading.Lock()
 
     @contextmanager
-    def by(self, observer: Any) -> Iterator[None]:
-        """Hand this thread's events to ``observer``."""
-        before, self.observer = self.observer, observer
+    def by(self, interceptor: Any) -> Iterator[None]:
+        """Hand this thread's events to ``interceptor``."""
+        before, self.interceptor = self.interceptor, interceptor
         with self._counting:
             Interceptors.active += 1
         try:
             yield
         finally:
-            self.observer = before
+            self.interceptor = before
             with self._counting:
                 Interceptors.active -= 1
 
@@ -94,24 +94,23 @@ def launch(
 ) -> None:
     """Launch ``kernel[grid](*tensors, *numbers, **constants)`` on the tensors' device, or hand it to an interceptor.
 
-    Nothing is remembered here: an operator's program (``kernels.program``) remembers the launches of a whole call.
+    Nothing is remembered here: a recording (``kernels.recording``) remembers the launches of a whole call.
 
     Args:
-        kernel: the function that ``triton.jit`` has made.
+        kernel: as in ``Launch``, and so are the next four.
         grid: programs along two axes.
-        tensors: the kernel's first arguments; the first is always present.
-        numbers: the arguments after them: counts, strides, then floats; None becomes a constexpr.
+        tensors: the first arguments, the first of which is present.
+        numbers: counts, strides, then floats; None becomes a constexpr.
         constants: the compile-time arguments, by name.
         warps: of a program.
         fuse: a product that is added to may become one multiply-add, which does not round the product.
-        overlaps: the kernel may begin before the previous launch has ended, and waits for it itself
-            (``await_previous``).
+        overlaps: the kernel may begin before the previous launch has ended, and calls ``await_previous``.
     """
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": fuse}  # newer Triton has another default
     if overlaps:
         options["launch_pdl"] = True
-    one = Launch(kernel, grid, tensors, numbers, constants, options)
-    if launches.observer is None:
-        one.run()
+    call = Launch(kernel, grid, tensors, numbers, constants, options)
+    if launches.interceptor is None:
+        call.run()
     else:
-        launches.observer.launched(one)
+        launches.interceptor.launched(call)

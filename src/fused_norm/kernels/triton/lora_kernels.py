@@ -8,8 +8,6 @@ tiles can have.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -26,9 +24,9 @@ HIGHEST_RANK = 256
 _FEW_ROWS = 4096
 """Up to so many rows a tile has fewer of them, so that more programs run at once."""
 
-_MOST_SHARES, _PROGRAMS = 16, 1024
+_MAX_PARTIALS, _PROGRAMS = 16, 1024
 """Parts at most that rows are cut into for the gradients of weights, and programs to aim at: wide layers have enough
-without, and a share is as large as the gradient."""
+without, and a partial is as large as the gradient."""
 
 _COPIED = 1024
 """Elements of a factor that a program copies at a time."""
@@ -79,11 +77,11 @@ def _narrow_kernel(
     M,
     K, r, x_stride, w_row_stride, w_col_stride,
     scale,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr, COPIED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """``h = round(x * scale) @ w``."""
     dtype: tl.constexpr = h_ptr.dtype.element_ty
-    row = rows_of(tl.program_id(0), ROWS, LONG)
+    row = rows_of(tl.program_id(0), ROWS, INT64)
     rank = tl.arange(0, R)
     h = tl.zeros([ROWS, R], tl.float32)
     for start in range(0, K, BLOCK):
@@ -108,11 +106,11 @@ def _widen_kernel(
     M,
     N, r, w_row_stride, w_col_stride, base_stride,
     scale,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr, COPIED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """``y = base + (h @ w) * scale``, each of the three rounded."""
     dtype: tl.constexpr = h_ptr.dtype.element_ty
-    row = rows_of(tl.program_id(0), ROWS, LONG)
+    row = rows_of(tl.program_id(0), ROWS, INT64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.arange(0, R)
     live = (row < M)[:, None] & (col < N)[None, :]
@@ -131,40 +129,40 @@ def _widen_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "share"])
-def _shares_kernel(
+def _partials_kernel(
     h_ptr,  # [M, r]
     dy_ptr,  # [M, N] or None
-    db_ptr,  # [programs, N, r] fp32: shares; None where dy is, and N is 0 then
+    db_ptr,  # [programs, N, r] fp32: partials; None if dy is None, and N is 0 then
     dh_ptr,  # [M, r] or None
     x_ptr,  # [M, K] or None, as dh
-    da_ptr,  # [programs, K, r] fp32: shares; None where x is, and K is 0 then
+    da_ptr,  # [programs, K, r] fp32: partials; None if x is None, and K is 0 then
     M, share,
     N, K, r, dy_stride, x_stride,
     scale,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
-    """Shares of ``db = round(dy * scale)^T @ h`` and of ``da^T = x^T @ dh``, each of ``share`` rows."""
+    """Partials of ``db = round(dy * scale)^T @ h`` and of ``da^T = x^T @ dh``, each of ``share`` rows."""
     start = tl.program_id(0) * share
     block, blocks = tl.program_id(1), tl.cdiv(N, BLOCK)
     if block < blocks:
         if db_ptr is not None:
-            _share(dy_ptr, h_ptr, db_ptr, start, share, block, M, N, r, dy_stride, scale, ROWS, BLOCK, R, LONG)
+            _share(dy_ptr, h_ptr, db_ptr, start, share, block, M, N, r, dy_stride, scale, ROWS, BLOCK, R, INT64)
     else:
         if da_ptr is not None:
-            _share(x_ptr, dh_ptr, da_ptr, start, share, block - blocks, M, K, r, x_stride, None, ROWS, BLOCK, R, LONG)
+            _share(x_ptr, dh_ptr, da_ptr, start, share, block - blocks, M, K, r, x_stride, None, ROWS, BLOCK, R, INT64)
 
 
 @triton.jit
 def _share(
     wide_ptr, narrow_ptr, share_ptr, start, share, block, M, N, r, stride, scale,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = narrow_ptr.dtype.element_ty
     col = block * BLOCK + tl.arange(0, BLOCK)
     rank = tl.arange(0, R)
     total = tl.zeros([BLOCK, R], tl.float32)
     for first in range(start, tl.minimum(start + share, M), ROWS):
-        row = rows_of(first // ROWS, ROWS, LONG)
+        row = rows_of(first // ROWS, ROWS, INT64)
         wide = _load((wide_ptr, stride, 1), row, col, (row < M)[:, None] & (col < N)[None, :], scale, dtype)
         narrow = _load((narrow_ptr, r, 1), row, rank, (row < M)[:, None] & (rank < r)[None, :], None, dtype)
         total = tl.dot(tl.trans(wide), narrow, total)
@@ -175,9 +173,9 @@ def _share(
 @triton.jit(do_not_specialize=["programs"])
 def _sum_kernel(
     h_ptr,  # of the dtype that products are rounded to
-    db_shares_ptr,  # [programs, N, r] fp32, or None
+    db_partials_ptr,  # [programs, N, r] fp32, or None
     db_ptr,  # [N, r], or None
-    da_shares_ptr,  # [programs, K, r] fp32, or None
+    da_partials_ptr,  # [programs, K, r] fp32, or None
     da_ptr,  # [r, K], or None
     programs,
     N, K, r,
@@ -188,21 +186,21 @@ def _sum_kernel(
     if block < blocks:
         if db_ptr is not None:
             at = block * BLOCK + tl.arange(0, BLOCK)
-            total = _sum(db_shares_ptr, at, N * r, programs, BLOCK)
+            total = _sum(db_partials_ptr, at, N * r, programs, BLOCK)
             tl.store(db_ptr + at, round_to(round_to(total, dtype), db_ptr.dtype.element_ty), mask=at < N * r)
     else:
         if da_ptr is not None:
             at = (block - blocks) * BLOCK + tl.arange(0, BLOCK)
-            total = _sum(da_shares_ptr, at, K * r, programs, BLOCK)
+            total = _sum(da_partials_ptr, at, K * r, programs, BLOCK)
             place = at % r * K + at // r
             tl.store(da_ptr + place, round_to(round_to(total, dtype), da_ptr.dtype.element_ty), mask=at < K * r)
 
 
 @triton.jit
-def _sum(shares_ptr, at, size, programs, BLOCK: tl.constexpr):
+def _sum(partials_ptr, at, size, programs, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     for program in range(programs):
-        total += tl.load(shares_ptr + program * size + at, mask=at < size, other=0.0)
+        total += tl.load(partials_ptr + program * size + at, mask=at < size, other=0.0)
     return total
 
 
@@ -214,29 +212,23 @@ def launch_narrow(
     ``copy`` [r, K] gets w, rounded to h's dtype.
     """
     (_, arranged), (_, stride) = as_strided_rows(h, x)
-    (rows, rank), width = _rows_of(h), x.shape[-1]
-    tile = _ranks(rank) | {"ROWS": 64 if rows > _FEW_ROWS else 16, "LONG": _is_long(arranged, h)}
+    rows, rank, width = h.shape[:-1].numel(), h.shape[-1], x.shape[-1]
+    tile = {"R": _padded(rank), "ROWS": 64 if rows > _FEW_ROWS else 16, "INT64": _is_long(arranged, h)}
     tile |= {"BLOCK": min(128, max(16, 2048 // tile["R"])), "COPIED": _COPIED}
     numbers = rows, width, rank, stride, *strides, _factor(scale)
     launch(_narrow_kernel, (-(-rows // tile["ROWS"]), 1), (arranged, w, h, copy), numbers, tile, warps=4)
 
 
 def launch_widen(
-    h: Tensor,
-    w: Tensor,
-    strides: Strides,
-    base: Tensor | None,
-    y: Tensor,
-    scale: float = 1,
-    copy: Tensor | None = None,
+    h: Tensor, w: Tensor, strides: Strides, base: Tensor | None, y: Tensor, scale: float = 1, copy: Tensor | None = None
 ) -> None:
     """Write ``y`` [..., N]: ``h`` [..., r] times ``w`` [r, N] of these strides, times the scale, and ``base``.
 
     ``copy`` [N, r] gets w, rounded to h's dtype.
     """
     (_, arranged), (_, base_stride) = as_strided_rows(h, base)
-    (rows, rank), width = _rows_of(h), y.shape[-1]
-    tile = _ranks(rank) | {"ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "LONG": _is_long(arranged, y, h)}
+    rows, rank, width = h.shape[:-1].numel(), h.shape[-1], y.shape[-1]
+    tile = {"R": _padded(rank), "ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "INT64": _is_long(arranged, y, h)}
     tile["COPIED"] = _COPIED
     numbers = rows, width, rank, *strides, base_stride, _factor(scale)
     grid = -(-rows // tile["ROWS"]), -(-width // tile["BLOCK"])
@@ -246,7 +238,7 @@ def launch_widen(
 def launch_weights(
     h: Tensor, of_b: tuple[Tensor, Tensor | None], of_a: tuple[Tensor, Tensor | None, Tensor | None], scale: float
 ) -> None:
-    """Write gradients of weights, both or one of them, which are contiguous.
+    """Write the gradients of one weight or both, which are contiguous.
 
     Args:
         h: [..., r].
@@ -257,41 +249,31 @@ def launch_weights(
     (dy, db), (x, dh, da) = of_b, of_a
     arranged, (_, dy_stride, x_stride) = as_strided_rows(h, None if db is None else dy, None if da is None else x)
     _, dy_rows, x_rows = arranged
-    rows, rank = _rows_of(h)
+    rows, rank = h.shape[:-1].numel(), h.shape[-1]
     width, inputs = 0 if db is None else len(db), 0 if da is None else da.shape[1]
-    tile = _ranks(rank) | {"BLOCK": 64, "LONG": _is_long(dy_rows, x_rows, h)}
+    tile = {"R": _padded(rank), "BLOCK": 64, "INT64": _is_long(dy_rows, x_rows, h)}
     tile["ROWS"] = max(16, min(64, 4096 // tile["R"]))
     blocks = -(-width // tile["BLOCK"]) + -(-inputs // tile["BLOCK"])
-    parts = max(1, min(_MOST_SHARES, _PROGRAMS // blocks))
+    parts = max(1, min(_MAX_PARTIALS, _PROGRAMS // blocks))
     share = tile["ROWS"] * -(-rows // (parts * tile["ROWS"]))
     programs = -(-rows // share)
-    db_shares, da_shares = (
-        None if one is None else h.new_empty((programs, one.numel()), dtype=torch.float32) for one in (db, da)
+    db_partials, da_partials = (
+        None if dw is None else h.new_empty((programs, dw.numel()), dtype=torch.float32) for dw in (db, da)
     )
     numbers = rows, share, width, inputs, rank, dy_stride, x_stride, _factor(scale)
-    tensors = h, dy_rows, db_shares, None if da is None else dh, x_rows, da_shares
-    launch(_shares_kernel, (programs, blocks), tensors, numbers, tile, warps=4)
+    read = h, dy_rows, db_partials, None if da is None else dh, x_rows, da_partials
+    launch(_partials_kernel, (programs, blocks), read, numbers, tile, warps=4)
     grid = -(-width * rank // _SUMMED) + -(-inputs * rank // _SUMMED), 1
-    launch(
-        _sum_kernel,
-        grid,
-        (h, db_shares, db, da_shares, da),
-        (programs, width, inputs, rank),
-        {"BLOCK": _SUMMED},
-        warps=4,
-    )
-
-
-def _rows_of(h: Tensor) -> tuple[int, int]:
-    return h.shape[:-1].numel(), h.shape[-1]
+    tensors, sizes = (h, db_partials, db, da_partials, da), (programs, width, inputs, rank)
+    launch(_sum_kernel, grid, tensors, sizes, {"BLOCK": _SUMMED}, warps=4)
 
 
 def _is_long(*tensors: Tensor | None) -> bool:
-    return is_long([one for one in tensors if one is not None])
+    return is_long([t for t in tensors if t is not None])
 
 
-def _ranks(rank: int) -> dict[str, Any]:
-    return {"R": max(16, next_power_of_2(rank))}
+def _padded(rank: int) -> int:
+    return max(16, next_power_of_2(rank))
 
 
 def _factor(scale: float) -> float | None:

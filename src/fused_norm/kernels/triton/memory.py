@@ -33,13 +33,13 @@ def empty_in_order(order: Sequence[int], shape: Sequence[int], dtype: torch.dtyp
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def empty_copy(weight: Tensor | None, wanted: bool, dtype: torch.dtype | None = None) -> Tensor | None:
-    """A copy of a weight, not yet written, contiguous and of its own dtype unless given; None if it is not wanted."""
-    return weight.new_empty(weight.shape, dtype=dtype) if wanted and weight is not None else None
+def empty_copy(weight: Tensor | None, needed: bool, dtype: torch.dtype | None = None) -> Tensor | None:
+    """A copy of a weight, not yet written, contiguous and of its own dtype unless given; None if it is not needed."""
+    return weight.new_empty(weight.shape, dtype=dtype) if needed and weight is not None else None
 
 
 def empty_weight_grad(weight: Tensor | None, needed: bool) -> Tensor | None:
-    """A weight's gradient, not yet written; None where it is not needed or there is no weight."""
+    """A weight's gradient, not yet written; None if it is not needed or there is no weight."""
     return weight.new_empty(weight.shape) if needed and weight is not None else None
 
 
@@ -68,7 +68,7 @@ def as_strided_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor |
 
 
 def contiguous(weight: Tensor | None) -> Tensor | None:
-    """The weight, copied where its elements do not follow each other."""
+    """The weight, copied if its elements do not follow each other."""
     return weight if weight is None or weight.is_contiguous() else weight.contiguous()
 
 
@@ -85,7 +85,7 @@ def norm_dtype(spec: NormSpec, dtype: torch.dtype, weight: Tensor | None) -> tor
 
 
 def norm_reads_copy(spec: NormSpec, weight: Tensor) -> bool:
-    """Return whether a norm multiplies by something that it has made of its weight, which its backward then reads."""
+    """Return whether a norm multiplies by a tensor computed from its weight, which its backward then reads."""
     is_cast = spec.casting in ("gemma", "rounded_gamma") and spec.casts_weight and weight.dtype != torch.float32
     return spec.zero_centered or is_cast
 
@@ -95,12 +95,12 @@ def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
     return dtype if dtype == other else torch.promote_types(dtype, other)
 
 
-def written_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype to write results of ``dtype`` in: the ``wanted`` one, if any, in the place of float32.
+def out_dtype(dtype: torch.dtype, instead: torch.dtype | None) -> torch.dtype:
+    """The dtype to write results of ``dtype`` in: ``instead`` of float32, if given.
 
-    A result of 16 bits was rounded to those before it is cast on, which one rounding cannot do.
+    A result of 16 bits is rounded to these before a further cast, which one rounding cannot do.
     """
-    return wanted if wanted is not None and dtype == torch.float32 else dtype
+    return instead if instead is not None and dtype == torch.float32 else dtype
 
 
 def memory_order(x: Tensor) -> list[int]:
@@ -124,7 +124,7 @@ def angles_layout(angles: Tensor, unsqueeze_dim: int) -> tuple[list[int], list[i
 
 
 def heads_dim_of(cos: Tensor, unsqueeze_dim: int) -> int | None:
-    """The dimension, 1 or 2, along which cos does not vary, which is then that of the heads; None where it has none."""
+    """The dimension, 1 or 2, along which cos does not vary, which is that of the heads; None if there is none."""
     shape, _ = angles_layout(cos, unsqueeze_dim)
     return next((dim for dim in (unsqueeze_dim, 3 - unsqueeze_dim) if shape[dim] == 1), None)
 
@@ -136,7 +136,7 @@ def is_long(tensors: Sequence[Tensor]) -> bool:
 
 
 def _row_stride(tensor: Tensor, order: list[int]) -> int | None:
-    """Elements from one row to the next when rows are counted in ``order``, or None where that is not one number."""
+    """Elements from one row to the next when rows are counted in ``order``, or None if that is not one number."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         return None
     innermost: int | None = None

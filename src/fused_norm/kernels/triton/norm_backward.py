@@ -1,4 +1,4 @@
-"""The backward of RMSNorm in Triton, by itself or with the add in front of it and the norm in front of that.
+"""The backward of RMSNorm in Triton, alone, with the add before it, or with the add and the norm before that.
 
 ``language`` has the names that kernels use; ``ds`` is what flows into the sum besides the norm's own part, ``dy1`` and
 on are the gradients of further consumers of y, ``_tail`` is a row's second piece, if the first alone does not hold it,
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import WIDEST_SANDWICH_BACKWARD, backward_plan
-from .devices import device_facts
+from .devices import device_props
 from .language import (
     TRITON_DTYPES,
     input_grad,
@@ -34,7 +34,7 @@ from .memory import INT32_LIMIT, as_strided_rows, bytes_of, contiguous, empty_ro
 from .weight_grad import empty_partials, reduce_partials
 
 MOST_CONSUMERS = 6
-"""The gradients of consumers that a kernel adds up."""
+"""The most gradients of consumers of y that a kernel sums."""
 
 _GRID_LIMIT = 65_535
 """Programs along the second axis of a CUDA grid."""
@@ -42,7 +42,7 @@ _GRID_LIMIT = 65_535
 
 @triton.jit
 def _load_dy(dys, stride, row, col, live, DTYPE: tl.constexpr):
-    """The gradient of y: those of its consumers, each rounded sum of two added to the next one, as autograd does it."""
+    """The gradient of y: the sum of its consumers' gradients, rounded after each addition, as by autograd."""
     dy = load_tile((dys[0], stride), row, col, live)
     if dys[1] is not None:
         dy = round_to(dy + load_tile((dys[1], stride), row, col, live), DTYPE)
@@ -88,9 +88,9 @@ def _load_rstd(rstd_ptr, row, M, ONE_ROW: tl.constexpr):
 
 
 @triton.jit
-def _store_share(shares_ptr, program, dw, col, N: tl.constexpr):
-    """Write columns ``col`` of the program's share of dw, its sum over the rows of a tile."""
-    tl.store(shares_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=col < N)
+def _store_partial(partials_ptr, program, dw, col, N: tl.constexpr):
+    """Write columns ``col`` of the program's partial dw, the sum over the rows of a tile."""
+    tl.store(partials_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=col < N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -99,25 +99,25 @@ def _backward_kernel(
     dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr,  # [M, N] or None, all spaced as dy
     ds_ptr,  # [M, N] or None: what else flows into the sum
     s_ptr,  # [M, N], or its FP8 codes
-    s_scale_ptr,  # [M, N / 16] where there are codes
-    x_ptr,  # [M, N] where a norm comes in front of the add
+    s_scale_ptr,  # [M, N / 16] if there are codes
+    x_ptr,  # [M, N] if a norm comes before the add
     inner_ptr,  # [N] or None
     w_ptr,  # [N] or None
-    inner_rstd_ptr,  # [M] fp32 where there is an x
+    inner_rstd_ptr,  # [M] fp32 if there is an x
     rstd_ptr,  # [M] fp32
     dx_ptr,  # [M, N] or None
     dr_ptr,  # [M, N] or None
-    shares_ptr,  # [1 or 2 times programs, N] fp32 or None: each program's share of dw_inner, then of dw
+    partials_ptr,  # [1 or 2 times programs, N] fp32 or None: each program's partial dw_inner, then of dw
     M,
     dy_stride, ds_stride, s_stride, s_scale_stride, x_stride, dx_stride, dr_stride,
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TAIL: tl.constexpr,
-    RELOAD: tl.constexpr, HAS_DW_INNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, LONG: tl.constexpr,
+    RELOAD: tl.constexpr, HAS_DW_INNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, INT64: tl.constexpr,
     SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, ROUND_BEFORE_ADD: tl.constexpr,
 ):  # fmt: skip
     dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
-    # A tile of one row needs no mask for rows; without it a fifth of the registers is free where there are two norms.
+    # A tile of one row needs no mask for rows; without it a fifth of the registers is free if there are two norms.
     ONE_ROW: tl.constexpr = ROWS == 1 and x_ptr is not None
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
@@ -139,7 +139,7 @@ def _backward_kernel(
         if w_ptr is not None and not RELOAD:
             gamma_tail = load_gamma(w_ptr, col_tail, in_tail, SPEC)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = rows_of(tile, ROWS, LONG)
+        row = rows_of(tile, ROWS, INT64)
         live = in_row[None, :] if ONE_ROW else (row < M)[:, None] & in_row[None, :]
         s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), row, col, live, 0, M, N)
         dy = _load_dy(dys, dy_stride, row, col, live, DY_DTYPE)
@@ -184,12 +184,12 @@ def _backward_kernel(
                 store_tile(dx, row, col, live, input_grad(grad, x, inner_rstd, N))
     let_next_begin(OVERLAPS)
     if HAS_DW_INNER:
-        _store_share(shares_ptr, program, dw_inner, col, N)
+        _store_partial(partials_ptr, program, dw_inner, col, N)
         program += tl.num_programs(0)
     if HAS_DW:
-        _store_share(shares_ptr, program, dw, col, N)
+        _store_partial(partials_ptr, program, dw, col, N)
         if TAIL:
-            _store_share(shares_ptr, program, dw_tail, col_tail, N)
+            _store_partial(partials_ptr, program, dw_tail, col_tail, N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -231,12 +231,12 @@ def _backward_columns_kernel(
     correction_ptr,  # [M] fp32
     dx_ptr,  # [M, N] or None
     dr_ptr,  # [M, N] or None
-    shares_ptr,  # [programs along rows, N] fp32 or None
+    partials_ptr,  # [programs along rows, N] fp32 or None
     M,
     dy_stride, ds_stride, s_stride, dx_stride, dr_stride,
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
-    LONG: tl.constexpr, SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, ROUND_BEFORE_ADD: tl.constexpr,
+    INT64: tl.constexpr, SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, ROUND_BEFORE_ADD: tl.constexpr,
 ):  # fmt: skip
     """The second half for wide rows: a block of columns of every row, given each row's correction."""
     dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
@@ -249,71 +249,49 @@ def _backward_columns_kernel(
     if w_ptr is not None:
         gamma = load_gamma(w_ptr, col, in_row, SPEC)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(1), num_stages=STAGES):
-        row = rows_of(tile, ROWS, LONG)
+        row = rows_of(tile, ROWS, INT64)
         live = (row < M)[:, None] & in_row[None, :]
         s = load_tile((s_ptr, s_stride), row, col, live)
         dy = _load_dy(dys, dy_stride, row, col, live, DY_DTYPE)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
-        if shares_ptr is not None:
+        if partials_ptr is not None:
             dw += dy * (s * rstd)
         if dx_ptr is not None or dr_ptr is not None:
             correction = tl.load(correction_ptr + row, mask=row < M, other=0.0)[:, None]
             grad = _sum_grad(ds, dy * gamma, s, correction, rstd, row, col, live, ROUND_BEFORE_ADD)
             _store_input_grads(dx, dr, grad, scale, row, col, live)
     let_next_begin(OVERLAPS)
-    if shares_ptr is not None:
-        _store_share(shares_ptr, program, dw, col, N)
+    if partials_ptr is not None:
+        _store_partial(partials_ptr, program, dw, col, N)
 
 
 class NormSaved(NamedTuple):
-    """The tensors that a backward reads: of a norm of s and, where x is there, of the norm of x before the add.
+    """The tensors that a backward reads: of a norm of s and, if x is given, of the norm of x before the add."""
 
-    Attributes:
-        dy: [..., N], the gradient of the norm; of several consumers those of each, at most ``MOST_CONSUMERS``, in the
-            order in which they are added up.
-        ds: what else flows into s, or None.
-        s: what was normalised, or its FP8 codes, whose rows are at most ``plans.WIDEST_BACKWARD`` wide.
-        weight: [N] or None.
-        rstd: [..., 1] fp32.
-        x: what was normalised in front of the add, or None.
-        inner_weight: [N] or None, of that norm.
-        inner_rstd: [..., 1] fp32, of that norm.
-        scale: what the branch was multiplied by.
-        s_scale: [..., N / 16] where s are codes; nothing but the norm's gradient flows into these.
-        round_before_add: the norm's part of the gradient of s is rounded before ds is added, as if s is no new sum.
-    """
-
-    dy: Tensor | tuple[Tensor, ...]
-    ds: Tensor | None
-    s: Tensor
-    weight: Tensor | None
-    rstd: Tensor
-    x: Tensor | None = None
-    inner_weight: Tensor | None = None
-    inner_rstd: Tensor | None = None
-    scale: float = 1.0
-    s_scale: Tensor | None = None
-    round_before_add: bool = False
+    dy: Tensor | tuple[Tensor, ...]  # [..., N]; or those of up to MOST_CONSUMERS consumers, in the order of their sum
+    ds: Tensor | None  # [..., N], what else flows into s
+    s: Tensor  # [..., N], the input of the norm, or its FP8 codes, at most plans.WIDEST_BACKWARD wide
+    weight: Tensor | None  # [N]
+    rstd: Tensor  # [..., 1] fp32
+    x: Tensor | None = None  # [..., N], the input of the norm before the add
+    inner_weight: Tensor | None = None  # [N], of that norm
+    inner_rstd: Tensor | None = None  # [..., 1] fp32, of that norm
+    scale: float = 1.0  # what the branch was multiplied by
+    s_scale: Tensor | None = None  # [..., N / 16] if s are codes; nothing but the norm's gradient flows into these
+    round_before_add: bool = False  # round the norm's part of the gradient of s before ds is added: s is no new sum
 
 
 class NormGradients(NamedTuple):
-    """The tensors that a backward writes; None for those that are not needed.
+    """The tensors that a backward writes; None for those that are not needed."""
 
-    Attributes:
-        dx: the gradient of the branch, from ``empty_rows_like(s)``.
-        dr: the gradient of the residual, the same.
-        dw: [N], contiguous.
-        dw_inner: [N], contiguous.
-    """
-
-    dx: Tensor | None
-    dr: Tensor | None
-    dw: Tensor | None
-    dw_inner: Tensor | None = None
+    dx: Tensor | None  # from empty_rows_like(s)
+    dr: Tensor | None  # from empty_rows_like(s)
+    dw: Tensor | None  # [N], contiguous
+    dw_inner: Tensor | None = None  # [N], contiguous
 
 
 def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
-    """Write the ``gradients`` that are there."""
+    """Write the ``gradients`` that are not None."""
     dx, dr, dw, dw_inner = gradients
     size, width, inner = saved.s.numel(), saved.s.shape[-1], saved.x is not None
     if size == 0:
@@ -324,7 +302,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     if inner and width > WIDEST_SANDWICH_BACKWARD:
         _launch_one_norm_at_a_time(spec, saved, gradients)
         return
-    rows, device = size // width, device_facts(saved.s.device)
+    rows, device = size // width, device_props(saved.s.device)
     dy, *more = _in_same_places(saved.s, saved.dy) if isinstance(saved.dy, tuple) else (saved.dy,)
     arranged, spacing = as_strided_rows(
         saved.s, dy, saved.ds, saved.x, dx, dr, saved.s_scale, saved.rstd, saved.inner_rstd
@@ -334,15 +312,15 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     weight, inner_weight = contiguous(saved.weight), contiguous(saved.inner_weight)
     read = *dys, ds, s, x, inner_weight, weight
     # Scales of codes are one more tensor in flight, as a residual's gradient is.
-    alone = "norm_backward" if ds is None and s_scale is None else "add_backward"
-    plan = backward_plan(width, bytes_of(*read), device, "sandwich_backward" if inner else alone)
+    section = "norm_backward" if ds is None and s_scale is None else "add_backward"
+    plan = backward_plan(width, bytes_of(*read), device, "sandwich_backward" if inner else section)
     blocks = -(-width // plan.columns) if plan.chunked else 1
     programs, most = -(-rows // plan.rows), -(-plan.programs // blocks)
     first, second = (dw, None) if dw_inner is None else (dw_inner, dw)
     programs = programs if first is None else min(programs, most)
-    shares = empty_partials(programs, first, second)
+    partials = empty_partials(programs, first, second)
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
-    constants |= {"OVERLAPS": shares is not None and device.overlaps, "LONG": rows * max(spacing) >= INT32_LIMIT}
+    constants |= {"OVERLAPS": partials is not None and device.overlaps, "INT64": rows * max(spacing) >= INT32_LIMIT}
     constants["SPEC"] = spec.without_eps()
     constants["DY_DTYPE"] = TRITON_DTYPES[norm_dtype(spec, saved.s.dtype, weight)] if more else None
     constants["ROUND_BEFORE_ADD"] = TRITON_DTYPES[saved.s.dtype] if saved.round_before_add and ds is not None else None
@@ -357,21 +335,21 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
             tensors, numbers = (*dys, s, weight, rstd, correction), (rows, strides[0], strides[2])
             wider = {name: constants[name] for name in ("N", "SPEC", "DY_DTYPE")} | {"BLOCK": 4 * plan.block}
             launch(_backward_correction_kernel, (rows, 1), tensors, numbers, wider, warps=plan.warps)
-        tensors = *dys, ds, s, weight, rstd, correction, dx, dr, shares
+        tensors = *dys, ds, s, weight, rstd, correction, dx, dr, partials
         numbers = rows, *strides[:3], *strides[5:], scale
         grid = blocks, min(programs, _GRID_LIMIT)
         launch(_backward_columns_kernel, grid, tensors, numbers, constants, warps=plan.warps)
     else:
         constants |= {"TAIL": plan.tail, "RELOAD": plan.reload or s_scale is not None}
         constants |= {"HAS_DW_INNER": dw_inner is not None, "HAS_DW": dw is not None}
-        tensors = *dys, ds, s, s_scale, x, inner_weight, weight, inner_rstd, rstd, dx, dr, shares
+        tensors = *dys, ds, s, s_scale, x, inner_weight, weight, inner_rstd, rstd, dx, dr, partials
         launch(_backward_kernel, (programs, 1), tensors, (rows, *strides, scale), constants, warps=plan.warps)
-    if shares is not None:
-        reduce_partials(shares, first, second, programs, most, device)
+    if partials is not None:
+        reduce_partials(partials, first, second, programs, most, device)
 
 
 def _in_same_places(s: Tensor, dys: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    """Gradients of several consumers with their rows in the same places, as those of linears have them."""
+    """Gradients of several consumers with rows in the same places, as those of linears have them."""
     if s.is_contiguous() and all(dy.is_contiguous() for dy in dys):
         return dys
     return [empty_rows_like(s, dy.dtype).copy_(dy) for dy in dys]

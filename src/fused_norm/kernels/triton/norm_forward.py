@@ -1,6 +1,6 @@
-"""The forward of RMSNorm in Triton, by itself or with the add in front of it and the norm in front of that.
+"""The forward of RMSNorm in Triton, alone, with the add before it, or with the add and the norm before that.
 
-``language`` has the names that kernels use; what belongs to the norm in front of the add is called ``inner``.
+``language`` has the names that kernels use; what belongs to the norm before the add is called ``inner``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import WIDEST_SANDWICH_FORWARD, Mode, forward_plan, next_power_of_2
-from .devices import device_facts
+from .devices import device_props
 from .language import (
     columns_of,
     copy_weight,
@@ -37,14 +37,14 @@ from .memory import (
     empty_copy,
     empty_rows_like,
     norm_dtype,
+    out_dtype,
     promoted,
-    written_dtype,
 )
 
 
 @triton.jit
 def add_rounded(x, r, scale, x_dtype: tl.constexpr, s_dtype: tl.constexpr):
-    """The sum of residual and scaled branch; product and sum are rounded by themselves, as two operators round them."""
+    """The sum of residual and scaled branch; product and sum are rounded separately, as two operators round them."""
     if scale is not None:
         x = round_to(x * scale, x_dtype)
     return round_to(r + x, s_dtype)
@@ -71,7 +71,7 @@ def _forward_tile(
     x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype: tl.constexpr,
     N: tl.constexpr, SPEC: tl.constexpr, INNER: tl.constexpr, GAMMA_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """Normalise rows held whole. ``GAMMA_IN_REGISTERS``: gamma is there already, in registers."""
+    """Normalise whole rows. ``GAMMA_IN_REGISTERS``: gamma is already in registers."""
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
     x_dtype: tl.constexpr = x[0].dtype.element_ty
@@ -95,10 +95,10 @@ def _forward_tile(
 def _forward_kernel(
     x_ptr,  # [M, N]
     r_ptr,  # [M, N] or None
-    inner_ptr,  # [N] or None: the weight of a norm of x in front of the add
+    inner_ptr,  # [N] or None: the weight of a norm of x before the add
     w_ptr,  # [N] or None
-    y_ptr,  # [M, N], or None where nothing but the sum is wanted
-    s_ptr,  # [M, N] where there is a residual
+    y_ptr,  # [M, N], or None if only the sum is computed
+    s_ptr,  # [M, N] if there is a residual
     inner_rstd_ptr,  # [M] fp32 or None
     rstd_ptr,  # [M] fp32 or None
     inner_copy_ptr,  # [N] or None: a copy of the inner weight
@@ -106,10 +106,10 @@ def _forward_kernel(
     M,
     x_stride, r_stride, y_stride, s_stride,
     eps, scale,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, LONG: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, INT64: tl.constexpr,
     SPEC: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A norm, with the add in front of it, and with a norm in front of that (INNER)."""
+    """A norm, perhaps with an add before it, and with a norm before that (INNER)."""
     x, r, y, s = (x_ptr, x_stride), (r_ptr, r_stride), (y_ptr, y_stride), (s_ptr, s_stride)
     s_dtype: tl.constexpr = x_ptr.dtype.element_ty if r_ptr is None else s_ptr.dtype.element_ty
     col = tl.arange(0, BLOCK) if INNER else columns_of(BLOCK, s_dtype)
@@ -118,13 +118,13 @@ def _forward_kernel(
         if w_ptr is not None:
             gamma = load_gamma(w_ptr, col, col < N, SPEC)
         for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
-            row = rows_of(tile, ROWS, LONG)
+            row = rows_of(tile, ROWS, INT64)
             _forward_tile(
                 x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N,
                 SPEC, INNER, True,
             )  # fmt: skip
     else:
-        row = rows_of(tl.program_id(0), ROWS, LONG)
+        row = rows_of(tl.program_id(0), ROWS, INT64)
         _forward_tile(
             x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N, SPEC,
             INNER, False,
@@ -165,7 +165,7 @@ def _forward_chunked_kernel(
     r_ptr,  # [M, N] or None
     w_ptr,  # [N] or None
     y_ptr,  # [M, N]
-    s_ptr,  # [M, N]: the sum to write where there is a residual, x itself where there is none
+    s_ptr,  # [M, N]: the sum to write if there is a residual, x itself if not
     rstd_ptr,  # [M] fp32 or None
     w_copy_ptr,  # [N] or None: a copy of the weight
     M,
@@ -211,10 +211,10 @@ def _from_rstd_kernel(
     y_ptr,  # [M, N]
     M,
     x_stride, y_stride,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Programs are tiles of rows along the first axis of the grid, blocks of columns along the second."""
-    row = rows_of(tl.program_id(0), ROWS, LONG)
+    row = rows_of(tl.program_id(0), ROWS, INT64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_row = col < N
     live = (row < M)[:, None] & in_row[None, :]
@@ -226,47 +226,27 @@ def _from_rstd_kernel(
 
 
 class NormInputs(NamedTuple):
-    """The arguments of a forward: ``y = norm(s)`` with ``s = residual + branch``, the branch being x or its norm.
+    """The arguments of a forward: ``y = norm(s)`` of ``s = residual + branch``, the branch being x or its norm."""
 
-    Attributes:
-        x: [..., N].
-        weight: [N] or None.
-        residual: x's shape, or None; then s is x.
-        scale: what x is multiplied by before it is added.
-        inner: x is normalised in front of the add.
-        inner_weight: [N] or None, of that norm.
-        normed: y is wanted, not s alone.
-        dtype: of y where its own would be float32; None leaves it its own.
-    """
-
-    x: Tensor
-    weight: Tensor | None
-    residual: Tensor | None = None
-    scale: float = 1.0
-    inner: bool = False
-    inner_weight: Tensor | None = None
-    normed: bool = True
-    dtype: torch.dtype | None = None
+    x: Tensor  # [..., N]
+    weight: Tensor | None  # [N]
+    residual: Tensor | None = None  # x's shape; without it s is x
+    scale: float = 1.0  # what x is multiplied by before it is added
+    inner: bool = False  # x is normalised before the add
+    inner_weight: Tensor | None = None  # [N], of that norm
+    normed: bool = True  # y is computed, not s alone
+    dtype: torch.dtype | None = None  # of y, in place of float32
 
 
 class NormOutputs(NamedTuple):
-    """The tensors that a forward writes; None for those that it has not.
+    """The tensors that a forward writes, in x's memory order; None for those that it does not have."""
 
-    Attributes:
-        y: x's shape and memory order.
-        s: the same, where there is a residual.
-        inner_rstd: fp32, x's shape with a last dimension of 1, and in x's memory order.
-        rstd: the same.
-        inner_weight_copy: [N], the inner weight once more.
-        weight_copy: [N], the weight once more.
-    """
-
-    y: Tensor | None
-    s: Tensor | None
-    inner_rstd: Tensor | None
-    rstd: Tensor | None
-    inner_weight_copy: Tensor | None = None
-    weight_copy: Tensor | None = None
+    y: Tensor | None  # x's shape
+    s: Tensor | None  # x's shape
+    inner_rstd: Tensor | None  # [..., 1] fp32
+    rstd: Tensor | None  # [..., 1] fp32
+    inner_weight_copy: Tensor | None = None  # [N]
+    weight_copy: Tensor | None = None  # [N]
 
 
 def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Sequence[str] = ()) -> NormOutputs:
@@ -278,17 +258,17 @@ def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Seque
     branch_dtype = norm_dtype(spec, x.dtype, inputs.inner_weight) if inputs.inner else x.dtype
     s = None if residual is None else empty_rows_like(x, promoted(residual.dtype, branch_dtype))
 
-    def empty_rstd(wanted: bool) -> Tensor | None:
-        return empty_rows_like(x, torch.float32, width=1) if training and wanted else None
+    def empty_rstd(needed: bool) -> Tensor | None:
+        return empty_rows_like(x, torch.float32, width=1) if training and needed else None
 
     inner_rstd, rstd = empty_rstd(inputs.inner), empty_rstd(inputs.normed)
-    y_dtype = written_dtype(norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight), inputs.dtype)
+    y_dtype = out_dtype(norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight), inputs.dtype)
     copies = [empty_copy(getattr(inputs, name), name in copied) for name in ("inner_weight", "weight")]
     return NormOutputs(empty_rows_like(x, y_dtype) if inputs.normed else None, s, inner_rstd, rstd, *copies)
 
 
 def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs, mode: Mode | None = None) -> None:
-    """Write the ``outputs`` of ``empty_norm``, in the best mode or the one asked for (of one norm)."""
+    """Write the ``outputs`` of ``empty_norm``, in the best mode or, of one norm, in ``mode``."""
     x, weight, residual, scale, inner, inner_weight, *_ = inputs
     size, width = x.numel(), x.shape[-1]
     if size == 0:
@@ -300,7 +280,7 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
     arranged, strides = as_strided_rows(x, residual, outputs.y, outputs.s)
     x, residual, y, s = arranged  # type: ignore[assignment]
     long = rows * max(strides) >= INT32_LIMIT
-    device = device_facts(x.device)
+    device = device_props(x.device)
     plan = forward_plan(width, device, mode, "sandwich_forward" if inner else "forward")
     constants: dict[str, Any] = {"N": width, "BLOCK": plan.block, "SPEC": spec.without_eps()}
     numbers = rows, *strides, spec.eps, None if scale == 1.0 else float(scale)
@@ -314,7 +294,7 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
         launch(_forward_chunked_kernel, (rows, 1), read, numbers, constants, warps=plan.warps, fuse=fuse)
         return
     persistent = plan.mode == "static_persistent"
-    constants |= {"ROWS": plan.rows, "PERSISTENT": persistent, "LONG": long, "INNER": inner}
+    constants |= {"ROWS": plan.rows, "PERSISTENT": persistent, "INT64": long, "INNER": inner}
     tiles = -(-rows // plan.rows)
     grid = min(tiles, plan.programs) if persistent else tiles, 1
     weights, rstds = (contiguous(inner_weight), contiguous(weight)), (outputs.inner_rstd, outputs.rstd)
@@ -323,13 +303,13 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
 
 
 def _launch_one_norm_at_a_time(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs) -> None:
-    """A norm, an add and a norm of rows that are too wide to be held by one kernel for both norms."""
+    """A norm, an add and a norm of rows that are too wide for one kernel."""
     first = NormInputs(inputs.x, inputs.inner_weight)
     branch = empty_norm(spec, first, False).y
     assert branch is not None
     assert inputs.residual is not None
-    written = NormOutputs(branch, None, None, outputs.inner_rstd, weight_copy=outputs.inner_weight_copy)
-    launch_norm_forward(spec, first, written)
+    first_outputs = NormOutputs(branch, None, None, outputs.inner_rstd, weight_copy=outputs.inner_weight_copy)
+    launch_norm_forward(spec, first, first_outputs)
     if inputs.normed:
         second = NormInputs(branch, inputs.weight, inputs.residual)
         launch_norm_forward(spec, second, outputs._replace(inner_rstd=None, inner_weight_copy=None))
@@ -338,11 +318,11 @@ def _launch_one_norm_at_a_time(spec: NormSpec, inputs: NormInputs, outputs: Norm
 
 
 _FROM_RSTD_ELEMENTS = 2048
-"""Elements of a tile where no row is summed: 16 a lane."""
+"""Elements of a tile in a kernel that sums no row: 16 a lane."""
 
 
 def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, y: Tensor) -> None:
-    """Write the norm of x to ``y``, from the rstd that its forward has kept: no row is summed.
+    """Write the norm of x to ``y``, from the rstd that its forward saved: no row is summed.
 
     The formula is the forward's, element for element, so the bits do not depend on how a launch divides the work.
     """
@@ -356,6 +336,6 @@ def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd
     block = min(next_power_of_2(width), _FROM_RSTD_ELEMENTS)
     tile = _FROM_RSTD_ELEMENTS // block
     grid = -(-rows // tile), -(-width // block)
-    constants = {"N": width, "ROWS": tile, "BLOCK": block, "LONG": long, "SPEC": spec.without_eps()}
-    numbers, warps = (rows, x_stride, y_stride), device_facts(x.device).warps(4)
+    constants = {"N": width, "ROWS": tile, "BLOCK": block, "INT64": long, "SPEC": spec.without_eps()}
+    numbers, warps = (rows, x_stride, y_stride), device_props(x.device).warps(4)
     launch(_from_rstd_kernel, grid, (x, weight, rstd, y), numbers, constants, warps=warps)

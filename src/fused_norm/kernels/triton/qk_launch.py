@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import HeadsPlan, heads_backward_plan, heads_forward_plan
-from .devices import device_facts
+from .devices import device_props
 from .language import TRITON_DTYPES
 from .launch import launch
 from .memory import (
@@ -22,8 +22,8 @@ from .memory import (
     is_long,
     memory_order,
     norm_dtype,
+    out_dtype,
     promoted,
-    written_dtype,
 )
 from .qk_kernels import qk_backward_kernel, qk_forward_kernel
 from .weight_grad import reduce_partials
@@ -81,12 +81,12 @@ def empty_heads(
 ) -> Tensor:
     """The forward's output for q or k, not yet written, with the memory order that stock code gives it.
 
-    It has stock code's dtype, or the ``wanted`` one where ``written_dtype`` says so. ``dtype``: that of the normalised
+    It has stock code's dtype, or the ``wanted`` one where ``out_dtype`` says so. ``dtype``: that of the normalised
     x, or of x itself without a norm.
     """
     if cos is None:
-        return empty_rows_like(x, written_dtype(dtype, wanted))
-    dtype = written_dtype(dtype if single_rounding else promoted(dtype, cos.dtype), wanted)
+        return empty_rows_like(x, out_dtype(dtype, wanted))
+    dtype = out_dtype(dtype if single_rounding else promoted(dtype, cos.dtype), wanted)
     # Stock code concatenates what is rotated and what is not, and the result of that is contiguous.
     return empty_rows_like(x, dtype) if cos.shape[-1] == x.shape[-1] else x.new_empty(x.shape, dtype=dtype)
 
@@ -107,7 +107,7 @@ def launch_qk_forward(
     ``inverse`` turns the other way, with a single rounding.
     """
     call = _Call(inputs, [(x,) for x in inputs[:2]], outputs, unsqueeze_dim)
-    plan = heads_forward_plan(*call.heads, call.width, call.rotary, device_facts(inputs[0].device))
+    plan = heads_forward_plan(*call.heads, call.width, call.rotary, device_props(inputs[0].device))
     q_tiles, k_tiles = call.tiles(plan)
     if not q_tiles + k_tiles:
         return
@@ -143,7 +143,7 @@ def launch_qk_backward(
     """
     call = _Call(inputs, list(zip(inputs[:2], incoming, strict=True)), dx, unsqueeze_dim)
     (q, q_d), (k, k_d) = call.sides
-    cos, device = inputs[4], device_facts(inputs[0].device)
+    cos, device = inputs[4], device_props(inputs[0].device)
     loads = 2 if 0 < call.rotary < call.width else 1  # of d: partners are loaded by themselves
     column_bytes = max(x.element_size() + loads * d.element_size() for x, d in call.sides if d is not None)
     angle_bytes = 0 if cos is None else 2 * cos.element_size()

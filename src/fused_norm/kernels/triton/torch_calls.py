@@ -1,6 +1,6 @@
 """Steps of a program that PyTorch computes between its launches: products of matrices, and casts.
 
-A launcher's observer takes them as it takes launches, so a recorded call repeats them in their places.
+An interceptor takes them as it takes launches, so a recorded call repeats them in their places.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ TorchCall = Product | Cast
 
 
 def perform(step: TorchCall) -> None:
-    """Compute a step, or hand it to an observer of launches."""
-    if launches.observer is None:
+    """Compute a step, or hand it to an interceptor."""
+    if launches.interceptor is None:
         step.run()
     else:
-        launches.observer.launched(step)
+        launches.interceptor.launched(step)

@@ -1,6 +1,6 @@
-"""The gradient of a weight: each program of a backward writes its share, and a launch behind it sums them.
+"""The gradient of a weight: each program of a backward writes a partial sum, and a later launch reduces them.
 
-The sum has a fixed order, so the same inputs give the same bits; a share is fp32, and the sum is rounded once.
+The sum has a fixed order, so the same inputs give the same bits; a partial is fp32, and the sum is rounded once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .language import await_previous, round_to
 from .launch import launch
 
 _COLUMNS = 16
-"""Columns that one program sums, over all shares at once."""
+"""Columns that one program sums, over all partials at once."""
 
 
 @triton.jit(do_not_specialize=["split", "end"])
-def _sum_shares_kernel(
-    shares_ptr,  # [end, N] fp32
-    first_ptr,  # [N] or None: the sum of the shares in front of ``split``
+def _reduce_kernel(
+    partials_ptr,  # [end, N] fp32
+    first_ptr,  # [N] or None: the sum of the partials before ``split``
     second_ptr,  # [N] or None: the sum of the others
     split, end,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -30,37 +30,37 @@ def _sum_shares_kernel(
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
         if first_ptr is not None:
-            _sum_part(shares_ptr, first_ptr, 0, split, col, N, ROWS)
+            _sum_part(partials_ptr, first_ptr, 0, split, col, N, ROWS)
     else:
         if second_ptr is not None:
-            _sum_part(shares_ptr, second_ptr, split, end, col, N, ROWS)
+            _sum_part(partials_ptr, second_ptr, split, end, col, N, ROWS)
 
 
 @triton.jit
-def _sum_part(shares_ptr, dw_ptr, start, end, col, N: tl.constexpr, ROWS: tl.constexpr):
-    """Sum the shares from ``start`` to ``end`` in one tile."""
-    share = start + tl.arange(0, ROWS)
-    live = (share < end)[:, None] & (col < N)[None, :]
-    shares = tl.load(shares_ptr + share.to(tl.int64)[:, None] * N + col[None, :], mask=live, other=0.0)
-    tl.store(dw_ptr + col, round_to(tl.sum(shares, axis=0), dw_ptr.dtype.element_ty), mask=col < N)
+def _sum_part(partials_ptr, dw_ptr, start, end, col, N: tl.constexpr, ROWS: tl.constexpr):
+    """Sum the partials from ``start`` to ``end`` in one tile."""
+    partial = start + tl.arange(0, ROWS)
+    live = (partial < end)[:, None] & (col < N)[None, :]
+    partials = tl.load(partials_ptr + partial.to(tl.int64)[:, None] * N + col[None, :], mask=live, other=0.0)
+    tl.store(dw_ptr + col, round_to(tl.sum(partials, axis=0), dw_ptr.dtype.element_ty), mask=col < N)
 
 
 def empty_partials(programs: int, *weight_grads: Tensor | None) -> Tensor | None:
-    """The shares of that many programs in each of the gradients that are there, not yet written; None for none."""
-    wanted = [one for one in weight_grads if one is not None]
-    return wanted[0].new_empty((len(wanted) * programs, len(wanted[0])), dtype=torch.float32) if wanted else None
+    """The partials of that many programs for each gradient that is not None, not yet written; None if there is none."""
+    grads = [dw for dw in weight_grads if dw is not None]
+    return grads[0].new_empty((len(grads) * programs, len(grads[0])), dtype=torch.float32) if grads else None
 
 
 def reduce_partials(
-    shares: Tensor, first: Tensor | None, second: Tensor | None, split: int, most: int, device: Device
+    partials: Tensor, first: Tensor | None, second: Tensor | None, split: int, most: int, device: Device
 ) -> None:
-    """Write the sum of ``shares`` [P, N] to ``first`` [N], up to row ``split``, and that of the rest to ``second``.
+    """Write the sum of ``partials`` [P, N] to ``first`` [N], up to row ``split``, and that of the rest to ``second``.
 
-    ``most``: what P is at most; it decides the order of the sum. ``device``: the facts about where they are.
+    ``most``: what P is at most; it decides the order of the sum. ``device``: the properties of their device.
     """
-    end, width = shares.shape
+    end, width = partials.shape
     rows = next_power_of_2(most)
     grid = -(-width // _COLUMNS), 1 if second is None else 2
     constants = {"N": width, "ROWS": rows, "BLOCK": _COLUMNS, "OVERLAPS": device.overlaps}
-    warps, tensors = device.warps(max(1, min(16, rows // 64))), (shares, first, second)
-    launch(_sum_shares_kernel, grid, tensors, (split, end), constants, warps=warps, overlaps=device.overlaps)
+    warps, tensors = device.warps(max(1, min(16, rows // 64))), (partials, first, second)
+    launch(_reduce_kernel, grid, tensors, (split, end), constants, warps=warps, overlaps=device.overlaps)

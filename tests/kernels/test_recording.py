@@ -1,4 +1,4 @@
-"""Programs repeat what the general path does, bit for bit, and only for calls like the one that was recorded."""
+"""Recordings repeat what the general path does, bit for bit, and only for calls like the one that was recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton import knobs
 
-from fused_norm.kernels import add_rms_norm, codegen, program, rms_norm
+from fused_norm.kernels import add_rms_norm, codegen, recording, rms_norm
 from fused_norm.kernels.glu import GLU
 from fused_norm.kernels.norm import ADD_RMS_NORM, NORM_ADD, RMS_NORM
 from fused_norm.kernels.operator import Operator, calls, norm_spec
@@ -107,11 +107,11 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None], is_ex
             )
 
 
-def programs(name: str) -> list[program.Program]:
-    return [one for several in OPERATORS[name].programs.by_shape.values() for one in several]
+def recordings(name: str) -> list[recording.Recording]:
+    return [one for several in OPERATORS[name].cache.by_shape.values() for one in several]
 
 
-def straight(one: program.Program) -> bool:
+def straight(one: recording.Recording) -> bool:
     """Whether it runs as a few lines, and not by Triton's own launches."""
     return "stream_of" in getattr(getattr(one, "forward", one.call), "__globals__", {})
 
@@ -130,14 +130,14 @@ def test_a_program_does_what_the_general_path_does(case: str, device: str) -> No
             results = operator(spec, *fresh(given, wanted))
         results = [one for one in (results if isinstance(results, tuple) else (results,)) if one is not None]
         assert_same(results, expected[: len(results)], is_exact=device == "cpu")
-    assert all(straight(one) for one in programs(operator.name))
-    backwards = [one for forward in programs(operator.name) for one in forward.backwards]
+    assert all(straight(one) for one in recordings(operator.name))
+    backwards = [one for forward in recordings(operator.name) for one in forward.backwards]
     assert backwards
     assert all(map(straight, backwards))
 
 
 @pytest.mark.parametrize("other", ["spec", "mode", "weight", "dtype", "shape", "layout", "gradient", "kind"])
-def test_a_call_that_differs_in_one_fact_gets_another_program(other: str, device: str) -> None:
+def test_a_call_that_differs_in_one_fact_gets_another_recording(other: str, device: str) -> None:
     x, w = rows(device), weight(device)
     for _ in range(2):
         RMS_NORM(LLAMA, x, w, None)
@@ -149,9 +149,9 @@ def test_a_call_that_differs_in_one_fact_gets_another_program(other: str, device
         "gradient": x.clone().requires_grad_(),
     }.get(other, x)
     w = None if other == "weight" else torch.nn.Parameter(w, requires_grad=False) if other == "kind" else w
-    assert RMS_NORM.known(RMS_NORM.programs, spec, x, w, mode) is None
+    assert RMS_NORM.run_cached(None, spec, x, w, mode) is None
     found = RMS_NORM(spec, x, w, mode)
-    assert len(programs("rms_norm")) == 2
+    assert len(recordings("rms_norm")) == 2
     assert torch.equal(found, RMS_NORM._launched(spec, x, w, mode))
 
 
@@ -202,11 +202,11 @@ def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tens
             rms_norm(x, w)
         with torch.inference_mode():
             rms_norm(x, w)
-    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x, w, None) is not None
+    assert RMS_NORM.run_cached(None, LLAMA, x, w, None) is not None
     return x, w
 
 
-def test_transforms_and_modes_do_not_meet_a_program(recorded: tuple[Tensor, Tensor]) -> None:
+def test_transforms_and_modes_do_not_meet_a_recording(recorded: tuple[Tensor, Tensor]) -> None:
     x, w = recorded
     expected = rms_norm(x, w)
     torch.testing.assert_close(torch.vmap(rms_norm, in_dims=(0, None))(x, w), expected)
@@ -222,18 +222,18 @@ def test_transforms_and_modes_do_not_meet_a_program(recorded: tuple[Tensor, Tens
     assert torch.equal(rms_norm(x, w), expected)
 
 
-def test_unusual_tensors_do_not_meet_a_program(recorded: tuple[Tensor, Tensor], device: str) -> None:
+def test_unusual_tensors_do_not_meet_a_recording(recorded: tuple[Tensor, Tensor], device: str) -> None:
     x, w = recorded
     negative = torch._neg_view(x)
-    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, negative, w, None) is None
+    assert RMS_NORM.run_cached(None, LLAMA, negative, w, None) is None
     assert torch.equal(rms_norm(negative, w), -rms_norm(x, w))
-    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x.as_subclass(Subclass), w, None) is None
-    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x.tolist(), w, None) is None
-    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x, None, None) is None
+    assert RMS_NORM.run_cached(None, LLAMA, x.as_subclass(Subclass), w, None) is None
+    assert RMS_NORM.run_cached(None, LLAMA, x.tolist(), w, None) is None
+    assert RMS_NORM.run_cached(None, LLAMA, x, None, None) is None
     with torch.inference_mode():
         inside = rms_norm(x, w)
         assert inside.is_inference()
-        assert RMS_NORM.known(RMS_NORM.programs, LLAMA, inside, w, None) is None
+        assert RMS_NORM.run_cached(None, LLAMA, inside, w, None) is None
     with torch.autocast(device, dtype=BF16):
         assert torch.equal(rms_norm(x, w), rms_norm(x, w))
 
@@ -268,7 +268,7 @@ def test_a_tensor_given_twice(device: str) -> None:
 def test_gradients_are_wanted_or_not_by_grad_mode(device: str) -> None:
     w = weight(device)
     for first in (True, False):
-        program.forget_all()
+        recording.forget_all()
         x = rows(device).requires_grad_()
         for enabled in (first, not first, first, not first):
             with torch.set_grad_enabled(enabled):
@@ -284,9 +284,9 @@ def test_what_was_recorded_in_one_mode_is_not_repeated_in_another(
     has_guards: bool, order: tuple[str, str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_guards:
-        monkeypatch.setattr(program, "TensorGuards", None)
+        monkeypatch.setattr(recording, "TensorGuards", None)
     for layout in ("dense", "columns"):  # the latter is copied
-        program.forget_all()
+        recording.forget_all()
         x, w, dy = rows(device, layout=layout).requires_grad_(), weight(device), rows(device)
         y = RMS_NORM._launched(LLAMA, x, w, None)
         (dx,) = torch.autograd.grad(y, x, dy)
@@ -302,7 +302,7 @@ def test_what_was_recorded_in_one_mode_is_not_repeated_in_another(
         for one in (inside, x.detach(), inside):
             with torch.no_grad():
                 assert torch.equal(rms_norm(one, w), y)
-        assert [straight(one) for one in programs("rms_norm")] == [layout == "dense"] * len(programs("rms_norm"))
+        assert [straight(one) for one in recordings("rms_norm")] == [layout == "dense"] * len(recordings("rms_norm"))
 
 
 def test_one_gradient_for_both_outputs(device: str) -> None:
@@ -333,7 +333,7 @@ def test_a_first_call_is_made_once_and_is_like_all_others(device: str, monkeypat
     monkeypatch.setattr(Launch, "run", lambda launch: (ran.append(launch.name), run(launch))[1])
     x, w = rows(device).requires_grad_(), weight(device).requires_grad_()
     torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
-    assert ran == ["_forward_kernel", "_backward_kernel", "_sum_shares_kernel"]
+    assert ran == ["_forward_kernel", "_backward_kernel", "_reduce_kernel"]
     with torch.inference_mode():
         assert rms_norm(x, w).is_inference()
     with torch.no_grad():
@@ -346,15 +346,15 @@ def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_take_no_gener
     w, copied = weight(device), rows(device, layout="columns")
     for _ in range(2):
         assert torch.equal(rms_norm(copied, w), rms_norm(copied.contiguous(), w))
-    (one,) = programs("rms_norm")[:1]
+    (one,) = recordings("rms_norm")[:1]
     assert not straight(one)
-    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, copied, w, None) is not None
-    program.forget_all()
+    assert RMS_NORM.run_cached(None, LLAMA, copied, w, None) is not None
+    recording.forget_all()
     memory = torch.randn(200, device=device)
     rms_norm(memory[1:97].view(2, 3, 16), w)
-    assert not programs("rms_norm")
+    assert not recordings("rms_norm")
     rms_norm(memory[:96].view(2, 3, 16), w)
-    (one,) = programs("rms_norm")
+    (one,) = recordings("rms_norm")
     assert straight(one)
     repeated: list[int] = []
     monkeypatch.setitem(one.call.__globals__, "repeat", lambda x, w: repeated.append(x.data_ptr() % 16))  # type: ignore[attr-defined]
@@ -374,7 +374,7 @@ def at_an_odd_address(one: Tensor) -> Tensor:
 
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Give the name of a program that a test watches, each time that it leaves the launches to Triton."""
+    """Give the name of a recording that a test watches, each time that it leaves the launches to Triton."""
     found: list[str] = []
 
     def watch(**watched: Callable[..., Any]) -> list[str]:
@@ -391,7 +391,7 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
     case: str, repeated: Callable[..., list[str]], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of them at a time: in a call that a program has to repeat, and in one that would be recorded."""
+    """One of them at a time: in a call that a recording has to repeat, and in one that would be recorded."""
     operator, spec, given, differentiable = case_of(case, device)
     wanted = (True,) * differentiable
     if device == "cpu":
@@ -413,7 +413,7 @@ def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
         return [one for one, odd in zip(("forward", "backward"), is_odd, strict=True) if odd]
 
     step_at(None, None)
-    (forward,) = programs(operator.name)
+    (forward,) = recordings(operator.name)
     (backward,) = forward.backwards
     found = repeated(forward=forward.forward, backward=backward.call)
     outputs = operator(spec, *fresh(given, wanted))
@@ -425,24 +425,31 @@ def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
         found.clear()
         assert step_at(*way) == found, way
     for way in ways:
-        program.forget_all()
+        recording.forget_all()
         odd = step_at(*way)
-        assert len(programs(operator.name)) == ("forward" not in odd), way
-        assert all(len(one.backwards) == ("backward" not in odd) for one in programs(operator.name)), way
+        assert len(recordings(operator.name)) == ("forward" not in odd), way
+        assert all(len(one.backwards) == ("backward" not in odd) for one in recordings(operator.name)), way
 
 
-def test_a_patched_module_repeats_only_what_its_own_code_has_found_to_be_for_kernels(
-    recorded: tuple[Tensor, Tensor],
-) -> None:
+def test_a_call_replaces_only_the_stock_code_that_it_was_checked_against(recorded: tuple[Tensor, Tensor]) -> None:
     """A rotation, say, may round in other places than the public function that was called with tensors like these."""
     x, w = recorded
-    own = program.Programs()
-    assert RMS_NORM.known(own, LLAMA, x, w, None) is None
-    found, _ = RMS_NORM.try_fused(LLAMA, x, w, None, programs=own)
-    assert torch.equal(RMS_NORM.known(own, LLAMA, x, w, None), found)
-    assert RMS_NORM.known(own, GEMMA, x, w, None) is None
-    program.forget_all()
-    assert RMS_NORM.known(own, LLAMA, x, w, None) is None
+    rotation, other = object(), object()
+    before = len(recordings("rms_norm"))
+    assert RMS_NORM.run_cached(rotation, LLAMA, x, w, None) is None
+    outputs, reason = RMS_NORM.try_fused(LLAMA, x, w, None, replaces=rotation)
+    assert reason is None
+    assert len(recordings("rms_norm")) == before, "one recording serves both"
+    assert torch.equal(RMS_NORM.run_cached(rotation, LLAMA, x, w, None), outputs)
+    assert RMS_NORM.run_cached(other, LLAMA, x, w, None) is None
+    assert RMS_NORM.run_cached(rotation, GEMMA, x, w, None) is None
+    assert RMS_NORM.run_cached(rotation, LLAMA, x.clone().requires_grad_(), w, None) is None
+    with calls.by(noting := Noting()):
+        assert RMS_NORM.run_cached(other, LLAMA, x, w, None) is None
+        assert RMS_NORM.run_cached(rotation, LLAMA, x, w, None) is not None
+    assert noting.seen == ["rms_norm"]
+    recording.forget_all()
+    assert RMS_NORM.run_cached(rotation, LLAMA, x, w, None) is None
 
 
 def test_launch_hooks_and_observers_see_every_call(
@@ -453,7 +460,7 @@ def test_launch_hooks_and_observers_see_every_call(
     ran: list[str] = []
     run = Launch.run
     monkeypatch.setattr(Launch, "run", lambda launch: (ran.append(launch.name), run(launch))[1])
-    one = next(one for one in programs("rms_norm") if one.fits(LLAMA, x, w, None))
+    one = next(one for one in recordings("rms_norm") if one.fits(LLAMA, x, w, None))
     repeated: list[int] = []
     monkeypatch.setitem(one.call.__globals__, "repeat", lambda *tensors: repeated.append(len(tensors)))  # type: ignore[attr-defined]
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
@@ -495,7 +502,7 @@ def test_who_hooks_into_tritons_launches_later_gets_them(
 ) -> None:
     x, w, dy = rows(device).requires_grad_(), weight(device), rows(device)
     torch.autograd.grad(rms_norm(x, w), x, dy)
-    (forward,) = programs("rms_norm")
+    (forward,) = recordings("rms_norm")
     (backward,) = forward.backwards
     found = repeated(forward=forward.forward, backward=backward.call)
     before = getattr(knobs.runtime, hook)
@@ -511,7 +518,7 @@ def test_who_hooks_into_tritons_launches_later_gets_them(
 
 def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
     """Of those too that a patched module has checked, and again when others go out of use."""
-    x, w, own = rows(device).requires_grad_(), weight(device), program.Programs()
+    x, w, own = rows(device).requires_grad_(), weight(device), object()
 
     def warps() -> list[Any]:
         made: list[Any] = []
@@ -522,10 +529,10 @@ def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
         return made
 
     def is_known() -> bool:
-        return RMS_NORM.known(own, LLAMA, x, w, None) is not None
+        return RMS_NORM.run_cached(own, LLAMA, x, w, None) is not None
 
     usual = warps()
-    RMS_NORM.try_fused(LLAMA, x, w, None, programs=own)
+    RMS_NORM.try_fused(LLAMA, x, w, None, replaces=own)
     assert is_known()
     rules = {section: (Rule(16, 64, 1, 1),) for section in ("forward", "norm_backward")}
     with use_plans(PlanTable("any", "", "", rules)):
@@ -533,7 +540,7 @@ def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
         assert warps() == [1, 1]
         again = warps()  # on a GPU a repeated call launches by other means
         assert again == [1, 1] or (device == "cuda" and {*again} <= {1})
-        RMS_NORM.try_fused(LLAMA, x, w, None, programs=own)
+        RMS_NORM.try_fused(LLAMA, x, w, None, replaces=own)
     assert not is_known()
     again = warps()
     assert again == usual or (device == "cuda" and {*again} <= {*usual})
@@ -560,7 +567,7 @@ def test_an_observer_is_told_of_its_own_thread_alone(events: Any, is_known: bool
     x, w = rows(device), weight(device)
     expected = rms_norm(x, w)
     if not is_known:
-        program.forget_all()
+        recording.forget_all()
     found: list[Tensor] = []
     noting = Noting()
     with events.by(noting):
@@ -573,7 +580,7 @@ def test_an_observer_is_told_of_its_own_thread_alone(events: Any, is_known: bool
     assert torch.equal(found[0], expected)
 
 
-def test_second_derivatives_behind_a_program(device: str) -> None:
+def test_second_derivatives_behind_a_recording(device: str) -> None:
     x, w = rows(device).requires_grad_(), weight(device).requires_grad_()
     for _ in range(3):
         (dx,) = torch.autograd.grad(rms_norm(x, w).square().sum(), x, create_graph=True)
@@ -583,9 +590,9 @@ def test_second_derivatives_behind_a_program(device: str) -> None:
         assert second.abs().sum() > 0
 
 
-def test_programs_are_bounded_and_hold_no_tensor(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "SHAPES", 3)
-    monkeypatch.setattr(program, "EACH", 2)
+def test_recordings_are_bounded_and_hold_no_tensor(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "SHAPES", 3)
+    monkeypatch.setattr(recording, "EACH", 2)
     w = weight(device)
     for length in range(1, 9):
         for dtype in (FP32, BF16, torch.float16):
@@ -595,16 +602,16 @@ def test_programs_are_bounded_and_hold_no_tensor(device: str, monkeypatch: pytes
             for stride in (1, 2, 3):
                 y = rms_norm(x, w)
                 y.backward(torch.ones(length, 16 * stride, device=device, dtype=y.dtype)[:, :16])
-    assert len(RMS_NORM.programs.by_shape) <= 3
-    assert all(len(one.backwards) <= 2 for one in programs("rms_norm"))
-    assert len(programs("rms_norm")) <= 6
+    assert len(RMS_NORM.cache.by_shape) <= 3
+    assert all(len(one.backwards) <= 2 for one in recordings("rms_norm"))
+    assert len(recordings("rms_norm")) <= 6
     kept = weakref.ref(x)
     del x, y
     gc.collect()
     assert kept() is None
 
 
-def test_threads_share_programs(device: str) -> None:
+def test_threads_share_recordings(device: str) -> None:
     inputs = [torch.randn(length, 16, device=device).requires_grad_() for length in (2, 3, 4)]
     w = weight(device).requires_grad_()
 
@@ -613,7 +620,7 @@ def test_threads_share_programs(device: str) -> None:
         return [y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))]
 
     expected = [results(x) for x in inputs]
-    program.forget_all()
+    recording.forget_all()
     wrong: list[object] = []
 
     def work() -> None:
@@ -635,9 +642,9 @@ def test_threads_share_programs(device: str) -> None:
 def test_random_calls_in_turn_do_what_the_general_path_does(
     seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few programs are kept, so that they come and go."""
-    monkeypatch.setattr(program, "SHAPES", 2)
-    monkeypatch.setattr(program, "EACH", 2)
+    """Few recordings are kept, so that they come and go."""
+    monkeypatch.setattr(recording, "SHAPES", 2)
+    monkeypatch.setattr(recording, "EACH", 2)
     pick = random.Random(seed)
     for _ in range(24):
         operator, spec, given, differentiable = case_of(pick.choice(CASES), device)
@@ -648,7 +655,7 @@ def test_random_calls_in_turn_do_what_the_general_path_does(
             assert_same(step(lambda *a, o=operator, s=spec: o(s, *a), fresh(given, wanted), used), expected)
 
 
-@pytest.mark.parametrize("without", [(program, "TensorGuards"), (codegen, "_empty_strided_cuda")])
+@pytest.mark.parametrize("without", [(recording, "TensorGuards"), (codegen, "_empty_strided_cuda")])
 def test_without_parts_of_pytorch_that_are_not_public(
     without: tuple[Any, str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -657,8 +664,8 @@ def test_without_parts_of_pytorch_that_are_not_public(
     expected = step(lambda *a: RMS_NORM._launched(LLAMA, *a), (x, w, None), (True,))
     for _ in range(3):
         assert_same(step(lambda *a: RMS_NORM(LLAMA, *a), (x, w, None), (True,)), expected)
-    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x, w, None) is not None
-    assert RMS_NORM.known(RMS_NORM.programs, LLAMA, x.detach(), w, None) is None
+    assert RMS_NORM.run_cached(None, LLAMA, x, w, None) is not None
+    assert RMS_NORM.run_cached(None, LLAMA, x.detach(), w, None) is None
 
 
 class Compiled:
@@ -717,7 +724,7 @@ def test_a_kernel_that_counts_in_64_bits_is_launched_by_triton(number: float, is
         codegen._launch_line(0, launch, entry, ["px"])
 
 
-def test_a_nested_tensor_is_no_argument_like_those_of_a_program(device: str) -> None:
+def test_a_nested_tensor_is_no_argument_like_those_of_a_recording(device: str) -> None:
     """PyTorch's guard of tensors would end the process."""
     x, residual, w = rows(device), rows(device), weight(device)
     for _ in range(2):

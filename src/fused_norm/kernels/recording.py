@@ -1,0 +1,283 @@
+"""Recordings: the allocations and launches of a whole call, noted once and repeated for all calls like it.
+
+An operator's forward, or backward, runs once for tensors of certain properties (shapes, strides, dtypes, device, which
+of them require a gradient), while a recorder notes what it allocates and launches. These notes become a few lines of
+straight-line Python, compiled once for each sequence of steps: allocate, gather addresses, launch (``codegen``). A call
+that does anything else to a tensor, such as a copy, has a recording that runs the operator's code every time.
+
+A guard tells whether a call is like the recorded one. The properties of tensors are verified by the guard that Dynamo
+uses for compiled code, one call into C++, or by plain comparisons if PyTorch has no such guard. It does not check grad
+mode (added separately when relevant), forward-mode AD, FakeTensorMode or make_fx; the caller must check these.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .codegen import NotRecordableError, function_of, generated_lines, launch_backend
+from .triton.devices import when_plans_change
+from .triton.launch import Launch, launches
+
+logger = logging.getLogger("fused_norm")
+
+TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+
+SHAPES, EACH = 1024, 8
+"""The most shapes that a cache has, and the most recordings of each; beyond that it starts anew."""
+
+_ALLOCATIONS = ("new_empty", "empty_strided")
+"""The operators by which launchers allocate what a recording can allocate again."""
+
+_NO_OPS = ("detach", "promote_types")
+"""Operators that do nothing to memory; ``detach`` is how the dispatcher hands a tensor on."""
+
+
+class Guard:
+    """Tells whether arguments are like those of a call.
+
+    Attributes:
+        names: of the arguments, in functions that begin with this guard.
+        tensors: the names of those that are tensors, or None in place of a tensor.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None], options: Sequence[Any], in_any_grad_mode: bool) -> None:
+        """Note the properties of a call; ``record`` explains its arguments."""
+        arguments = [*options[:1], *tensors, *options[1:]]
+        self.names = [f"a{index}" for index in range(len(arguments))]
+        self.tensors = self.names[len(options[:1]) :][: len(tensors)]
+        conditions: list[str] = []
+        first_names: dict[int, str] = {}
+        distinct: list[Tensor] = []
+        self._globals: dict[str, Any] = {}
+        for name, value in zip(self.names, arguments, strict=True):
+            if value is None or value is True or value is False:
+                conditions.append(f"{name} is {value}")
+            elif name not in self.tensors:
+                self._globals |= {f"c{name}": value, f"k{name}": type(value)}
+                conditions.append(f"({name} is c{name} or (type({name}) is k{name} and {name} == c{name}))")
+            elif id(value) in first_names:  # the same tensor twice
+                conditions.append(f"{name} is {first_names[id(value)]}")
+            else:
+                first_names[id(value)] = name
+                distinct.append(value)
+                if len(distinct) > 1:
+                    # The caller has read the first one's sizes; to read those of a nested tensor ends the process.
+                    conditions.append(f"not getattr({name}, 'is_nested', False)")
+        self._globals["check"] = _tensor_check(distinct)
+        conditions.append(f"check({', '.join(first_names.values())})")
+        if not in_any_grad_mode and any(tensor.requires_grad for tensor in distinct):
+            self._globals["grad_mode"] = torch.is_grad_enabled
+            conditions.append("grad_mode()" if torch.is_grad_enabled() else "not grad_mode()")
+        self._condition = " and ".join(conditions)
+
+    def function(self, lines: Sequence[str], names: dict[str, Any], otherwise: Any = None) -> Callable[..., Any]:
+        """A function of all arguments that runs the lines if the guard holds, and returns ``otherwise`` if not."""
+        guarded = [f"if not ({self._condition}):", f"    return {otherwise}", *lines]
+        return function_of(self.names, guarded, {**self._globals, **names})
+
+
+def _tensor_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function of distinct tensors that tells whether they, and the state of the thread, are like these."""
+    if TensorGuards is not None:
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    expected = list(map(_tensor_key, tensors))
+    return lambda *others: len(set(map(id, others))) == len(others) and list(map(_tensor_key, others)) == expected
+
+
+def _tensor_key(tensor: Any) -> Any:
+    if type(tensor) not in (Tensor, Parameter) or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return type(tensor), *layout, tensor.is_neg(), tensor.is_inference(), torch.is_inference_mode_enabled()
+
+
+class Recorder(TorchDispatchMode):
+    """Notes allocations inside a ``with``, and launches instead of making them, until it meets any other operator.
+
+    From that operator on, which may read what was launched, everything is done at once, and nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[Tensor] = []
+        self.launches: list[Launch] = []
+        self.obstacle: str | None = None
+        """The operator that cannot be repeated."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__ if func.namespace == "aten" else ""
+        if self.obstacle is None and name not in _ALLOCATIONS and name not in _NO_OPS:
+            self.obstacle = str(func)
+            for launch in self.launches:
+                launch.run()
+        result = func(*args, **(kwargs or {}))
+        if name in _ALLOCATIONS:
+            self.allocated.append(result)
+        return result
+
+    def launched(self, launch: Launch) -> None:
+        """Note a launch, or make it."""
+        if self.obstacle is None:
+            self.launches.append(launch)
+        else:
+            launch.run()
+
+
+class Recording:
+    """What a call did, for calls like it.
+
+    Attributes:
+        call: repeats it and returns the results; returns None for arguments that are not like those of the call.
+        forward: of a call that has a backward, what ``call`` hands to autograd: takes the context and the tensors.
+        backwards: the recordings of the backward of this forward.
+        backward_state: what else the backward needs.
+        may_replace: the keys of the stock code that the call may replace; see ``Operator.try_fused``.
+    """
+
+    __slots__ = ("_guard", "backward_state", "backwards", "call", "forward", "may_replace")
+
+    def __init__(
+        self,
+        guard: Guard,
+        function: Callable[..., Any],
+        apply: Callable[..., Any] | None,
+        generated: tuple[list[str], dict[str, Any]] | None,
+    ) -> None:
+        self._guard = guard
+        self.backwards: tuple[Recording, ...] = ()
+        self.backward_state: Any = None
+        self.may_replace: set[Any] = set()
+        tensors = ", ".join(guard.tensors)
+        if apply is None:
+            lines, names = generated or ([f"return repeat({tensors})"], {})
+            self.call = guard.function(lines, {"repeat": function, **names})
+            return
+
+        def repeat(ctx: Any, *tensors: Tensor | None) -> Any:
+            outputs, ctx.to_save, ctx.sources, self.backward_state = function(*tensors)
+            return outputs
+
+        lines, names = generated or ([f"return repeat(ctx, {tensors})"], {})
+        self.forward = function_of(["ctx", *guard.tensors], lines, {"repeat": repeat, **names})
+        self.call = guard.function([f"return apply(recording, {tensors})"], {"apply": apply, "recording": self})
+
+    def fits(self, *arguments: Any) -> bool:
+        """Return whether arguments are like those of the call."""
+        fits: bool = self._guard.function(["return True"], {}, otherwise=False)(*arguments)
+        return fits
+
+
+class SingleCall:
+    """Stands for a recording in a call that is not recorded; ``function`` is as in ``record``."""
+
+    backwards: tuple[Recording, ...] = ()
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.backward_state: Any = None
+
+    def forward(self, ctx: Any, *tensors: Tensor | None) -> Any:
+        """Make the call, and hand its results to autograd."""
+        outputs, ctx.to_save, ctx.sources, self.backward_state = self._function(*tensors)
+        return outputs
+
+
+class CallCache:
+    """The recordings of an operator's calls, by the shape of their first tensor."""
+
+    def __init__(self) -> None:
+        self.by_shape: dict[Any, tuple[Recording, ...]] = {}
+        _caches.add(self)
+
+    def add(self, shape: Any, recording: Recording) -> None:
+        """Remember a recording of a call whose first tensor has this shape."""
+        if shape not in self.by_shape and len(self.by_shape) >= SHAPES:
+            self.by_shape.clear()
+        self.by_shape[shape] = appended(self.by_shape.get(shape, ()), recording)
+
+
+_caches: weakref.WeakSet[CallCache] = weakref.WeakSet()
+
+
+def forget_all() -> None:
+    """Forget every recording."""
+    for cache in list(_caches):
+        cache.by_shape.clear()
+
+
+when_plans_change.append(forget_all)
+
+
+def appended(recordings: tuple[Recording, ...], recording: Recording) -> tuple[Recording, ...]:
+    """The recordings with another one; that one alone if they are too many."""
+    return (*recordings, recording) if len(recordings) < EACH else (recording,)
+
+
+def record(
+    tensors: Sequence[Tensor | None],
+    options: Sequence[Any],
+    function: Callable[..., Any],
+    *,
+    apply: Callable[..., Any] | None = None,
+    in_any_grad_mode: bool = False,
+) -> tuple[Recording, Any] | None:
+    """Run the call once, and return a recording of it together with its outputs.
+
+    Returns None without running the call if its arguments cannot be compared (NaN is not equal to itself, and 0.0 is
+    equal to -0.0), or if a tensor is not 16-byte aligned, because Triton specialises on alignment.
+
+    Args:
+        tensors: the tensors of the call, or None. No dispatch mode may be active.
+        options: its other arguments: the first comes before the tensors, the others after them.
+        function: makes the call with tensors like these, and returns its outputs, in nested tuples. If the call has a
+            backward it returns the outputs, what is saved for it, the weights whose copies are among that, and what
+            else the backward needs. It holds no tensor.
+        apply: hands the recording and the tensors to autograd, if the call has a backward.
+        in_any_grad_mode: leave grad mode out of the guard; the caller checks it.
+    """
+    present = [t for t in tensors if t is not None]
+    if any(isinstance(option, float) and (option != option or option == 0.0) for option in options):
+        return None
+    if any(t.data_ptr() % 16 for t in present):
+        return None
+    guard, backend = Guard(tensors, options, in_any_grad_mode), launch_backend(present[0].device)
+    results, generated = None, None
+    if backend is not None:
+        # Outside of inference mode, which bypasses the recorder.
+        with torch.inference_mode(False), torch.no_grad(), launches.by(recorder := Recorder()), recorder:
+            results = function(*tensors)
+        try:
+            if recorder.obstacle is not None:
+                raise NotRecordableError(f"{recorder.obstacle} is no allocation")
+            with torch.no_grad():
+                steps = [(launch, launch.run()) for launch in recorder.launches]
+            names, repeated = (guard.tensors, results) if apply is None else (["ctx", *guard.tensors], results[:3])
+            generated = generated_lines(backend, tensors, names, recorder.allocated, steps, repeated)
+        except NotRecordableError as reason:
+            logger.debug("a call is not repeated by generated lines: %s", reason)
+    recording = Recording(guard, function, apply, generated)
+    if results is None or torch.is_inference_mode_enabled():
+        return recording, function(*tensors) if apply is None else apply(recording, *tensors)
+    if apply is None:
+        return recording, results
+
+    def first_forward(ctx: Any, *_: Tensor | None) -> Any:
+        outputs, ctx.to_save, ctx.sources, recording.backward_state = results
+        return outputs
+
+    forward, recording.forward = recording.forward, first_forward
+    try:
+        return recording, apply(recording, *tensors)
+    finally:
+        recording.forward = forward
