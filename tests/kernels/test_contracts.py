@@ -213,6 +213,7 @@ EACH_WAY: dict[str, tuple[str, Sequence[int], int, int]] = {
     "rope": ("qk_forward_kernel", (2, 3), 0, 0),
     "glu": ("_glu_{}_kernel", (0, 1), 0, 0),
     "gated_rms_norm": ("_gated_{}_kernel", (0, 1, 2), 0, 1),
+    "causal_conv1d": ("_conv_{}_kernel", (0, 1, 2), 0, 0),
 }
 """The kernel of each direction, and what is kept for the backward: arguments by place, outputs, numbers of a row."""
 

@@ -256,6 +256,37 @@ def glu_backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -
     return (torch.cat((dgate, dup), dim=-1), None) if packed else (dgate, dup)
 
 
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """The depthwise convolution of x [batch, length, channels] as an ``nn.Conv1d`` computes it, then the activation."""
+    width, length = weight.shape[1], x.shape[1]
+    padded = torch.nn.functional.conv1d(
+        x.transpose(1, 2), weight.unsqueeze(1), bias, padding=width - 1, groups=len(weight)
+    )
+    y = padded[..., :length]
+    return (y if activation is None else torch.nn.functional.silu(y)).transpose(1, 2)
+
+
+def causal_conv1d_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> tuple[Tensor, ...]:
+    """The gradients of what ``causal_conv1d`` takes, each rounded once to the dtype of its own tensor."""
+    width, length = weight.shape[1], x.shape[1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    pad = torch.nn.functional.pad
+    g, before = dy.to(wide), pad(x.to(wide), (0, 0, width - 1, 0))
+    windows = [before[:, tap : tap + length] for tap in range(width)]  # by tap, the row that it is multiplied by
+    taps = weight.to(wide).t()
+    if activation is not None:
+        c = sum((window * tap for window, tap in zip(windows, taps, strict=True)), 0 if bias is None else bias.to(wide))
+        c = c.to(x.dtype).to(wide)
+        share = torch.sigmoid(c)
+        g = g * (share + c * share * (1 - share))
+    behind = pad(g, (0, 0, 0, width - 1))
+    dx = sum(behind[:, width - 1 - tap :][:, :length] * taps[tap] for tap in range(width))
+    dweight = torch.stack([(g * window).sum((0, 1)) for window in windows], dim=1)
+    return dx.to(x.dtype), dweight.to(weight.dtype), g.sum((0, 1)).to(x.dtype)
+
+
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     """The factor that the normalised row is multiplied by, in the weight's dtype."""
     return 1.0 + weight if zero_centered else weight
