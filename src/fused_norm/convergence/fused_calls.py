@@ -58,6 +58,7 @@ _KINDS: Mapping[str, _Kind] = {
         frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
     ),
     "mlp": _Kind(frozenset({"glu"}), frozenset({"fused_norm_gate", "fused_norm_gate_packed"})),
+    "conv": _Kind(frozenset({"causal_conv1d"}), frozenset({"fused_norm_conv", "fused_norm_conv_module"})),
     "adapter": _Kind(frozenset({"lora_add", _IN_FLOAT32}), frozenset({"forward"})),
     "loss": _Kind(frozenset({"linear_cross_entropy"}), frozenset({"fused_norm_cross_entropy"})),
     "readers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
@@ -73,7 +74,7 @@ _METHODS: Mapping[type, Sequence[str]] = {
     **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedAdapter), ("forward",)),
     FusedBlock: (
         *("fused_norm_add", "fused_norm_read", "fused_norm_then_add", "fused_norm_pair"),
-        *sorted(_KINDS["rope"].methods | _KINDS["mlp"].methods | _KINDS["readers"].methods),
+        *sorted(frozenset().union(*(_KINDS[kind].methods for kind in ("rope", "mlp", "conv", "readers")))),
     ),
     FusedHead: tuple(_KINDS["loss"].methods),
 }

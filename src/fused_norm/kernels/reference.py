@@ -272,19 +272,18 @@ def causal_conv1d_backward(
     """The gradients of what ``causal_conv1d`` takes, each rounded once to the dtype of its own tensor."""
     width, length = weight.shape[1], x.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
-    pad = torch.nn.functional.pad
-    g, before = dy.to(wide), pad(x.to(wide), (0, 0, width - 1, 0))
-    windows = [before[:, tap : tap + length] for tap in range(width)]  # by tap, the row that it is multiplied by
-    taps = weight.to(wide).t()
+    before = torch.nn.functional.pad(x.to(wide), (0, 0, width - 1, 0))
+    windows = before.unfold(1, length, 1).transpose(2, 3) if length else before[:, None, :0].expand(-1, width, -1, -1)
+    taps, g = weight.to(wide).t()[:, None], dy.to(wide)
     if activation is not None:
-        c = sum((window * tap for window, tap in zip(windows, taps, strict=True)), 0 if bias is None else bias.to(wide))
+        c = (windows * taps).sum(1) if bias is None else (windows * taps).sum(1) + bias.to(wide)
         c = c.to(x.dtype).to(wide)
         share = torch.sigmoid(c)
         g = g * (share + c * share * (1 - share))
-    behind = pad(g, (0, 0, 0, width - 1))
-    dx = sum(behind[:, width - 1 - tap :][:, :length] * taps[tap] for tap in range(width))
-    dweight = torch.stack([(g * window).sum((0, 1)) for window in windows], dim=1)
-    return dx.to(x.dtype), dweight.to(weight.dtype), g.sum((0, 1)).to(x.dtype)
+    behind = torch.nn.functional.pad(g, (0, 0, 0, width - 1))
+    dx = torch.stack([behind[:, width - 1 - tap :][:, :length] for tap in range(width)], dim=1)
+    dweight = (g[:, None] * windows).sum((0, 2)).t()
+    return (dx * taps).sum(1).to(x.dtype), dweight.to(weight.dtype), g.sum((0, 1)).to(x.dtype)
 
 
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:

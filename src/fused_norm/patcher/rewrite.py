@@ -12,12 +12,13 @@ class Rewrite:
     """A match in a forward that is to be fused.
 
     Attributes:
-        pattern: the matches it is one of: ``adds``, ``readings``, ``inputs``, ``heads``, ``rotations`` or ``gates``.
+        pattern: the matches it is one of: ``adds``, ``readings``, ``inputs``, ``heads``, ``rotations``, ``gates`` or
+            ``convolutions``.
         index: its number among these.
         parts: what of it: of an add ``norm``, ``inner``, ``dropout`` and ``readers``, and ``called`` for a norm whose
             call other code sees; of a reading ``readers`` and ``input``; of norms of heads ``rotation``, or nothing; of
             inputs the attributes of the linears.
-        activation: that of a gate.
+        activation: that of a gate, or of a module that convolves.
     """
 
     pattern: str

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..activation_recognition import Activation
 from ..block import Block
+from ..convolution_recognition import ConvolutionFunction
 from ..dataflow import flow_of
 from ..patch_report import Site
 from ..probe import UnrecognisedError
@@ -22,6 +23,13 @@ from ..source import Helper, SourceError, cached_by_forward, compiled, helpers_o
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .attentions import find_attentions
 from .calls import Called, EditedForward, Missed
+from .convolutions import (
+    Convolution,
+    convolutions_of,
+    decide_convolutions,
+    decide_missed_convolutions,
+    find_convolutions,
+)
 from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
 from .readers import Inputs, Reading, find_inputs, find_readings
@@ -39,6 +47,7 @@ class Patterns:
         heads: pairs of norms of queries and keys.
         rotations: calls of rotary embeddings.
         gates: products of something with what may be an activation.
+        convolutions: calls of causal convolutions.
         missed_adds, missed_gates: those that are written in another way than is rewritten.
     """
 
@@ -48,6 +57,7 @@ class Patterns:
     heads: list[Heads]
     rotations: list[RotationCall]
     gates: list[Gate]
+    convolutions: list[Convolution]
     missed_adds: list[Missed]
     missed_gates: list[Missed]
 
@@ -62,6 +72,7 @@ class Patterns:
             reading.decide(block, index, self._taken(block))
         yield from decide_rotations(self.rotations, with_norms, block)
         yield from decide_gates(self.gates, self.missed_gates, block)
+        yield from decide_convolutions(self.convolutions, block)
 
     def _taken(self, block: Block) -> set[ast.Call]:
         """The calls of norms that are part of a rewrite by now: none is part of two."""
@@ -84,30 +95,32 @@ def patterns_of(layer: Any) -> Patterns:
     rotations = find_rotations(source.definition, flow, rotated, attentions)
     readings = find_readings(flow, [add.after.call for add in adds if add.after is not None])
     missed = find_missed_adds(flow, adds), find_missed_gates(source.definition, flow, gates)
-    return Patterns(adds, readings, find_inputs(layer), heads, rotations, gates, *missed)
+    convolutions = find_convolutions(source.definition, flow)
+    return Patterns(adds, readings, find_inputs(layer), heads, rotations, gates, convolutions, *missed)
 
 
 _IN_A_HELPER = "which its forward calls, and which is not rewritten"
 
 
 @cached_by_forward
-def _missed_in(helper: Helper) -> tuple[list[RotationCall], list[Missed]]:
-    """The rotations in a method, and the products with what may be an activation in a method or a function."""
+def _missed_in(helper: Helper) -> tuple[list[RotationCall], list[Convolution], list[Missed]]:
+    """The rotations and convolutions in a method, and products with what may be an activation in it or a function."""
     definition, flow = source_of(helper).definition, flow_of(helper)
     gates = find_missed_gates(definition, flow, [])
     if helper.is_method:
-        return find_rotations(definition, flow, {}, {}), gates
-    return [], [replace(one, conditions=()) for one in gates]  # which are not of a module's settings
+        return find_rotations(definition, flow, {}, {}), find_convolutions(definition, flow), gates
+    return [], [], [replace(one, conditions=()) for one in gates]  # which are not of a module's settings
 
 
 def decide_helpers(block: Block) -> Iterator[Site]:
     """The rows of what is written in methods and functions that a module's forward calls, which are not rewritten."""
     for name, helper in helpers_of(block.origin).items():
         with contextlib.suppress(SourceError):
-            rotations, gates = _missed_in(helper)
+            rotations, convolutions, gates = _missed_in(helper)
             reason = f"is in {name}, {_IN_A_HELPER}"
             yield from decide_missed_rotations(rotations, block, helper, reason)
             yield from decide_missed_gates(gates, block, helper, reason)
+            yield from decide_missed_convolutions(convolutions, block, helper, reason)
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:
@@ -125,8 +138,10 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
     return compiled(definition, layer)
 
 
-def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, ...]:
-    """The rotations that ``rewrites`` fuse; one that is no longer a rotation is left out, and called as it is."""
+def functions_of(
+    layer: Any, rewrites: tuple[Rewrite, ...]
+) -> tuple[tuple[Rotation, ...], tuple[ConvolutionFunction, ...]]:
+    """The rotations and convolutions that ``rewrites`` fuse; what is none any more is left out, and called as it is."""
     patterns = patterns_of(layer)
     calls = []
     for rewrite in rewrites:
@@ -139,7 +154,7 @@ def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, .
     for name, arguments in dict.fromkeys(calls):
         with contextlib.suppress(UnrecognisedError):
             found.append(rotation_of(layer, name, arguments))
-    return tuple(found)
+    return tuple(found), convolutions_of(layer, patterns.convolutions, rewrites)
 
 
 def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:

@@ -176,7 +176,7 @@ def find_missed_gates(definition: ast.FunctionDef, flow: Dataflow, gates: list[G
         for factor, other in permutations(operands_of(node, ast.Mult, _MULTIPLY, flow), 2)
         if (node, factor) not in fused and not _only_scales(other, flow)
         for call in flow.origins(factor)
-        if (act := _activation(call, flow) or _written_out(call)) is not None
+        if (act := activation_of(call, flow) or _written_out(call)) is not None
     ]
     return list(dict.fromkeys(missed))
 
@@ -219,7 +219,7 @@ def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.e
         if not isinstance(value, ast.Call) or not flow.is_read_by_alone(definition, factor):
             return None
         call, called_in = value, at
-    act = _activation(call, flow)
+    act = activation_of(call, flow)
     between = [] if called_in is statement else flow.between(called_in, statement)
     if act is None or between is None:
         return None
@@ -236,7 +236,7 @@ def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.e
     return gate
 
 
-def _activation(node: ast.AST, flow: Dataflow) -> Called | None:
+def activation_of(node: ast.AST, flow: Dataflow) -> Called | None:
     """The name called in ``self.<name>(argument)``, or in ``<function>(argument)`` by a known name; else None."""
     call = call_of_own(node, flow.own)
     if call is not None:
