@@ -30,8 +30,12 @@ from .running_code import RunningCode
 SILU = ("silu", "swish")
 """The names that transformers has for SiLU."""
 
-_IGNORED = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids",
-            "output_attentions", "output_hidden_states", "num_items_in_batch", "use_cache")  # fmt: skip
+_IGNORED = (
+    "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "position_embeddings",
+    "attention_mask", "is_causal", "cache_position", "past_key_values", "use_cache", "output_attentions",
+    "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "logits_to_keep", "labels",
+    "token_type_ids", "mm_token_type_ids",
+)  # fmt: skip
 """Arguments that layers hand on to whatever convolves, and that PyTorch's convolution ignores."""
 
 _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))

@@ -121,13 +121,13 @@ def decide_convolutions(convolutions: Sequence[Convolution], block: Block) -> It
 def decide_missed_convolutions(
     convolutions: Sequence[Convolution], block: Block, function: Any, reason: str
 ) -> Iterator[Site]:
-    """The rows of convolutions that cannot be fused, for a ``reason``, in a ``function`` that the forward calls."""
+    """The row of convolutions that cannot be fused, for a ``reason``, in a ``function`` that the forward calls."""
     for one in convolutions:
         with suppress(UnrecognisedError):
             if one.is_site(block):
                 one.recognised(block, function)
-                row = block.own_row("conv", already=False)
-                yield row.kept_for(f"its convolution {reason}", in_helper=True)
+                yield block.own_row("conv", already=False).kept_for(f"its convolution {reason}", in_helper=True)
+                return
 
 
 def find_convolutions(definition: ast.FunctionDef, flow: Dataflow) -> list[Convolution]:
