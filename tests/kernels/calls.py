@@ -135,7 +135,7 @@ def every_call(
         ),
         "rotation cast": Call("rope", None, (x, k, whole_cos.float(), whole_sin.float()), (1, False, dtype or FP16)),
         "conv": Call("causal_conv1d", None, (sequence, taps, inner), ("silu",)),
-        "conv alone": Call("causal_conv1d", None, (sequence, taps[:, 1:], None), (None,)),
+        "conv alone": Call("causal_conv1d", None, (sequence, made(width, 3), None), (None,)),
         "adapter": Call("lora_add", None, (r.to(dtype or FP32), x, first, second), (0.7,)),
     }
 

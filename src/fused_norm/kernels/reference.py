@@ -281,7 +281,7 @@ def causal_conv1d_backward(
         share = torch.sigmoid(c)
         g = g * (share + c * share * (1 - share))
     behind = torch.nn.functional.pad(g, (0, 0, 0, width - 1))
-    dx = torch.stack([behind[:, width - 1 - tap :][:, :length] for tap in range(width)], dim=1)
+    dx = torch.stack([behind.narrow(1, width - 1 - tap, length) for tap in range(width)], dim=1)
     dweight = (g[:, None] * windows).sum((0, 2)).t()
     return (dx * taps).sum(1).to(x.dtype), dweight.to(weight.dtype), g.sum((0, 1)).to(x.dtype)
 

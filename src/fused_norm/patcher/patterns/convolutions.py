@@ -139,7 +139,7 @@ def find_convolutions(definition: ast.FunctionDef, flow: Dataflow) -> list[Convo
 def _convolution(call: ast.Call, flow: Dataflow) -> Convolution | None:
     conditions = flow.conditions(call)
     name = call.func.id if isinstance(call.func, ast.Name) else ""
-    if CONVOLUTION_NAME.search(name) and not flow.is_local(name):
+    if CONVOLUTION_NAME.search(name) and len(call.args) + len(call.keywords) > 1 and not flow.is_local(name):
         return Convolution(call, Called(name, True), None, None, None, conditions)
     if call_of_own(call, flow.own) is None:
         return None
