@@ -217,7 +217,7 @@ OTHERS: Mapping[str, Other] = {
     ),
     # The norm is called inside the branch's call, in both kinds of layers.
     "lfm2": Other(
-        counts(loss=1, norm=5, qk=2, rope=1, residual=2, mlp=2, conv=len(CONVOLUTION)),
+        {"norm": 5, "qk": 2, "rope": 1, "residual": 2, "sandwich": 0, "mlp": 2, "loss": 1},
         launched(rms_norm=3, add_rms_norm=2, qk_norm_rope=1, glu=2, **CONVOLUTION),
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
         in_bf16=True,
