@@ -193,6 +193,12 @@ class TurnedFirst(Convolves):
         return self.act(self.conv1d(x.transpose(1, 2)).transpose(1, 2)[:, :length])
 
 
+class ByItsShape(Convolves):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        return functional.silu(self.conv1d(x)[:, :, : x.shape[-1]]).transpose(1, 2)
+
+
 class Alone(Convolves):
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
@@ -200,7 +206,7 @@ class Alone(Convolves):
         return y.transpose(1, 2)
 
 
-FORMS = (ByFunction, BySilu, Turned, TurnedFirst, Alone)
+FORMS = (ByFunction, BySilu, Turned, TurnedFirst, ByItsShape, Alone)
 
 
 def fused_of(module: nn.Module) -> tuple[Any, Any]:

@@ -173,7 +173,9 @@ def _length_of(cut: ast.expr, is_turned: bool) -> ast.expr | None:
         return None
     shape = ["end" if part is ends[0] else ast.unparse(part) for part in parts]
     known = ([":", "end"], [":", "end", ":"]) if is_turned else (["...", "end"], [":", ":", "end"])
-    return ends[0].upper if shape in known and isinstance(ends[0].upper, (ast.Name, ast.Attribute)) else None
+    length = ends[0].upper
+    of = length.value if isinstance(length, ast.Subscript) else length  # x.shape[-1], which is looked up earlier then
+    return length if shape in known and isinstance(of, (ast.Name, ast.Attribute)) else None
 
 
 def convolutions_of(
