@@ -359,7 +359,6 @@ def without_gradient(x: Tensor, weight: Tensor, bias: Any = None, activation: An
     [
         (by_a_kernel, "a kernel already"),
         (without_padding_in_front, "computes no causal convolution"),
-        (by_packed_sequences, "computes no causal convolution"),
         (without_gradient, "computes no causal convolution"),
         (None, "not a function"),
         (nn.Linear(2, 2), "not a function"),
@@ -369,3 +368,19 @@ def test_what_computes_something_else_is_not_recognised(function: Callable[..., 
     with pytest.raises(UnrecognisedError, match=words):
         recognise_convolution(function)
     assert recognise_convolution(convolved).is_now(convolved)
+
+
+def test_arguments_that_a_function_heeds_are_left_to_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer releases of transformers raise for packed sequences, which PyTorch's convolution cannot keep apart."""
+    assert "seq_idx" in recognise_convolution(convolved).ignored
+    assert recognise_convolution(convolved).ignored - recognise_convolution(by_packed_sequences).ignored == {"seq_idx"}
+    monkeypatch.setitem(globals(), "convolved_causal_conv1d_fn", by_packed_sequences)
+    stock = ByFunction().to(device)
+    fused, report = fused_of(stock)
+    assert report.counts["conv"] == 1
+    x, sequences = torch.randn(2, 7, 6, device=device), torch.zeros(7, dtype=torch.int64, device=device)
+    with by_reference() as noted:
+        assert_equal(grads(fused, x, seq_idx=sequences), grads(stock, x, seq_idx=sequences))
+        assert not noted.names
+        assert_equal(grads(fused, x, seq_idx=None), grads(stock, x))
+        assert noted.names

@@ -7,7 +7,7 @@ package if that is installed, and PyTorch's convolution otherwise. Older release
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,12 +36,12 @@ _IGNORED = (
     "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "logits_to_keep", "labels",
     "token_type_ids", "mm_token_type_ids",
 )  # fmt: skip
-"""Arguments that layers hand on to whatever convolves, and that PyTorch's convolution ignores."""
+"""Arguments that layers hand on to whatever convolves, and that PyTorch's convolution may ignore."""
 
 _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
 _BATCH, _CHANNELS, _LENGTH = 2, 3, 7
 
-_outcomes: Outcomes[bool] = Outcomes()
+_outcomes: Outcomes[frozenset[str]] = Outcomes()
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,32 @@ class ConvolutionFunction:
     Attributes:
         function: the function, or the module that Hugging Face's ``kernels`` makes of it if it is installed.
         running: the code of the function, or of the module's forward, that was compared.
+        ignored: the arguments that it ignores; newer releases of transformers raise for packed sequences.
     """
 
     function: Any
     running: RunningCode
+    ignored: frozenset[str]
 
     def is_now(self, value: Any) -> bool:
         """Return whether ``value`` is this function, and no hook or other code would see it called."""
         return runs_as_compared(value, self.function, self.running)
+
+    def convolve(
+        self, x: Any = None, weight: Any = None, bias: Any = None, activation: Any = None, **further: Any
+    ) -> tuple[Any, str | None]:
+        """What it makes of these arguments, and None; or None, and why stock code has to run."""
+        heeded = [
+            name
+            for name, value in further.items()
+            if name not in self.ignored and (value is not None or name not in _IGNORED)
+        ]
+        if activation is not None and activation not in SILU:
+            return None, f"the activation of its convolution is {activation}"
+        if heeded or not isinstance(x, Tensor) or not isinstance(weight, Tensor) or x.dim() != 3:
+            return None, f"its convolution is given other arguments: {', '.join(heeded)}"
+        y, reason = _convolve(x.to(weight.dtype), weight, bias, activation)
+        return (None, reason) if reason is not None else (y.to(x.dtype), None)
 
 
 def recognise_convolution(function: Any) -> ConvolutionFunction:
@@ -73,25 +91,11 @@ def recognise_convolution(function: Any) -> ConvolutionFunction:
     if reached.foreign is not None:
         raise UnrecognisedError(f"{name_of(function)} runs {reached.foreign}, a kernel already")
     try:
-        _outcomes.get_or_compute(reached, None, lambda: _is_convolution(function))
+        ignored = _outcomes.get_or_compute(reached, None, lambda: _ignored_by_convolution(function))
     except UnrecognisedError:
         raise UnrecognisedError(f"{name_of(function)} computes no causal convolution") from None
-    return ConvolutionFunction(
-        function, RunningCode(function if isinstance(function, FunctionType) else type(function).forward)
-    )
-
-
-def convolve_as_function(
-    x: Any = None, weight: Any = None, bias: Any = None, activation: Any = None, **further: Any
-) -> tuple[Any, str | None]:
-    """What a ``ConvolutionFunction`` makes of these arguments, and None; or None, and why stock code has to run."""
-    unknown = [name for name in further if name not in _IGNORED]
-    if activation is not None and activation not in SILU:
-        return None, f"the activation of its convolution is {activation}"
-    if unknown or not isinstance(x, Tensor) or not isinstance(weight, Tensor) or x.dim() != 3:
-        return None, f"its convolution is given other arguments: {', '.join(unknown)}"
-    y, reason = _convolve(x.to(weight.dtype), weight, bias, activation)
-    return (None, reason) if reason is not None else (y.to(x.dtype), None)
+    forward = function if isinstance(function, FunctionType) else type(function).forward
+    return ConvolutionFunction(function, RunningCode(forward), ignored)
 
 
 def convolve_as_module(conv: Any, x: Any, length: Any, activation: str | None) -> tuple[Any, str | None]:
@@ -124,8 +128,11 @@ def _convolve(x: Tensor, weight: Tensor, bias: Any, activation: str | None) -> t
     return (None, reason) if reason is not None else (y.transpose(1, 2), None)
 
 
-def _is_convolution(function: Any) -> bool:
-    """Compare a function with the convolution; it is called on small tensors, and says nothing meanwhile."""
+def _ignored_by_convolution(function: Any) -> frozenset[str]:
+    """Compare a function with the convolution, and return the arguments that it ignores.
+
+    It is called on small tensors, and says nothing meanwhile.
+    """
     call = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
     with _without_warnings_of("transformers"):
         for activation in (*SILU, None):
@@ -138,7 +145,11 @@ def _is_convolution(function: Any) -> bool:
                 and Recognizer[Any](cases(simple), _formula, gradients=True).agrees((activation, None))
             ):
                 raise UnrecognisedError
-    return True
+        return frozenset(
+            name
+            for name in _IGNORED
+            if Recognizer[Any](_cases(call, "silu", simple, handed_on=(name,)), _formula).agrees(("silu", None))
+        )
 
 
 @contextmanager
@@ -158,15 +169,19 @@ def _cases(
     activation: str | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     autocast: torch.dtype | None = None,
+    handed_on: Sequence[str] = (),
 ) -> Iterator[Case]:
-    """Calls with x in either memory order, with a bias and without, and with what layers hand on besides."""
+    """Calls with x in either memory order, with a bias and without; of what layers hand on, all but these is None."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = dtypes[1]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
-    ignored = dict.fromkeys(_IGNORED, torch.tensor([[0, 0, 1, 1, 1, 2, 2]]))
-    ways: list[Mapping[str, Any]] = [{"activation": activation}, {"activation": activation, **ignored}]
+    sequences = dict.fromkeys(handed_on, torch.tensor([[0, 0, 1, 1, 1, 2, 2]]))
+    further = {**dict.fromkeys(_IGNORED), **sequences}
+    ways: list[Mapping[str, Any]] = [{"activation": activation, **further}]
+    if not handed_on:
+        ways.append({"activation": activation})
     if activation is None:
         ways.append({})
     for taps in (2, 4):

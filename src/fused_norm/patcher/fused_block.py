@@ -21,7 +21,7 @@ from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
 from .activation_recognition import Formula
 from .attention_functions import read_dtype
-from .convolution_recognition import ConvolutionFunction, convolve_as_function, convolve_as_module
+from .convolution_recognition import ConvolutionFunction, convolve_as_module
 from .fused_norm_module import (
     explain,
     is_disabled,
@@ -218,7 +218,7 @@ class FusedBlock(nn.Module):
         """``convolve(*given, **named)``, a causal convolution."""
         for known in self.fused_norm_convolutions:
             if known.is_now(convolve):
-                y, reason = convolve_as_function(*given, **named)
+                y, reason = known.convolve(*given, **named)
                 if reason is None:
                     return y
                 explain(self.fused_norm_origin, reason)
