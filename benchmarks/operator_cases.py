@@ -36,6 +36,7 @@ class Parts:
         rotate: the rotary embedding of q and k, from [B, S, H, D] to [B, H, S, D], by cos and sin [B or 1, S, D].
         gate: from gate and up to their product, the gate activated.
         gated_norm: from x, gate and w to y.
+        convolve: from x [B, L, C] and filters [C, taps] to y, the SiLU of the causal convolution.
     """
 
     norm: Callable[[Tensor, Tensor], Tensor]
@@ -43,6 +44,7 @@ class Parts:
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gate: Callable[[Tensor, Tensor], Tensor]
     gated_norm: Callable[[Tensor, Tensor, Tensor], Tensor]
+    convolve: Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,9 @@ OPERATORS: Mapping[str, MeasuredOperator] = {
         (3, 5), 2, 1, 1, lambda p: lambda x, gate, w: (p.gated_norm(x, gate, w),), part="gated_norm",
         options=("", "gate-first"),
     ),
+    "causal_conv1d": MeasuredOperator(
+        (2, 3), 1, 1, 0, lambda p: lambda x, filters: (p.convolve(x, filters),), part="convolve", options=("",)
+    ),
     "rms_norm_fp8": MeasuredOperator(
         (1, 2), 1, 1, 1, lambda p: lambda x, w: (p.norm(x, w),), part="cast", options=_FORMATS
     ),
@@ -102,6 +107,9 @@ OPERATORS: Mapping[str, MeasuredOperator] = {
 """By name, in the order of tables. ``docs/measuring.md`` says what each computes."""
 
 _HEADS = ("qk_norm", "qk_norm_rope", "rope")
+
+_TAPS, _LENGTH = 4, 4096
+"""Of the filters of convolutions, and of the sequences that rows are cut into where they come out even."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +200,12 @@ class OperatorCase:
         shapes: list[tuple[int, ...]] = [(self.rows, self.width)] * operator.inputs
         if any(self.heads):
             shapes = [(1, self.rows, heads, self.width) for heads in self.heads]
+        if self.operator == "causal_conv1d":
+            length = self.rows if self.rows % _LENGTH else _LENGTH
+            shapes = [(self.rows // length, length, self.width)]
         arguments = [*(random(*shape) for shape in shapes), *(weight() for _ in range(operator.weights))]
+        if self.operator == "causal_conv1d":
+            arguments.append(0.5 * random(self.width, _TAPS))
         gradients = [random(*shape) for shape in shapes[: operator.outputs]]
         angles: tuple[Tensor, ...] = ()
         if self.operator in ("qk_norm_rope", "rope"):
@@ -208,7 +221,7 @@ class OperatorInputs:
     """The arguments of one call, and the gradients that its backward starts from.
 
     Attributes:
-        arguments: activations, then weights; all of them require a gradient.
+        arguments: activations, then weights or filters; all of them require a gradient.
         gradients: of the outputs, with their shapes; those of rotated heads are transposed views of
             [1, rows, heads, width].
         angles: cos and sin, [1, rows, width] each, the last arguments of operators that rotate; empty for others.
@@ -235,6 +248,8 @@ def fused(case: OperatorCase) -> OperatorFunction:
         options["fp8_format"] = case.option
     elif case.operator == "glu":
         options["activation"] = case.option
+    elif case.operator == "causal_conv1d":
+        options["activation"] = "silu"
     elif case.operator == "gated_rms_norm":
         options["norm_before_gate"] = case.option != "gate-first"
     call = partial(getattr(fp8 if case.fp8_format else kernels, case.operator), **options)
@@ -277,7 +292,12 @@ def eager_parts(case: OperatorCase) -> Parts:
         y = w * root(rows * act if gate_first else rows).to(x.dtype)
         return y if gate_first else (y * act).to(x.dtype)
 
-    return Parts(norm, add_norm, rotate, gate, gated_norm)
+    def convolve(x: Tensor, filters: Tensor) -> Tensor:
+        length, taps = x.shape[1], filters.shape[1]
+        y = functional.conv1d(x.transpose(1, 2), filters.unsqueeze(1), padding=taps - 1, groups=len(filters))
+        return functional.silu(y[:, :, :length]).transpose(1, 2)
+
+    return Parts(norm, add_norm, rotate, gate, gated_norm, convolve)
 
 
 def float64_results(case: OperatorCase, inputs: OperatorInputs) -> tuple[list[Tensor], list[Tensor]]:
@@ -329,7 +349,8 @@ def _cases(names: str, *, backward: bool = True) -> tuple[OperatorCase, ...]:
 TRAINING = _cases("""
     rms_norm 8192x4096, add_rms_norm 8192x4096, qk_norm 16384x(32+8)x128, qk_norm_rope 16384x(32+8)x128, glu 16384x8192,
     gated_rms_norm 8192x4096, gated_rms_norm 8192x4096 gate-first, gated_rms_norm 524288x128,
-    gated_rms_norm 8192x8192 gate-first, rope 16384x(32+8)x64, rms_norm 8192x2048, add_rms_norm 8192x2048,
+    gated_rms_norm 8192x8192 gate-first, causal_conv1d 16384x6144, causal_conv1d 16384x2048,
+    rope 16384x(32+8)x64, rms_norm 8192x2048, add_rms_norm 8192x2048,
     rms_norm 8192x2560 gemma, norm_add_norm 8192x2560 gemma, rms_norm 32768x1024, add_rms_norm 32768x1024,
     qk_norm 16384x(16+8)x128, qk_norm 16384x(8+4)x256, qk_norm_rope 16384x(16+8)x128, qk_norm_rope 16384x(8+4)x256,
     rms_norm 8192x3840 gemma, norm_add_norm 8192x3840 gemma, norm_add_norm 8192x5376 gemma, norm_add 8192x4096,

@@ -34,6 +34,7 @@ named = OperatorCase.named
         ("norm_add_norm 8192x3840 gemma", 8192 * 3840, 4, 6),
         ("glu 8192x3072", 8192 * 3072, 3, 5),
         ("gated_rms_norm 8192x4096", 8192 * 4096, 3, 5),
+        ("causal_conv1d 16384x6144", 16384 * 6144, 2, 3),
         ("qk_norm 16384x(32+8)x128", 16384 * 40 * 128, 2, 3),
         ("qk_norm_rope 16384x(32+8)x128", 16384 * 40 * 128, 2, 3),
         ("rope 16384x(32+8)x64", 16384 * 40 * 64, 2, 2),
@@ -88,7 +89,12 @@ def test_truth_is_the_formula_in_float64(case):
         z = x if case.option == "silu" else (8 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
         return x * up / (1 + torch.exp(-z))
 
-    parts = Parts(norm, lambda x, r, w: (norm(x + r, w), x + r), rotate, gate, eager_parts(case).gated_norm)
+    def convolve(x, filters):
+        padded = functional.pad(x, (0, 0, filters.shape[1] - 1, 0))
+        c = (padded.unfold(1, filters.shape[1], 1) * filters).sum(-1)
+        return c / (1 + torch.exp(-c))
+
+    parts = Parts(norm, lambda x, r, w: (norm(x + r, w), x + r), rotate, gate, eager_parts(case).gated_norm, convolve)
     outputs = OPERATORS[case.operator].made_of(parts)(*arguments, *(angle.double() for angle in inputs.angles))
     gradients = torch.autograd.grad(outputs, arguments, [gradient.double() for gradient in inputs.gradients])
     for found, expected in zip(float64_results(case, inputs), (outputs, gradients), strict=True):

@@ -29,6 +29,7 @@ NOT_SAID = {
     "LoRA layers as PEFT has them",
     "PEFT's LoRA code",
     "sum with the adapter",
+    "causal convolution",
     "its linear by bitsandbytes' code",
     "lambda self: …",
     "kernel_layer_name: a fused norm takes no kernel from the hub",

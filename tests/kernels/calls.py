@@ -111,6 +111,7 @@ def every_call(
     whole_cos, whole_sin = (made(2, 2, rotary if width % 2 else width) for _ in range(2))
     first, second = made(4, width, usual=FP32), made(width, 4)
     k = x[:, :1].contiguous()
+    sequence, taps = made(2, 2 * rows, width), made(width, 4)
     return {
         "norm": Call("rms_norm", llama, (x, w), (None,)),
         "norm uncast": Call("rms_norm", none, (r, None), ("static_persistent",)),
@@ -133,6 +134,8 @@ def every_call(
             "qk_norm", llama, (x, k, w, w.clone(), cos.float(), sin.float()), (1, dtype or BF16)
         ),
         "rotation cast": Call("rope", None, (x, k, whole_cos.float(), whole_sin.float()), (1, False, dtype or FP16)),
+        "conv": Call("causal_conv1d", None, (sequence, taps, inner), ("silu",)),
+        "conv alone": Call("causal_conv1d", None, (sequence, made(width, 3), None), (None,)),
         "adapter": Call("lora_add", None, (r.to(dtype or FP32), x, first, second), (0.7,)),
     }
 
@@ -142,7 +145,9 @@ NAMES = list(_EVERY)
 CALLS = pytest.mark.parametrize("case", NAMES)
 NORMED = [name for name, call in _EVERY.items() if call.spec is not None]
 HEADS = [name for name, call in _EVERY.items() if call.name in ("qk_norm", "rope")]
-ROWS = [name for name in NAMES if name not in HEADS]
-"""The calls whose tensors are rows alone, and not heads."""
+SEQUENCES = [name for name, call in _EVERY.items() if call.name == "causal_conv1d"]
+"""The calls whose rows depend on those before them."""
+ROWS = [name for name in NAMES if name not in HEADS and name not in SEQUENCES]
+"""The calls whose tensors are rows alone, and neither heads nor sequences."""
 IN_PART = [name for name in HEADS if "in part" in name]
 """The calls that rotate a part of each row."""

@@ -21,6 +21,8 @@ import triton
 from compiled_launches import TARGETS, Noted, Target, compiled
 
 from fused_norm.kernels.arguments import ACTIVATIONS
+from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
+from fused_norm.kernels.causal_conv1d import WIDTHS as TAPS
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
@@ -172,6 +174,16 @@ def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
                 yield operator, f"blocks of {block}{way}", call
 
 
+def conv_calls(dtype: torch.dtype) -> Iterator[Called]:
+    """Causal convolutions of every number of taps."""
+    x, bias = torch.empty(2, 100, 6144, dtype=dtype), torch.empty(6144, dtype=dtype)
+    for taps in TAPS:
+        weight = torch.empty(6144, taps, dtype=dtype)
+        yield CAUSAL_CONV1D, f"{taps} taps", both(CAUSAL_CONV1D, x, weight, None, "silu")
+        yield CAUSAL_CONV1D, f"{taps} taps and bias", both(CAUSAL_CONV1D, x, weight, bias, "silu")
+        yield CAUSAL_CONV1D, f"{taps} taps alone", both(CAUSAL_CONV1D, x, weight, None, None)
+
+
 def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     """Operators that give FP8, on rows of a width."""
     x, w = torch.empty(256, width, dtype=dtype), torch.empty(width, dtype=dtype)
@@ -198,6 +210,7 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
             yield LORA_ADD, f"rank {rank}, {rows} rows", both(LORA_ADD, base, x16, a, b, 0.5)
     yield from four_bit_calls(dtype)
     yield from loss_calls(dtype)
+    yield from conv_calls(dtype)
     for width in widths:
         several = [*rows_calls(width, dtype)]
         if width <= 256:

@@ -11,6 +11,7 @@ import torch
 
 from fused_norm.kernels import (
     add_rms_norm,
+    causal_conv1d,
     gated_rms_norm,
     glu,
     lora_add,
@@ -27,6 +28,7 @@ W = torch.ones(8)
 H = torch.ones(2, 3, 4, 8)
 C = torch.ones(1, 4, 8)
 A, B = torch.ones(2, 8), torch.ones(8, 2)
+TAPS = torch.ones(8, 4)
 
 BAD_NORMS = {
     "no dimension": (lambda: rms_norm(torch.ones(()), None), ValueError, "at least one dimension"),
@@ -152,6 +154,23 @@ BAD_ADAPTERS = {
     "scale of a tensor": (lambda: lora_add(X, X, A, B, W[0]), TypeError, "scale must be .*, not Tensor"),
     "scale that is a truth value": (lambda: lora_add(X, X, A, B, True), TypeError, "scale must be .*, not bool"),
 }
+BAD_CONVOLUTIONS = {
+    "two dimensions": (lambda: causal_conv1d(X[0], TAPS), ValueError, "x must have 3 dimensions"),
+    "channels first": (
+        lambda: causal_conv1d(X.transpose(1, 2), TAPS),
+        ValueError,
+        r"weight must have shape \(3, taps\)",
+    ),
+    "weight of a module": (lambda: causal_conv1d(X, TAPS[:, None]), ValueError, r"taps\), not \(8, 1, 4\)"),
+    "narrow bias": (lambda: causal_conv1d(X, TAPS, W[:1]), ValueError, r"bias must have shape \(8,\), not \(1,\)"),
+    "other dtype": (
+        lambda: causal_conv1d(X, TAPS.bfloat16()),
+        ValueError,
+        "weight is torch.bfloat16 and x torch.float32; cast it first",
+    ),
+    "other dtype of bias": (lambda: causal_conv1d(X, TAPS, W.half()), ValueError, "bias is torch.float16 and x"),
+    "unknown activation": (lambda: causal_conv1d(X, TAPS, None, "gelu"), ValueError, "one of silu, not 'gelu'"),
+}
 BAD = {
     (name, case): call
     for name, cases in (
@@ -165,6 +184,7 @@ BAD = {
         ("glu", BAD_GATES),
         ("gated_rms_norm", BAD_GATED_NORMS),
         ("lora_add", BAD_ADAPTERS),
+        ("causal_conv1d", BAD_CONVOLUTIONS),
     )
     for case, call in cases.items()
 }
@@ -175,6 +195,7 @@ TENSORS: dict[str, tuple[Callable[..., object], dict[str, torch.Tensor]]] = {
     "norm_add_norm": (norm_add_norm, {"x": X, "residual": X, "inner_weight": W, "weight": W}),
     "gated_rms_norm": (gated_rms_norm, {"x": X, "gate": X, "weight": W}),
     "glu": (glu, {"gate": X, "up": X}),
+    "causal_conv1d": (causal_conv1d, {"x": X, "weight": TAPS, "bias": W}),
     "lora_add": (lora_add, {"base": X, "x": X, "a": A, "b": B}),
     "qk_norm": (qk_norm, {"q": H, "k": H, "q_weight": W, "k_weight": W}),
     "qk_norm_rope": (qk_norm_rope, {"q": H, "k": H, "q_weight": W, "k_weight": W, "cos": C, "sin": C}),
@@ -184,7 +205,7 @@ TENSORS: dict[str, tuple[Callable[..., object], dict[str, torch.Tensor]]] = {
 CALLS = {
     name: partial(function, *tensors.values())
     for name, (function, tensors) in TENSORS.items()
-    if name not in ("glu", "lora_add", "rope")  # which have no norm
+    if name not in ("glu", "lora_add", "rope", "causal_conv1d")  # which have no norm
 }
 
 
@@ -271,7 +292,9 @@ def test_a_tensor_on_another_device_is_refused_by_its_name(name: str) -> None:
 def test_a_tensor_that_has_to_be_there_is_refused_by_its_name(name: str) -> None:
     function, tensors = TENSORS[name]
     for argument in tensors:
-        if argument.endswith(("weight", "up", "cos", "sin")) or (name, argument) == ("rope", "k"):
+        if argument.endswith(("up", "cos", "sin")) or (argument.endswith("weight") and name != "causal_conv1d"):
+            continue
+        if argument == "bias" or (name, argument) == ("rope", "k"):
             continue
         with pytest.raises(TypeError, match=f"^{name}: {argument} must be a tensor, not NoneType"):
             function(**{**tensors, argument: None})

@@ -17,14 +17,14 @@ from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.operator import OPERATORS as ALL
 from fused_norm.kernels.operator import BackwardCall, kernel_backward, norm_spec
 from fused_norm.kernels.plans import WIDEST_BACKWARD, Device
-from fused_norm.kernels.triton import gated_kernels, glu_kernels, norm_backward, norm_forward, qk_launch
+from fused_norm.kernels.triton import conv_kernels, gated_kernels, glu_kernels, norm_backward, norm_forward, qk_launch
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.memory import INT32_LIMIT, is_long
 
-from .calls import CALLS, Call, every_call, launches_of
+from .calls import NAMES, SEQUENCES, Call, every_call, launches_of
 from .numerics import BF16, FP16, FP32
 
-LAUNCHERS = (fp8_kernels, gated_kernels, glu_kernels, norm_backward, norm_forward, qk_launch)
+LAUNCHERS = (conv_kernels, fp8_kernels, gated_kernels, glu_kernels, norm_backward, norm_forward, qk_launch)
 LLAMA = norm_spec("llama", False, 1e-6)
 
 
@@ -135,7 +135,7 @@ def offsets(call: Call) -> tuple[list[bool], list[bool]]:
     return told(forward), told(backward)
 
 
-@CALLS
+@pytest.mark.parametrize("case", [case for case in NAMES if case not in SEQUENCES])
 def test_offsets_into_results_are_64_bits_wide_if_32_do_not_reach(case: str, on: Callable[[Device], None]) -> None:
     on(Device())
     call = every_call("cpu")[case]

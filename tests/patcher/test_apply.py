@@ -221,7 +221,7 @@ def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None
         ({"across": True}, TypeError, "across"),
         ({"rope": "yes"}, TypeError, "rope must be True, False or None"),
         (
-            dict.fromkeys(("norms", "qk", "mlp", "adapter", "loss"), False),
+            dict.fromkeys(("norms", "qk", "mlp", "conv", "adapter", "loss"), False),
             ValueError,
             "loss=False leave nothing to fuse",
         ),
@@ -625,7 +625,7 @@ def test_options_are_a_value() -> None:
     assert left_out(FuseOptions(residual=False, sandwich=True)) == {"residual"}
     assert left_out(FuseOptions(qk=False)) == {"qk", "rope"}
     assert left_out(FuseOptions(qk=False, rope=True)) == {"qk"}
-    assert left_out(FuseOptions(norms=False, qk=False)) == set(KINDS) - {"mlp", "adapter", "loss"}
+    assert left_out(FuseOptions(norms=False, qk=False)) == set(KINDS) - {"mlp", "conv", "adapter", "loss"}
     assert FuseOptions(norms=False).because("sandwich") == "norms=False"
     assert FuseOptions(residual=False).because("sandwich") == "residual=False"
     assert FuseOptions(sandwich=False).because("sandwich") == "sandwich=False"

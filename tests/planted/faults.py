@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fused_norm.kernels import reference
+from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
@@ -68,7 +69,7 @@ from .planting import (
 )
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
-_IN_MODELS = (*_NORMED, ROPE, GLU)
+_IN_MODELS = (*_NORMED, ROPE, GLU, CAUSAL_CONV1D)
 OF_ADAPTERS = (LORA_ADD, LORA_LINEAR_4BIT)
 """The operators of adapters."""
 _EVERY = (*_IN_MODELS, *OF_ADAPTERS)
@@ -77,7 +78,7 @@ _ROTATED = (QK_NORM, ROPE)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 # norm_add has the backward of rms_norm.
 _WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, *OF_ADAPTERS)
-_EVERY_BACKWARD = (*_WITH_WEIGHTS, ROPE, GLU)
+_EVERY_BACKWARD = (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D)
 _FOR_CONSUMERS = (RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
 _16_BITS = "nothing is rounded in fp32"
@@ -265,6 +266,11 @@ def _factors_cut_off(call: Forward) -> Results:
 def _products_unrounded(call: Forward) -> Results:
     x = call["x"]
     return call.results(x=x.float(), a=call["a"].to(x.dtype), b=call["b"].to(x.dtype))
+
+
+def _convolution_unrounded(call: Forward) -> Results:
+    wide = {name: None if call[name] is None else call[name].float() for name in ("x", "weight", "bias")}
+    return call.results(**wide)
 
 
 def _copy_cut_off(call: Forward) -> Results:
@@ -693,6 +699,10 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
         (GLU,),
         lambda call: call.results(activation="gelu" if call["activation"] == "gelu_tanh" else "gelu_tanh"),
     ),
+    ("tap", (CAUSAL_CONV1D,), lambda call: call.results(weight=call["weight"].roll(1, 1))),  # a tap off by one
+    ("unrounded", (CAUSAL_CONV1D,), _convolution_unrounded, _16_BITS),  # SiLU before the convolution is rounded
+    ("bias", (CAUSAL_CONV1D,), lambda call: call.results(bias=None), "no convolution has a bias"),
+    ("activation", (CAUSAL_CONV1D,), lambda call: call.results(activation=None), "no convolution has SiLU behind it"),
     ("packed", _ROTATED, _with_angles(_of_the_first_sequence)),  # all sequences are rotated by the first one's angles
     ("end", (GLU,), _edited(_end_lost)),  # the end is lost where sizes are multiples of 1024
     ("even", _EVERY, _edited(_last_of_an_even_number_lost)),  # the last of an even number of rows is lost
@@ -723,6 +733,11 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dgate", (GLU,), _edited(lambda dgate: dgate * 1.003, "dgate")),  # the gradient of the gate is .3 % too large
     ("square", (GLU,), _slope_without_its_square, "no GELU by tanh"),  # a slope without its square term
     ("swapped", (GLU,), _gradients_swapped),  # the gradients of gate and up are swapped
+    # The gradient of a filter is that of the next channel.
+    ("dw-channel", (CAUSAL_CONV1D,), _edited(lambda dw: dw.roll(1, 0), "dweight")),
+    ("dw-tap", (CAUSAL_CONV1D,), _edited(lambda dw: dw.roll(1, 1), "dweight")),  # ... of the next tap
+    ("dbias", (CAUSAL_CONV1D,), _edited(lambda dbias: dbias * 0.99, "dbias"), "no convolution has a bias"),
+    ("ahead", (CAUSAL_CONV1D,), _edited(lambda dx: dx.roll(1, 1), "dx")),  # the gradient of x is that of the row before
     ("dx-size", _EVERY_BACKWARD, _edited(lambda dx: dx * 0.99, *_INPUTS)),  # the gradient of the input is 1 % too small
     # The gradient of the input is cut off, not rounded.
     ("dx-cut", _EVERY_BACKWARD, _edited(_half_nearer_zero, *_INPUTS), _16_BITS),

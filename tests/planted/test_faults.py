@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_norm import apply_fused_norm
-from fused_norm.kernels import glu, rope
+from fused_norm.kernels import causal_conv1d, glu, rope
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, dequantize, rms_norm_fp8
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.norm import ADD_RMS_NORM
@@ -142,18 +142,23 @@ def _gated(x):
     return torch.cat((glu(x, x.flip(-1)), glu(packed, None, "gelu"), glu(3 * x, x.flip(-1), "gelu_tanh")))
 
 
-OF_ROTATIONS_AND_GATES = [
-    name for name, fault in FAULTS.items() if name.partition("-")[0] in ("rope", "glu") and fault.where == "eager"
-]
-SOME = ("rope-back", "rope-half", "glu-swapped", "glu-unrounded")
+def _convolved(x):
+    filters, bias = x[0, 0, :8, :4], x[0, 0, 8]  # so that their gradients are part of that of x
+    return causal_conv1d(x[:, 0], filters, bias, "silu")
+
+
+CALLS = {"rope": _rotated, "glu": _gated, "causal_conv1d": _convolved}
+WITHOUT_NORMS = [name for name, fault in FAULTS.items() if name.partition("-")[0] in CALLS and fault.where == "eager"]
+SOME = (
+    *("rope-back", "rope-half", "glu-swapped", "glu-unrounded", "causal_conv1d-tap", "causal_conv1d-unrounded"),
+    *("causal_conv1d-bias", "causal_conv1d-dw-channel"),
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in SOME else pytest.mark.slow) for n in OF_ROTATIONS_AND_GATES]
-)
-def test_faults_of_rotations_and_gates_show_while_they_are_planted(name, dtype):
-    call = _rotated if name.startswith("rope-") else _gated
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SOME else pytest.mark.slow) for n in WITHOUT_NORMS])
+def test_faults_of_rotations_gates_and_convolutions_show_while_they_are_planted(name, dtype):
+    call = CALLS[name.partition("-")[0]]
     x = torch.randn(2, 1, 64, 8).to(dtype)
     spoilt = x.clone()
     spoilt[-1, -1, -1, -1] = torch.nan

@@ -61,6 +61,7 @@ _KINDS: Mapping[str, _Kind] = {
         frozenset({"glu", "glu_for_consumers"}),
         frozenset({"fused_norm_gate", "fused_norm_gate_packed", "fused_norm_gated"}),
     ),
+    "conv": _Kind(frozenset({"causal_conv1d"}), frozenset({"fused_norm_conv", "fused_norm_conv_module"})),
     "adapter": _Kind(
         frozenset({"lora_add", "lora_linear_4bit", "lora_summands_4bit", _IN_FLOAT32}), frozenset({"forward"})
     ),
@@ -78,7 +79,7 @@ _METHODS: Mapping[type, Sequence[str]] = {
     **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedAdapter), ("forward",)),
     FusedBlock: (
         *("fused_norm_add", "fused_norm_passthrough", "fused_norm_then_add", "fused_norm_pair"),
-        *sorted(_KINDS["rope"].methods | _KINDS["mlp"].methods | _KINDS["consumers"].methods),
+        *sorted(frozenset().union(*(_KINDS[kind].methods for kind in ("rope", "mlp", "conv", "consumers")))),
     ),
     FusedHead: tuple(_KINDS["loss"].methods),
 }

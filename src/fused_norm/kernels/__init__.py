@@ -1,6 +1,7 @@
 """The operators: fused Triton kernels, forward and backward, that any PyTorch code can call."""
 
 from . import fp8
+from .causal_conv1d import causal_conv1d
 from .fp8 import add_rms_norm_fp8, rms_norm_fp8
 from .gated_rms_norm import gated_rms_norm
 from .glu import glu
@@ -14,6 +15,7 @@ __all__ = [
     "MODES",
     "add_rms_norm",
     "add_rms_norm_fp8",
+    "causal_conv1d",
     "fp8",
     "gated_rms_norm",
     "glu",

@@ -52,6 +52,12 @@ class Rule:
     why: str = ""  # what was measured, and what else was tried
 
 
+_CONV_ROWS = 64
+"""Rows that a program of a convolution walks through; the three before them are read twice."""
+
+_MOST_CONV_PROGRAMS = 512
+"""Programs of a convolution's backward along the rows: the sum over them holds all in one tile."""
+
 _ANY = 2**62
 """Wider than any row."""
 
@@ -146,6 +152,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # 1.02 of a copy's bandwidth if all rows follow each other; otherwise they were not measured.
     "glu_forward": (Rule(_ANY, 2048, 4),),
     "glu_backward": (Rule(_ANY, 1024, 4),),
+    # Not measured. A lane has taps, a window of rows and sums for each of its channels: 8 of them in the forward take
+    # 16-byte loads of bf16, 4 in the backward leave room for 16 warps a processor.
+    "conv_forward": (Rule(_ANY, 256, 1),),
+    "conv_backward": (Rule(_ANY, 128, 1, 16),),
 }
 """The rules of each section, the narrowest rows first; a section is a kind of kernels that has rules of its own."""
 
@@ -406,6 +416,33 @@ def glu_plan(width: int | None, backward: bool = False, device: Device = Device(
     rule = device.rule("glu_backward" if backward else "glu_forward", 0)
     block = rule.elements if width is None else min(rule.elements, next_power_of_2(width))
     return ForwardPlan("multi_wave_cached", rule.elements // block, block, device.warps(rule.warps))
+
+
+@dataclass(frozen=True)
+class ConvPlan:
+    """One launch of a causal convolution: a program walks through a piece of a sequence, in a block of its channels.
+
+    Attributes:
+        rows: of a piece; with those that a backward reads behind it a multiple of four.
+        block: channels of a program.
+        warps: of a program.
+        programs: of a backward along the rows, at most, if it sums a weight's gradient.
+    """
+
+    rows: int
+    block: int
+    warps: int
+    programs: int
+
+
+@lru_cache(maxsize=1024)
+def conv_plan(channels: int, width: int, backward: bool = False, device: Device = Device()) -> ConvPlan:
+    """The launch of a causal convolution with ``width`` taps."""
+    rule = device.rule("conv_backward" if backward else "conv_forward", 0)
+    block = min(rule.elements, next_power_of_2(channels))
+    programs = rule.programs * device.processors // -(-channels // block)
+    rows = _CONV_ROWS - (width - 1) * backward
+    return ConvPlan(rows, block, device.warps(rule.warps), max(1, min(programs, _MOST_CONV_PROGRAMS)))
 
 
 def next_power_of_2(value: int) -> int:

@@ -251,6 +251,36 @@ def glu_backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -
     return (torch.cat((dgate, dup), dim=-1), None) if packed else (dgate, dup)
 
 
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """The depthwise convolution of x [batch, length, channels] as an ``nn.Conv1d`` computes it, then the activation."""
+    width, length = weight.shape[1], x.shape[1]
+    padded = torch.nn.functional.conv1d(
+        x.transpose(1, 2), weight.unsqueeze(1), bias, padding=width - 1, groups=len(weight)
+    )
+    y = padded[..., :length]
+    return (y if activation is None else torch.nn.functional.silu(y)).transpose(1, 2)
+
+
+def causal_conv1d_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> tuple[Tensor, ...]:
+    """The gradients of what ``causal_conv1d`` takes, each rounded once to the dtype of its own tensor."""
+    width, length = weight.shape[1], x.shape[1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    before = torch.nn.functional.pad(x.to(wide), (0, 0, width - 1, 0))
+    windows = before.unfold(1, length, 1).transpose(2, 3) if length else before[:, None, :0].expand(-1, width, -1, -1)
+    taps, g = weight.to(wide).t()[:, None], dy.to(wide)
+    if activation is not None:
+        c = (windows * taps).sum(1) if bias is None else (windows * taps).sum(1) + bias.to(wide)
+        c = c.to(x.dtype).to(wide)
+        share = torch.sigmoid(c)
+        g = g * (share + c * share * (1 - share))
+    behind = torch.nn.functional.pad(g, (0, 0, 0, width - 1))
+    dx = torch.stack([behind.narrow(1, width - 1 - tap, length) for tap in range(width)], dim=1)
+    dweight = (g[:, None] * windows).sum((0, 2)).t()
+    return (dx * taps).sum(1).to(x.dtype), dweight.to(weight.dtype), g.sum((0, 1)).to(x.dtype)
+
+
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     """The factor that the normalised row is multiplied by, in the weight's dtype."""
     return 1.0 + weight if zero_centered else weight

@@ -31,6 +31,7 @@ def apply_fused_norm(
     residual: bool | None = None,
     sandwich: bool | None = None,
     mlp: bool | None = None,
+    conv: bool | None = None,
     adapter: bool | None = None,
     loss: bool | None = None,
     modules: ModuleFilter | None = None,
@@ -40,7 +41,7 @@ def apply_fused_norm(
     strict: bool = True,
     readers: bool | None = None,
 ) -> PatchReport:
-    """Make the RMSNorms, residual adds, rotary embeddings, MLP gates, LoRA layers and loss of ``model`` run fused.
+    """Make norms, residual adds, rotary embeddings, gates, short convolutions, LoRA layers and loss of ``model`` fused.
 
     They are recognised by what they compute; what is not recognised, or belongs to other code by now, keeps its stock
     code and is reported with the reason. The model is changed in place: parameters, state-dict keys, hooks and class
@@ -66,7 +67,21 @@ def apply_fused_norm(
     """
     # In the order of its fields.
     options = FuseOptions(
-        norms, qk, rope, residual, sandwich, mlp, adapter, loss, modules, casting, consumers, recompute, strict, readers
+        norms,
+        qk,
+        rope,
+        residual,
+        sandwich,
+        mlp,
+        conv,
+        adapter,
+        loss,
+        modules,
+        casting,
+        consumers,
+        recompute,
+        strict,
+        readers,
     )
     _check_is_module(model)
     with no_code_changes():

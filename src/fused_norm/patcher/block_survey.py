@@ -13,10 +13,12 @@ from ..spec import Kind
 from .activation_recognition import looks_like_activation
 from .block import Block, SurveyedModel
 from .class_swap import class_override_reason, fused_override_reason, stock_class
+from .convolution_recognition import is_causal_convolution
 from .fused_block import FusedBlock
 from .fused_classes import fused_block_class
 from .patch_report import Cause, Site
 from .patterns import decide_helpers, patterns_of
+from .patterns.convolutions import CONVOLUTION_NAME
 from .patterns.gates import ACTIVATION_FUNCTION, SIGMOID
 from .patterns.heads import QK_NAME
 from .patterns.rotations import ROTATION_NAME
@@ -87,6 +89,7 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
         "residual": is_layer,
         "rope": heads or fused & {"heads", "rotations"} or (own_names and _names_rotation(block.origin)),
         "mlp": "gates" in fused or (replaced and _names_activation(module)),
+        "conv": "convolutions" in fused or (own_names and _convolves(module)),
     }
     kinds_in_rows = {row.kind for row in rows}
     row = partial(Site, block.path, module=block.origin.__name__, reason=override or reason)
@@ -96,7 +99,12 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
 
 def may_rotate_or_gate(module: nn.Module) -> bool:
     """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
-    return isinstance(module, FusedBlock) or _names_rotation(type(module)) or _names_activation(module, SIGMOID)
+    return (
+        isinstance(module, FusedBlock)
+        or _names_rotation(type(module))
+        or _convolves(module)
+        or _names_activation(module, SIGMOID)
+    )
 
 
 def _names_rotation(origin: Any) -> bool:
@@ -107,6 +115,12 @@ def _names_rotation(origin: Any) -> bool:
         for forward in (origin, *methods)
         for name in names_in(forward)
     )
+
+
+def _convolves(module: nn.Module) -> bool:
+    """Return whether a module holds a causal convolution, or its forward uses the name of a function for one."""
+    held = any(map(is_causal_convolution, module._modules.values()))
+    return held or any(map(CONVOLUTION_NAME.search, names_in(stock_class(module))))
 
 
 def _names_activation(module: nn.Module, *further: str) -> bool:

@@ -28,6 +28,7 @@ from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
 from .activation_recognition import Formula
 from .attention_functions import for_values, read_dtype
+from .convolution_recognition import ConvolutionFunction, convolve_as_module
 from .fused_norm_module import (
     is_disabled,
     norm_after_add,
@@ -49,6 +50,7 @@ class FusedBlock(nn.Module):
     fused_norm_origin_forward: ClassVar[Any]
     fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
     fused_norm_rotations: ClassVar[tuple[Rotation, ...]]
+    fused_norm_convolutions: ClassVar[tuple[ConvolutionFunction, ...]]
     fused_norm_recompute: ClassVar[RecomputeLevel]
     fused_norm_linears: ClassVar[tuple[str, ...]]
 
@@ -231,6 +233,25 @@ class FusedBlock(nn.Module):
         warn_once(self.fused_norm_origin, reason)
         gate, up = packed.chunk(2, dim=-1)
         return act(gate) * up
+
+    def fused_norm_conv(self, convolve: Any, *given: Any, **named: Any) -> Any:
+        """``convolve(*given, **named)``, a causal convolution."""
+        for known in self.fused_norm_convolutions:
+            if known.is_now(convolve):
+                y, reason = known.convolve(*given, **named)
+                if reason is None:
+                    return y
+                warn_once(self.fused_norm_origin, reason)
+        return convolve(*given, **named)
+
+    def fused_norm_conv_module(self, act: Any, conv: Any, x: Any, length: Any) -> Any:
+        """``act(conv(x)[..., :length])``, where ``conv`` is an ``nn.Conv1d`` and ``act`` is SiLU, or None."""
+        y, reason = convolve_as_module(conv, x, length, None if act is None else "silu")
+        if reason is None:
+            return y
+        warn_once(self.fused_norm_origin, reason)
+        y = conv(x)[..., :length]
+        return y if act is None else act(y)
 
 
 def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) -> tuple[Any, Tensor] | None:

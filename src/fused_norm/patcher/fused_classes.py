@@ -20,7 +20,7 @@ from .fused_norm_module import FusedGatedNorm, FusedNorm
 from .guard import guarded_forward
 from .hooks import are_plain_calls
 from .losses import FusedHead, FusedLoss, fused_forward
-from .patterns import linears_of, rotations_of
+from .patterns import functions_of, linears_of
 from .recompute import call_recomputing
 from .rewrite import Rewrite
 from .running_code import RunningCode
@@ -60,8 +60,8 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
         SourceError: if the forward cannot be rewritten.
     """
     made_by = fused_block_class, rewrites, recompute
-    rotations = rotations_of(origin, rewrites) if rewrites else ()
-    if known := _known(origin, made_by, fused_norm_rotations=rotations):
+    rotations, convolutions = functions_of(origin, rewrites) if rewrites else ((), ())
+    if known := _known(origin, made_by, fused_norm_rotations=rotations, fused_norm_convolutions=convolutions):
         return known
     return _derive(
         FusedBlock,
@@ -69,6 +69,7 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
         made_by,
         fused_norm_rewrites=rewrites,
         fused_norm_rotations=rotations,
+        fused_norm_convolutions=convolutions,
         fused_norm_recompute=recompute,
         fused_norm_linears=linears_of(rewrites),
         forward=guarded_forward(origin, rewrites, partial(_recomputing, recompute)),

@@ -138,7 +138,7 @@ def is_genuine(cls: Any) -> bool:
 _GENUINE: dict[Any, tuple[Any, Any]] = {}
 """The forwards, with their code, of classes that were asked for at every call."""
 
-for _class in (nn.Linear, nn.Dropout, nn.Identity):
+for _class in (nn.Linear, nn.Dropout, nn.Identity, nn.Conv1d):
     if is_genuine(_class):
         _GENUINE[_class] = _class.forward, _class.forward.__code__
 

@@ -24,8 +24,8 @@ class Site:
     Attributes:
         path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
             that takes the sum, or the layer if none does. ``sandwich``: the norm of the branch. ``rope``: the
-            attention. ``mlp``: the module with the product. ``adapter``: the LoRA layer. ``loss``: the head.
-            ``consumers``: the attention or MLP. ``recompute``: the layer.
+            attention. ``mlp``: the module with the product. ``conv``: the module around the convolution. ``adapter``:
+            the LoRA layer. ``loss``: the head. ``consumers``: the attention or MLP. ``recompute``: the layer.
         kind: one of ``KINDS``; ``consumers`` for an attention or MLP that reads a fused norm, each of whose linears
             gets an output of that norm of its own; ``recompute`` for a layer with something fused in it, which
             recomputes outputs of fused operators in its backward.
@@ -56,6 +56,8 @@ class Site:
         """The norm or activation that runs at a fused site, in words, or that there is none."""
         if self.kind == "adapter":
             return "sum with the adapter"
+        if self.kind == "conv":
+            return "causal convolution"
         if self.kind == "loss":
             return "cross entropy without logits"
         if self.spec is not None:

@@ -18,7 +18,7 @@ class Rewrite:
             norm whose call other code sees; of a consumed norm: ``consumers``, ``input``; of heads: ``rotation``; of
             a rotation, by itself or of heads: ``values``; of inputs: the attributes of the linears; of a gate:
             ``consumer``.
-        activation: that of a gate.
+        activation: that of a gate, or of a module that convolves.
     """
 
     pattern: str

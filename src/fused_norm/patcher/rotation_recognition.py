@@ -96,11 +96,7 @@ class Rotation:
 
     def is_now(self, value: Any) -> bool:
         """Return whether ``value`` is this rotation, and no hook or other code would see it called."""
-        if value is not self.function:
-            return False
-        if type(value) is FunctionType:
-            return self.running.is_in(value)
-        return _has_forward_of_class(value) and not has_hooks(value) and self.running.is_in(type(value).forward)
+        return runs_as_compared(value, self.function, self.running)
 
     def unlike_qk_norm(
         self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, heads_dim: int, dtype: Any
@@ -136,7 +132,7 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     Raises:
         UnrecognisedError: if it computes anything else, or runs code that is not Python over PyTorch.
     """
-    if not isinstance(function, FunctionType) and not _is_function_as_module(function):
+    if not isinstance(function, FunctionType) and not is_function_as_module(function):
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
     code = fingerprint(function)
     if code.native is not None:  # a foreign kernel may write out of bounds for shapes that it does not expect
@@ -155,7 +151,19 @@ def function_name(rotation: Any) -> str:
     return getattr(rotation, "__name__", type(rotation).__name__)
 
 
-def _is_function_as_module(value: Any) -> bool:
+def runs_as_compared(value: Any, function: Any, running: RunningCode) -> bool:
+    """Return whether ``value`` is a function, or a module that stands for one, and runs the code that was compared.
+
+    No hook or other code would see it called.
+    """
+    if value is not function:
+        return False
+    if type(value) is FunctionType:
+        return running.is_in(value)
+    return _has_forward_of_class(value) and not has_hooks(value) and running.is_in(type(value).forward)
+
+
+def is_function_as_module(value: Any) -> bool:
     return isinstance(value, nn.Module) and next(value.parameters(), None) is None and _has_forward_of_class(value)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..activation_recognition import Activation
 from ..block import Block
+from ..convolution_recognition import ConvolutionFunction
 from ..dataflow import flow_of
 from ..patch_report import Site
 from ..probe import UnrecognisedError
@@ -23,6 +24,13 @@ from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .attentions import find_attentions
 from .calls import Callee, EditedForward, Missed
 from .consumers import ConsumedNorm, Inputs, find_consumed_norms, find_inputs
+from .convolutions import (
+    Convolution,
+    convolutions_of,
+    decide_convolutions,
+    decide_missed_convolutions,
+    find_convolutions,
+)
 from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
 from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations, rotation_of
@@ -39,6 +47,7 @@ class Patterns:
         heads: pairs of norms of queries and keys.
         rotations: calls of rotary embeddings.
         gates: products of something with what may be an activation.
+        convolutions: calls of causal convolutions.
         missed_adds, missed_gates: those that are written in a way that is not rewritten.
     """
 
@@ -48,6 +57,7 @@ class Patterns:
     heads: list[Heads]
     rotations: list[RotationCall]
     gates: list[Gate]
+    convolutions: list[Convolution]
     missed_adds: list[Missed]
     missed_gates: list[Missed]
 
@@ -62,6 +72,7 @@ class Patterns:
             norm.decide(block, index, self._taken(block))
         yield from decide_rotations(self.rotations, with_norms, block)
         yield from decide_gates(self.gates, self.missed_gates, block)
+        yield from decide_convolutions(self.convolutions, block)
 
     def _taken(self, block: Block) -> set[ast.Call]:
         """The calls of norms that are already part of a rewrite: none is part of two."""
@@ -88,27 +99,29 @@ def patterns_of(layer: Any) -> Patterns:
     rotations = find_rotations(source.definition, flow, rotated, attentions)
     consumed_norms = find_consumed_norms(flow, [add.after.call for add in adds if add.after is not None])
     missed = find_missed_adds(flow, adds), find_missed_gates(source.definition, flow, gates)
-    return Patterns(adds, consumed_norms, find_inputs(layer), heads, rotations, gates, *missed)
+    convolutions = find_convolutions(source.definition, flow)
+    return Patterns(adds, consumed_norms, find_inputs(layer), heads, rotations, gates, convolutions, *missed)
 
 
 @cached_by_forward
-def _missed_in(helper: Helper) -> tuple[list[RotationCall], list[Missed]]:
-    """The rotations in a method, and the products with what may be an activation in a method or a function."""
+def _missed_in(helper: Helper) -> tuple[list[RotationCall], list[Convolution], list[Missed]]:
+    """The rotations and convolutions in a method, and products with what may be an activation in it or a function."""
     definition, flow = source_of(helper).definition, flow_of(helper)
     gates = find_missed_gates(definition, flow, [])
     if helper.is_method:
-        return find_rotations(definition, flow, {}, {}), gates
-    return [], [replace(gate, conditions=()) for gate in gates]  # a function has no settings of a module
+        return find_rotations(definition, flow, {}, {}), find_convolutions(definition, flow), gates
+    return [], [], [replace(gate, conditions=()) for gate in gates]  # a function has no settings of a module
 
 
 def decide_helpers(block: Block) -> Iterator[Site]:
     """The rows of what methods and functions compute that a module's forward calls; they are not rewritten."""
     for name, helper in helpers_of(block.origin).items():
         with contextlib.suppress(SourceError):
-            rotations, gates = _missed_in(helper)
+            rotations, convolutions, gates = _missed_in(helper)
             reason = f"is in {name}, which its forward calls, and which is not rewritten"
             yield from decide_missed_rotations(rotations, block, helper, reason)
             yield from decide_missed_gates(gates, block, helper, reason)
+            yield from decide_missed_convolutions(convolutions, block, helper, reason)
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:
@@ -126,8 +139,13 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
     return compiled(definition, layer)
 
 
-def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, ...]:
-    """The rotations that ``rewrites`` fuse. A function that is no longer a rotation is left out and called as it is."""
+def functions_of(
+    layer: Any, rewrites: tuple[Rewrite, ...]
+) -> tuple[tuple[Rotation, ...], tuple[ConvolutionFunction, ...]]:
+    """The rotations and convolutions that ``rewrites`` fuse.
+
+    A function that is no longer one is left out and called as it is.
+    """
     patterns = patterns_of(layer)
     calls = []
     for rewrite in rewrites:
@@ -140,7 +158,7 @@ def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, .
     for name, arguments in dict.fromkeys(calls):
         with contextlib.suppress(UnrecognisedError):
             rotations.append(rotation_of(layer, name, arguments))
-    return tuple(rotations)
+    return tuple(rotations), convolutions_of(layer, patterns.convolutions, rewrites)
 
 
 def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:

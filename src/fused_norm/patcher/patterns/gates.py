@@ -180,7 +180,7 @@ def find_missed_gates(definition: ast.FunctionDef, flow: Dataflow, gates: list[G
         for factor, other in permutations(operands_of(node, ast.Mult, _MULTIPLY, flow), 2)
         if (node, factor) not in fused and not _only_scales(other, flow)
         for call in flow.origins(factor)
-        if (act := _activation(call, flow) or _written_out(call)) is not None
+        if (act := activation_of(call, flow) or _written_out(call)) is not None
     ]
     return list(dict.fromkeys(missed))
 
@@ -219,7 +219,7 @@ def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.e
                 called_in = definition.statement
             case _:
                 return None
-    act = _activation(call, flow)
+    act = activation_of(call, flow)
     between = [] if called_in is statement else flow.between(called_in, statement)
     if act is None or between is None:
         return None
@@ -234,7 +234,7 @@ def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.e
     return Gate(act, product, factor, call, halves, flow.conditions(product, call), consumer)
 
 
-def _activation(node: ast.AST, flow: Dataflow) -> Callee | None:
+def activation_of(node: ast.AST, flow: Dataflow) -> Callee | None:
     """What ``self.<name>(argument)`` or ``<function>(argument)`` with a known name calls, or None."""
     call = call_of_own(node, flow.own)
     if call is not None:

@@ -1,0 +1,118 @@
+"""The causal depthwise convolution of a short filter with the activation after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from . import reference
+from .arguments import Unsupported, check_choice, check_tensor, other_dtype
+from .operator import BackwardCall, Operator, Recompute, Spec
+from .triton.conv_kernels import launch_conv_backward, launch_conv_forward
+from .triton.memory import empty_rows_like, empty_weight_grad
+
+WIDTHS = (2, 3, 4)
+"""The numbers of taps that kernels have."""
+
+
+class CausalConv1d(Operator):
+    """``causal_conv1d`` as an operator, which has no norm."""
+
+    name = "causal_conv1d"
+    has_norm = False
+    tensors = "Tensor x, Tensor weight, Tensor? bias"
+    options = "str? activation"
+    outputs = ("y",)
+    other_rules = ("weight", "bias")
+    takes_dtensors = False
+    saved = tensors
+    saved_scalars = options
+    gradients = ("dx", "dweight", "dbias")
+
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+        x, weight, bias, activation = arguments
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            refusal = None if name == "bias" and tensor is None else check_tensor(name, tensor, ("x", x))
+            if refusal is not None:
+                return refusal
+        return _wrong_shapes(x, weight, bias) or (
+            None if activation is None else check_choice("activation", activation, ("silu",))
+        )
+
+    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+        weight = arguments[1]
+        if weight.shape[1] in WIDTHS:
+            return None
+        return Unsupported(f"a convolution of {weight.shape[1]} taps, kernels have {', '.join(map(str, WIDTHS))}")
+
+    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
+        return reference.causal_conv1d(*arguments)
+
+    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, weight, bias, activation = arguments
+        y = empty_rows_like(x)
+        if launch:
+            launch_conv_forward(x, weight, bias, y, activation)
+        return (y,)
+
+    def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        return Recompute(self, spec, arguments)
+
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dy,), (x, weight, bias), (need_dx, need_dweight, need_dbias) = call.incoming, call.saved, call.needed
+        dx = empty_rows_like(x) if need_dx else None
+        sums = empty_weight_grad(weight, need_dweight), empty_weight_grad(bias, need_dbias)
+        if launch:
+            launch_conv_backward(x, weight, bias, dy, (dx, *sums), call.saved_scalars[0])
+        return dx, *sums
+
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (x, weight, bias) = call.incoming, call.saved
+        return reference.causal_conv1d_backward(dy, x, weight, bias, call.saved_scalars[0])
+
+
+CAUSAL_CONV1D = CausalConv1d()
+
+
+def _wrong_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Unsupported | None:
+    """Refuse tensors that do not go together, and other dtypes than x's, which PyTorch's convolution refuses too."""
+    reason = None
+    if x.dim() != 3:
+        reason = f"x must have 3 dimensions, batch, length and channels, not shape {tuple(x.shape)}"
+    elif weight.dim() != 2 or weight.shape[0] != x.shape[2] or not weight.shape[1]:
+        reason = f"weight must have shape ({x.shape[2]}, taps), not {tuple(weight.shape)}"
+    elif bias is not None and bias.shape != weight.shape[:1]:
+        reason = f"bias must have shape ({x.shape[2]},), not {tuple(bias.shape)}"
+    else:
+        reason = other_dtype("weight", "x", weight, x) or other_dtype("bias", "x", x if bias is None else bias, x)
+        reason = None if reason is None else f"{reason}; cast it first"
+    return None if reason is None else Unsupported(reason, ValueError)
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Literal["silu"] | None = None
+) -> Tensor:
+    """A causal depthwise convolution along a sequence, and SiLU of it, its own result never written.
+
+    ``y[t] = act(bias + sum over j of weight[:, taps - 1 - j] * x[t - j])``, with zeros before the first row. Computed
+    in fp32, and rounded to x's dtype before the activation. The backward keeps x, weight and bias alone.
+
+    Args:
+        x: [batch, length, channels], float32, bfloat16 or float16; float64 is computed by the PyTorch reference. Rows
+            of channels are read where they are, at any strides; [batch, channels, length] is passed as
+            ``x.transpose(1, 2)``, which is free, and copied if channels do not follow each other in memory.
+        weight: [channels, taps], of x's dtype; an ``nn.Conv1d`` has it as ``weight.squeeze(1)``. Kernels have 2 to 4
+            taps, the PyTorch reference any number.
+        bias: [channels], of x's dtype.
+        activation: ``silu``, or None for the convolution alone.
+
+    Returns:
+        y, of x's shape and dtype, in x's memory order.
+
+    Raises:
+        TypeError: for anything but a dense tensor of floating point.
+        ValueError: for other shapes, dtypes or devices, and another activation.
+    """
+    return CAUSAL_CONV1D.checked(None, x, weight, bias, activation)

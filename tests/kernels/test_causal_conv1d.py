@@ -1,0 +1,165 @@
+"""causal_conv1d: outputs, gradients and strides, held against the stock code and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fused_norm.kernels import causal_conv1d
+from fused_norm.kernels.operator import OPERATORS
+from fused_norm.kernels.plans import conv_plan
+from fused_norm.kernels.triton import conv_kernels
+
+from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
+
+ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", None])
+
+Convolution = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
+
+
+def by_stock(activation: str | None) -> Convolution:
+    """The convolution as modelling code has it, of rows."""
+
+    def stock(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        padding, length = w.shape[-1] - 1, x.shape[1]
+        y = functional.conv1d(x.transpose(1, 2), w.unsqueeze(1), b, padding=padding, groups=len(w))[:, :, :length]
+        return (y if activation is None else functional.silu(y)).transpose(1, 2)
+
+    return stock
+
+
+def by_kernel(activation: str | None) -> Convolution:
+    return lambda x, w, b: causal_conv1d(x, w, b, activation)  # type: ignore[arg-type]
+
+
+def inputs(device: str, *shape: int, taps: int = 4, bias: bool = True, dtype: torch.dtype = BF16) -> Tensors:
+    """x, weight and bias, and the gradient of the result."""
+    channels = shape[-1]
+    b = dtype if bias else None
+    kinds = {"w": ((channels, taps), dtype, 0.7), "b": ((channels,), b, 0.5), "dy": (shape, dtype, 1.0)}
+    return drawn(device, x=(shape, dtype, 1.5), **kinds)
+
+
+def assert_right(given: Tensors, activation: str | None = "silu") -> Tensors:
+    """No further from float64 than stock code is, and one rounding; a sum is measured by the sum of its terms."""
+    ours, stock = run(by_kernel(activation), given), run(by_stock(activation), given)
+    truth = run(by_stock(activation), given.mapped(Tensor.double))
+    terms = given.mapped(lambda one: one.double().abs())
+    sums = run(by_stock(None), terms)  # SiLU's derivative is at most 1.1
+    units = {"dx": sums.dx.amax(-1, keepdim=True), "dw": sums.dw, "db": sums.db}
+    assert_near(ours, stock, truth, units)
+    return ours
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_width_is_as_accurate_as_the_stock_code(
+    dtype: torch.dtype, taps: int, bias: bool, activation: str | None, device: str
+) -> None:
+    assert_right(inputs(device, 2, 7, 10, taps=taps, bias=bias, dtype=dtype), activation)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_the_convolution_is_rounded_once_and_before_the_activation(dtype: torch.dtype, device: str) -> None:
+    given = inputs(device, 3, 40, 33, dtype=dtype)
+    wide = by_stock(None)(given.x.double(), given.w.double(), given.b.double())
+    y = causal_conv1d(given.x, given.w, given.b, "silu")
+    rounded = functional.silu(wide.to(dtype).float()).to(dtype)
+    assert (y != rounded).double().mean() < 5e-3
+    assert (y != functional.silu(wide).to(dtype)).double().mean() > 0.02, "one rounding is told from two"
+    without = by_stock(None)(given.x.double(), given.w.double(), None).to(dtype) + given.b
+    assert (causal_conv1d(given.x, given.w, given.b) != without).double().mean() > 0.02, "so is a bias added later"
+    assert (causal_conv1d(given.x, given.w, given.b) != wide.to(dtype)).double().mean() < 1e-3
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("length", [1, 2, 3, 61, 62, 64, 65, *slow(4, 5, 60, 63, 66, 67, 129, 200)])
+def test_any_length_is_cut_into_pieces_that_know_their_neighbours(length: int, taps: int, device: str) -> None:
+    assert_right(inputs(device, 2, length, 5, taps=taps, dtype=FP32))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 127, 300, *slow(3, 128, 129, 255, 256, 257, 1000)])
+def test_any_number_of_channels(channels: int, device: str) -> None:
+    assert_right(inputs(device, 2, 5, channels))
+
+
+def test_programs_that_walk_through_several_pieces_sum_all_of_them(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = replace(conv_plan(3, 4, True), replaces=2)
+    monkeypatch.setattr(conv_kernels, "conv_plan", lambda *_, **__: plan)
+    assert_right(inputs(device, 2, 130, 3))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "part of wider rows": lambda x: torch.cat((x * torch.nan, x, x * torch.nan), 2).narrow(2, x.shape[2], x.shape[2]),
+    "sequences apart": lambda x: torch.stack((x, x * torch.nan), 1)[:, 0],
+    "time first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every other row": lambda x: torch.stack((x, x * torch.nan), 2).flatten(1, 2)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_has_the_same_bits_and_results_have_rows_of_channels(layout: str, device: str) -> None:
+    given = inputs(device, 2, 6, 9)
+    dense, turned = run(by_kernel("silu"), given), LAYOUTS[layout]
+    for place in ("x", "dy"):
+        ours = run(by_kernel("silu"), given.but(**{place: turned(getattr(given, place))}))
+        for name, value in ours.present().items():
+            assert torch.equal(value, getattr(dense, name)), name
+    y = causal_conv1d(turned(given.x), given.w, given.b, "silu")
+    assert y.stride(2) == 1
+    assert (y.stride(0) < y.stride(1)) == (layout == "time first")
+
+
+def test_a_row_that_is_not_finite_reaches_the_next_ones_alone(device: str) -> None:
+    given = inputs(device, 2, 70, 4)
+    for value in (float("nan"), float("inf")):
+        x, dy = given.x.clone(), given.dy.clone()
+        x[0, 3, 1], dy[1, 62, 2] = value, value
+        for activation in ("silu", None):
+            ours, stock = (run(by(activation), given.but(x=x, dy=dy)) for by in (by_kernel, by_stock))
+            for name, one in ours.present().items():
+                assert torch.equal(one.isfinite(), getattr(stock, name).isfinite()), (name, value, activation)
+
+
+def test_other_numbers_of_taps_take_the_reference(device: str) -> None:
+    operator = OPERATORS["causal_conv1d"]
+    for taps in (1, 5):
+        given = inputs(device, 2, 6, 3, taps=taps)
+        refusal = operator.unsupported(None, given.x, given.w, given.b, "silu")
+        assert refusal is not None
+        assert f"{taps} taps" in refusal.reason
+        assert torch.equal(by_kernel("silu")(given.x, given.w, given.b), by_stock("silu")(given.x, given.w, given.b))
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_the_reference_has_the_bits_of_stock_and_its_backward_is_near_float64(
+    dtype: torch.dtype, activation: str | None, device: str
+) -> None:
+    operator = OPERATORS["causal_conv1d"]
+    for taps, bias in ((4, True), (2, False)):
+        given = inputs(device, 2, 6, 5, taps=taps, bias=bias, dtype=dtype)
+        ours = run(lambda x, w, b: operator.reference(None, x, w, b, activation), given)
+        for name, value in run(by_stock(activation), given).present().items():
+            assert torch.equal(value, getattr(ours, name)), name
+        leaves = [one.requires_grad_() for one in (given.x.clone(), given.w.clone())]
+        tensors = *leaves, given.b
+        by_reference = torch.autograd.grad(
+            causal_conv1d(*tensors, activation), leaves, given.dy, create_graph=True  # type: ignore[misc]
+        )  # fmt: skip
+        truth = run(by_stock(activation), given.mapped(Tensor.double))
+        for one, exact in zip(by_reference, (truth.dx, truth.dw), strict=True):
+            assert one.requires_grad or activation is None
+            torch.testing.assert_close(
+                one.double(), exact, rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps
+            )

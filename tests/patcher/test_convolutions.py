@@ -1,0 +1,386 @@
+"""Short causal convolutions are fused with their SiLU wherever PyTorch's would run, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fused_norm
+from fused_norm.kernels.operator import Operator, calls
+from fused_norm.options import SWITCHES
+from fused_norm.patcher import disabled
+from fused_norm.patcher.convolution_recognition import recognise_convolution
+from fused_norm.patcher.probe import UnrecognisedError
+
+from .models import EXPERTS_ARE_MLPS, logged, relative
+from .other_families import OTHERS, SIZES
+
+CONV_ALONE: dict[str, Any] = {
+    name: False for name, switch in SWITCHES.items() if switch.kind != "conv" and switch.follows is None
+}
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+}  # fmt: skip
+LINEAR = {name: value for name, value in OTHERS["qwen3_next"].sizes.items() if name.startswith(("linear", "layer_t"))}
+CONVOLVING: dict[str, tuple[dict[str, Any], int]] = {
+    "qwen3_next": (dict(OTHERS["qwen3_next"].sizes), 1),
+    "lfm2": (dict(OTHERS["lfm2"].sizes), 1),
+    "mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8}, 2),
+    "bamba": ({**MAMBA, "attn_layer_indices": [1]}, 1),
+    "falcon_h1": ({**MAMBA, "mamba_d_ssm": 128}, 2),
+    "mamba": ({}, 2),
+    "falcon_mamba": ({}, 2),
+    "granitemoehybrid": (
+        {**MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 96}, 1
+    ),
+    "jamba": ({"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}, 1),
+    "qwen3_5_text": (LINEAR, 1),
+    "olmo_hybrid": (LINEAR, 1),
+}  # fmt: skip
+"""Sizes of small models, and their convolutions."""
+ONLY_IN_5 = ("qwen3_5_text", "olmo_hybrid")
+IN_FORWARDS = ("qwen3_next",) if EXPERTS_ARE_MLPS else tuple(CONVOLVING)
+"""The models whose layers convolve in their forward; transformers 4 does so elsewhere in most."""
+QUICK = ("qwen3_next", "lfm2", "mamba2", "qwen3_5_text")
+TOKENS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+
+MODELS = pytest.mark.parametrize(
+    "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONVOLVING]
+)
+
+
+def model_of(model_type: str, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A small model whose weights are no ones and zeros; skips the test if this transformers has none."""
+    if EXPERTS_ARE_MLPS and model_type in ONLY_IN_5:
+        pytest.skip("transformers 4 has no such model")
+    config = AutoConfig.for_model(model_type, **{**SIZES, **CONVOLVING[model_type][0]})
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model.to(device, dtype)
+
+
+class ByReference:
+    """Has operators compute by PyTorch's, and notes their names."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def callee_name(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        self.names.append(operator.name)
+        return operator.reference(spec, *arguments)
+
+
+@contextmanager
+def by_reference() -> Iterator[ByReference]:
+    with calls.by(noted := ByReference()), torch.autograd.set_multithreading_enabled(False):
+        yield noted
+
+
+def results(model: nn.Module, *, autocast: bool = False, **named: Any) -> list[Tensor]:
+    """The logits and all gradients of a step."""
+    model.zero_grad()
+    ids = TOKENS.to(next(model.parameters()).device)
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
+        output = model(input_ids=ids, labels=ids, use_cache=False, **named)
+    output.loss.backward()
+    return [output.logits.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+
+
+def assert_equal(ours: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(ours) == len(expected)
+    assert all(map(torch.equal, ours, expected))
+
+
+@MODELS
+def test_a_model_has_the_bits_of_stock_by_pytorchs_operators_and_is_near_by_kernels(
+    model_type: str, device: str, launches: list[str]
+) -> None:
+    for dtype, autocast in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
+        stock = model_of(model_type, device, dtype)
+        fused = copy.deepcopy(stock)
+        report = fused_norm.apply_fused_norm(fused, strict=False, **CONV_ALONE)
+        rows = [row for row in report.kept if row.kind == "conv"]
+        if model_type not in IN_FORWARDS:
+            assert report.counts["conv"] == 0
+            assert rows
+            assert all("which its forward calls, and which is not rewritten" in (row.reason or "") for row in rows)
+            return
+        count = CONVOLVING[model_type][1]
+        assert (report.counts["conv"], rows) == (count, [])
+        expected = results(stock, autocast=autocast)
+        with by_reference() as noted:
+            assert_equal(results(fused, autocast=autocast), expected)
+        assert noted.names == ["causal_conv1d"] * count
+        launches.clear()
+        ours = results(fused, autocast=autocast)
+        assert launches == ["causal_conv1d"] * count
+        bound = 1e-5 if dtype == torch.float32 and not autocast else 0.06
+        assert max(relative(one, other) for one, other in zip(ours, expected, strict=True) if other.any()) < bound
+
+
+@pytest.mark.parametrize("model_type", [name for name in QUICK if name in IN_FORWARDS])
+def test_generation_and_recomputation_give_what_stock_gives(model_type: str, device: str) -> None:
+    stock = model_of(model_type, device).eval()
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused, strict=False, **CONV_ALONE)
+    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(fused.generate(TOKENS.to(device), **how), stock.generate(TOKENS.to(device), **how))
+    kept = results(fused.train())
+    fused_norm.apply_fused_norm(fused, strict=False, recompute=True, **CONV_ALONE)
+    assert_equal(results(fused), kept)
+    fused_norm.remove_fused_norm(fused)
+    assert_equal(results(fused), results(stock.train()))
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any) -> Tensor:
+    """As transformers' function."""
+    taps, length = weight.shape[-1], x.shape[-1]
+    cast = x.to(weight.dtype)
+    y = functional.conv1d(cast, weight.unsqueeze(1), bias, padding=taps - 1, groups=len(weight))[:, :, :length]
+    return (functional.silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
+
+
+class Convolves(nn.Module):
+    """Holds a causal convolution of rows."""
+
+    def __init__(self, taps: int = 4, bias: bool = True, **how: Any) -> None:
+        super().__init__()
+        settings = {"groups": 6, "padding": taps - 1, "bias": bias, **how}
+        self.conv1d = nn.Conv1d(6, 6, taps, **settings)
+        self.act = nn.SiLU()
+
+
+class ByFunction(Convolves):
+    def forward(self, x: Tensor, **further: Any) -> Tensor:
+        return convolved_causal_conv1d_fn(
+            x.transpose(1, 2), self.conv1d.weight.squeeze(1), bias=self.conv1d.bias, activation="swish", **further
+        ).transpose(1, 2)
+
+
+convolved_causal_conv1d_fn = convolved
+
+
+class BySilu(Convolves):
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        x = x.transpose(1, 2)
+        x = functional.silu(self.conv1d(x)[:, :, :length])
+        return x.transpose(1, 2)
+
+
+class Turned(Convolves):
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return self.act(self.conv1d(x.transpose(1, 2))[..., :length].transpose(1, 2))
+
+
+class TurnedFirst(Convolves):
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return self.act(self.conv1d(x.transpose(1, 2)).transpose(1, 2)[:, :length])
+
+
+class ByItsShape(Convolves):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        return functional.silu(self.conv1d(x)[:, :, : x.shape[-1]]).transpose(1, 2)
+
+
+class Alone(Convolves):
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        y = self.conv1d(x.transpose(1, 2))[..., :length]
+        return y.transpose(1, 2)
+
+
+FORMS = (ByFunction, BySilu, Turned, TurnedFirst, ByItsShape, Alone)
+
+
+def fused_of(module: nn.Module) -> tuple[Any, Any]:
+    """A fused copy in a model, and the report."""
+    model = nn.ModuleList([copy.deepcopy(module)])
+    report = fused_norm.apply_fused_norm(model, strict=False)
+    return model[0], report
+
+
+def grads(module: nn.Module, x: Tensor, **further: Any) -> list[Tensor]:
+    """What a module returns, and its gradients."""
+    leaf = x.detach().clone().requires_grad_()
+    y = module(leaf, **further)
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [leaf, *module.parameters()])]
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_source_is_fused_with_the_bits_of_stock(form: type[Convolves], taps: int, device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        stock = form(taps, bias=taps != 3).to(device, dtype)
+        fused, report = fused_of(stock)
+        assert report.counts["conv"] == 1
+        x = torch.randn(2, 7, 6, device=device, dtype=dtype)
+        with by_reference() as noted:
+            assert_equal(grads(fused, x), grads(stock, x))
+        assert noted.names == ["causal_conv1d"]
+        for ours, expected in zip(grads(fused, x), grads(stock, x), strict=True):
+            assert relative(ours, expected) < 8 * torch.finfo(dtype).eps
+
+
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "channels together": {"groups": 1},
+    "padded by other values": {"padding_mode": "replicate"},
+    "dilated": {"dilation": 2},
+    "padded on both sides": {"padding": 2},
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_no_other_convolution_is_a_site(name: str) -> None:
+    for form in (BySilu, Turned):
+        _, report = fused_of(form(**OTHERWISE[name]))
+        assert not [row for row in report.rows if row.kind == "conv"]
+
+
+def test_a_site_that_is_kept_says_why(device: str) -> None:
+    hooked = Turned()
+    hooked.conv1d.register_forward_hook(lambda *_: None)
+    replaced = BySilu()
+    replaced.conv1d.forward = lambda x: x
+    other = Turned()
+    other.act = nn.GELU()
+    for module, words, cause in (
+        (hooked, "hooks or other code stand on its convolution", "overridden"),
+        (replaced, "hooks or other code stand on its convolution", "overridden"),
+        (other, "the activation of its convolution is gelu", "unrecognised"),
+    ):
+        _, report = fused_of(module)
+        (row,) = [one for one in report.kept if one.kind == "conv"]
+        assert words in row.reason
+        assert row.cause == cause
+    model = nn.ModuleList([Turned()])
+    (row,) = [one for one in fused_norm.apply_fused_norm(model, conv=False, strict=False).kept if one.kind == "conv"]
+    assert (row.reason, row.cause) == ("switched off: conv=False", "option")
+
+
+def test_a_hook_or_another_activation_that_comes_later_is_respected(device: str) -> None:
+    stock = Turned().to(device)
+    fused, _ = fused_of(stock)
+    x, seen = torch.randn(2, 7, 6, device=device), []
+    fused.conv1d.register_forward_hook(lambda *_: seen.append(1))
+    assert_equal(grads(fused, x), grads(stock, x))
+    assert seen
+    fused, _ = fused_of(stock)
+    fused.act = stock.act = nn.Tanh()
+    assert_equal(grads(fused, x), grads(stock, x))
+    fused, _ = fused_of(stock := Turned().to(device))
+    stock.conv1d.padding = fused.conv1d.padding = (5,)
+    assert_equal(grads(fused, x), grads(stock, x))
+
+
+def test_stock_code_runs_if_it_would_be_another_one(
+    device: str, monkeypatch: pytest.MonkeyPatch, launches: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = ByFunction().to(device)
+    fused, _ = fused_of(stock)
+    x = torch.randn(2, 7, 6, device=device)
+    with disabled():
+        assert_equal(grads(fused, x), grads(stock, x))
+    assert not launches
+    assert not logged(caplog)
+    assert_equal(grads(fused, x, seq_idx=x), grads(fused, x))
+    assert len(launches) == 2
+    assert torch.equal(fused(x, initial_states=x), stock(x))
+    assert len(launches) == 2
+    assert any("other arguments: initial_states" in message for message in logged(caplog))
+    monkeypatch.setitem(globals(), "convolved_causal_conv1d_fn", lambda *given, **named: 2 * convolved(*given, **named))
+    assert torch.equal(fused(x), stock(x))
+
+
+def test_dtypes_are_those_of_stock(device: str) -> None:
+    """A weight in fp32 beside rows in 16 bits, with autocast and without."""
+    for form in FORMS:
+        for x_dtype, w_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32)):
+            stock = form().to(device, w_dtype)
+            fused, _ = fused_of(stock)
+            x = torch.randn(2, 7, 6, device=device, dtype=x_dtype)
+            for enabled in (True, False):
+                if not enabled and x_dtype != w_dtype and form is not ByFunction:
+                    with pytest.raises(RuntimeError):
+                        fused(x)
+                    continue
+                with torch.autocast(device, torch.bfloat16, enabled=enabled):
+                    expected = grads(stock, x)
+                    with by_reference() as noted:
+                        ours = grads(fused, x)
+                    assert noted.names
+                    assert_equal(ours, expected)
+                    assert [one.dtype for one in ours] == [one.dtype for one in grads(fused, x)]
+
+
+@triton.jit
+def _kernel(x_ptr):
+    tl.store(x_ptr, 0.0)
+
+
+def by_a_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    _kernel[(1,)](x)
+    return x
+
+
+def without_padding_in_front(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any) -> Tensor:
+    return convolved(x.flip(-1), weight, bias, activation).flip(-1)
+
+
+def by_packed_sequences(
+    x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, seq_idx: Any = None, **_: Any
+) -> Tensor:
+    y = convolved(x, weight, bias, activation)
+    return y if seq_idx is None else y * (seq_idx == 0)
+
+
+def without_gradient(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any) -> Tensor:
+    return convolved(x, weight.detach(), bias, activation)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (by_a_kernel, "a kernel already"),
+        (without_padding_in_front, "computes no causal convolution"),
+        (without_gradient, "computes no causal convolution"),
+        (None, "not a function"),
+        (nn.Linear(2, 2), "not a function"),
+    ],
+)
+def test_what_computes_something_else_is_not_recognised(function: Callable[..., Any], words: str) -> None:
+    with pytest.raises(UnrecognisedError, match=words):
+        recognise_convolution(function)
+    assert recognise_convolution(convolved).is_now(convolved)
+
+
+def test_arguments_that_a_function_heeds_are_left_to_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer releases of transformers raise for packed sequences, which PyTorch's convolution cannot keep apart."""
+    assert "seq_idx" in recognise_convolution(convolved).ignored
+    assert recognise_convolution(convolved).ignored - recognise_convolution(by_packed_sequences).ignored == {"seq_idx"}
+    monkeypatch.setitem(globals(), "convolved_causal_conv1d_fn", by_packed_sequences)
+    stock = ByFunction().to(device)
+    fused, report = fused_of(stock)
+    assert report.counts["conv"] == 1
+    x, sequences = torch.randn(2, 7, 6, device=device), torch.zeros(7, dtype=torch.int64, device=device)
+    with by_reference() as noted:
+        assert_equal(grads(fused, x, seq_idx=sequences), grads(stock, x, seq_idx=sequences))
+        assert not noted.names
+        assert_equal(grads(fused, x, seq_idx=None), grads(stock, x))
+        assert noted.names
