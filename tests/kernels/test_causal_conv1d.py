@@ -93,7 +93,7 @@ def test_any_number_of_channels(channels: int, device: str) -> None:
 def test_programs_that_walk_through_several_pieces_sum_all_of_them(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = replace(conv_plan(3, 4, True), replaces=2)
+    plan = replace(conv_plan(3, 4, True), programs=2)
     monkeypatch.setattr(conv_kernels, "conv_plan", lambda *_, **__: plan)
     assert_right(inputs(device, 2, 130, 3))
 
