@@ -52,6 +52,8 @@ class FuseOptions:
         residual: fuse a residual add with the norm that follows it in the layer. None follows ``norms``.
         sandwich: fuse the norm of a branch with the add of that branch. None follows ``residual``.
         mlp: fuse the activation of a gated MLP with the product after it. None is on.
+        experts: fuse what a mixture of experts computes around its grouped products: the order of rows, the gate, and
+            the weighted sum. None is on.
         adapter: fuse what PEFT's LoRA layers add to their linear: the adapter's products, scale and sum. None is on.
         loss: fuse the vocabulary head of a language model with its loss, so that logits are not held:
             ``outputs.logits`` computes them when it is read, and raises if weights have been written to since. None is
@@ -84,6 +86,7 @@ class FuseOptions:
     residual: bool | None = _switch("residual", "residual add + norm", follows="norms")
     sandwich: bool | None = _switch("sandwich", "the norm of a branch + its add", follows="residual")
     mlp: bool | None = _switch("mlp", "the activation of a gated MLP + its product")
+    experts: bool | None = _switch("experts", "the gate, rows and sums around the products of experts")
     adapter: bool | None = _switch("adapter", "the adapter of a LoRA layer + the sum with its linear")
     loss: bool | None = _switch("loss", "the vocabulary head + its loss")
     modules: ModuleFilter | None = None

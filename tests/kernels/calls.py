@@ -133,6 +133,7 @@ def every_call(
             "qk_norm", llama, (x, k, w, w.clone(), cos.float(), sin.float()), (1, dtype or BF16)
         ),
         "rotation cast": Call("rope", None, (x, k, whole_cos.float(), whole_sin.float()), (1, False, dtype or FP16)),
+        "expert gate": Call("expert_gate", None, (packed, None), ("silu", True, 1.5, 1.702)),
         "adapter": Call("lora_add", None, (r.to(dtype or FP32), x, first, second), (0.7,)),
     }
 

@@ -1,6 +1,7 @@
 """The operators: fused Triton kernels, forward and backward, that any PyTorch code can call."""
 
 from . import fp8
+from .experts import expert_gate, expert_permute, expert_unpermute
 from .fp8 import add_rms_norm_fp8, rms_norm_fp8
 from .gated_rms_norm import gated_rms_norm
 from .glu import glu
@@ -14,6 +15,9 @@ __all__ = [
     "MODES",
     "add_rms_norm",
     "add_rms_norm_fp8",
+    "expert_gate",
+    "expert_permute",
+    "expert_unpermute",
     "fp8",
     "gated_rms_norm",
     "glu",

@@ -31,6 +31,7 @@ def apply_fused_norm(
     residual: bool | None = None,
     sandwich: bool | None = None,
     mlp: bool | None = None,
+    experts: bool | None = None,
     adapter: bool | None = None,
     loss: bool | None = None,
     modules: ModuleFilter | None = None,
@@ -65,7 +66,7 @@ def apply_fused_norm(
     """
     # In the order of its fields.
     options = FuseOptions(
-        norms, qk, rope, residual, sandwich, mlp, adapter, loss, modules, casting, readers, recompute, strict
+        norms, qk, rope, residual, sandwich, mlp, experts, adapter, loss, modules, casting, readers, recompute, strict
     )
     _check_is_module(model)
     with no_code_changes():

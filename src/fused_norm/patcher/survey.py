@@ -23,7 +23,8 @@ from .class_swap import (
     fused_forward_replaced,
     stock_class,
 )
-from .fused_classes import fused_adapter_class, fused_norm_class
+from .experts import is_experts, recognise_experts
+from .fused_classes import fused_adapter_class, fused_experts_class, fused_norm_class
 from .fused_norm_module import FusedNorm
 from .hooks import has_origin_forward, replaced_forward, replaced_linear
 from .loss_survey import language_models, survey_losses
@@ -52,17 +53,23 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         paths.setdefault(id(module), path)
     modules = {path: everywhere[path] for path in paths.values()}
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
+    experts = {path: module for path, module in modules.items() if is_experts(module)}
     blocks = {
         path: module
         for path, module in modules.items()
-        if path not in norms and not isinstance(module, torch.jit.ScriptModule) and may_rotate_or_gate(module)
+        if path not in norms
+        and path not in experts
+        and not isinstance(module, torch.jit.ScriptModule)
+        and may_rotate_or_gate(module)
     }
     adapters = {path: one for path, one in modules.items() if is_lora_layer(one) or is_quantised_lora_layer(one)}
     heads = {paths[id(head)]: head for _, head in language_models(model) if id(head) in paths}
     count, name = len(norms), type(model).__name__
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
-        if not any(named.selects(path, module) for path, module in (norms | blocks | adapters | heads).items()):
+        if not any(
+            named.selects(path, module) for path, module in (norms | blocks | experts | adapters | heads).items()
+        ):
             raise FusedNormError(
                 f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention, MLP, LoRA layer or"
                 f" head; one of their paths is {next(iter(norms | blocks), None)}"
@@ -86,11 +93,12 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     decided = dict.fromkeys([*holders, *blocks])
     for path in decided:
         decide_block(known.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
+    expert_rows = [_survey_experts(path, module, known) for path, module in experts.items()]
     adapter_rows = [_survey_adapter(path, layer, known) for path, layer in adapters.items()]
 
     def rows() -> list[Site]:
         in_blocks = [row for path in decided for row in known.block(path).sites]
-        return [*known.norm_sites.values(), *in_blocks, *adapter_rows]
+        return [*known.norm_sites.values(), *in_blocks, *expert_rows, *adapter_rows]
 
     layers = decide_recompute(known, rows())
     # A forward that cannot be rewritten after all may have had all that is fused in a layer.
@@ -132,6 +140,27 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
         return site.kept_for(owner, "overridden")
     model.plan(norm, fused)
     return site
+
+
+def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel) -> Site:
+    """The row of a module of experts; its class is planned."""
+    origin = stock_class(experts)
+    row = Site(path, "experts", origin.__name__)
+    if owner := foreign_forward(experts) or class_forward_replaced(origin):
+        return row.kept_for(owner, "overridden")
+    if unwanted := why_left_out("experts", path, experts, model.options):
+        model.plan(experts, origin)
+        return row.kept_for(unwanted, "option")
+    try:
+        gate = recognise_experts(experts, origin)
+    except UnrecognisedError as error:
+        model.plan(experts, origin)
+        return row.kept_for(str(error))
+    fused = fused_experts_class(origin, gate)
+    if owner := fused_forward_replaced(fused):
+        return row.kept_for(owner, "overridden")
+    model.plan(experts, fused)
+    return replace(row, activation=str(gate))
 
 
 def _survey_adapter(path: str, layer: nn.Module, model: SurveyedModel) -> Site:
