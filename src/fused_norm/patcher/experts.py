@@ -145,8 +145,8 @@ def _structure_obstacle(experts: Any) -> str | None:
 def other_implementation(experts: Any, origin: Any) -> str | None:
     """Return the reason that a module of experts does not run transformers' own ``grouped_mm`` now; None if it does."""
     code, module = getattr(origin.forward, "__code__", None), sys.modules[_MOE]
-    is_decorated = code is not None and code.co_qualname.startswith("use_experts_implementation.")
-    if not is_decorated or code.co_filename != module.__file__:
+    place = None if code is None else (code.co_filename, code.co_qualname.partition(".")[0])
+    if place != (module.__file__, "use_experts_implementation"):
         return "its forward does not ask transformers for an implementation of experts"
     cells = {name: cell.cell_contents for name, cell in cells_of(origin.forward).items()}
     chosen = getattr(experts.config, "_experts_implementation", None)
