@@ -55,6 +55,8 @@ class FuseOptions:
         mlp: fuse the activation of a gated MLP with the product after it. None is on.
         conv: fuse the short causal convolution of a layer (linear attention, state spaces) with the SiLU after it, if
             PyTorch's would run. None is on.
+        experts: fuse what a mixture of experts computes around its grouped products: the order of rows, the gate, and
+            the weighted sum. None is on.
         adapter: fuse what PEFT's LoRA layers add to their linear: the adapter's products, scale and sum. None is on.
         loss: fuse the vocabulary head of a language model with its loss, so that logits are not held:
             ``outputs.logits`` computes them when it is read, and raises if weights have been written to since. None is
@@ -88,6 +90,7 @@ class FuseOptions:
     sandwich: bool | None = _switch("sandwich", "the norm of a branch + its add", follows="residual")
     mlp: bool | None = _switch("mlp", "the activation of a gated MLP + its product")
     conv: bool | None = _switch("conv", "a short causal convolution + its SiLU")
+    experts: bool | None = _switch("experts", "the gate, rows and sums around the products of experts")
     adapter: bool | None = _switch("adapter", "the adapter of a LoRA layer + the sum with its linear")
     loss: bool | None = _switch("loss", "the vocabulary head + its loss")
     modules: ModuleFilter | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 Casting = Literal["llama", "gemma", "rounded_gamma", "weight_dtype", "rounded_rstd", "none"]
-Kind = Literal["norm", "qk", "rope", "residual", "sandwich", "mlp", "conv", "adapter", "loss"]
+Kind = Literal["norm", "qk", "rope", "residual", "sandwich", "mlp", "conv", "experts", "adapter", "loss"]
 
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -136,6 +136,7 @@ def every_call(
         "rotation cast": Call("rope", None, (x, k, whole_cos.float(), whole_sin.float()), (1, False, dtype or FP16)),
         "conv": Call("causal_conv1d", None, (sequence, taps, inner), ("silu",)),
         "conv alone": Call("causal_conv1d", None, (sequence, made(width, 3), None), (None,)),
+        "expert gate": Call("expert_gate", None, (packed, None), ("silu", True, 1.5, 1.702)),
         "adapter": Call("lora_add", None, (r.to(dtype or FP32), x, first, second), (0.7,)),
     }
 

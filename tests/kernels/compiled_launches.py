@@ -13,6 +13,7 @@ from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton.launch import Launch
 
 _TYPES = {
+    torch.bool: "*i1",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",

@@ -23,6 +23,7 @@ from compiled_launches import TARGETS, Noted, Target, compiled
 from fused_norm.kernels.arguments import ACTIVATIONS
 from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
 from fused_norm.kernels.causal_conv1d import WIDTHS as TAPS
+from fused_norm.kernels.experts import EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
@@ -184,6 +185,23 @@ def conv_calls(dtype: torch.dtype) -> Iterator[Called]:
         yield CAUSAL_CONV1D, f"{taps} taps alone", both(CAUSAL_CONV1D, x, weight, None, None)
 
 
+def expert_calls(dtype: torch.dtype) -> Iterator[Called]:
+    """What experts compute around their products, for 8 experts of a token and widths of published models."""
+    tokens, count = 64, 8
+    position = torch.arange(tokens * count).view(tokens, count)
+    absent = torch.zeros(tokens * count, dtype=torch.bool)
+    for width in (768, 2880):
+        x = torch.empty(tokens * count, 2 * width, dtype=dtype)
+        for activation in ACTIVATIONS:
+            yield EXPERT_GATE, f"{activation} of {width}", both(EXPERT_GATE, x, absent, activation, False, None, None)
+        yield EXPERT_GATE, f"clamped, {width} wide", both(EXPERT_GATE, x, absent, "silu", True, 7.0, 1.702)
+    for width in (2048, 2880, 7168):
+        hidden, rows = (torch.empty(count, width, dtype=dtype) for count in (tokens, tokens * count))
+        weights = torch.empty(tokens, count)
+        yield EXPERT_PERMUTE, f"{width} wide", both(EXPERT_PERMUTE, hidden, position, absent)
+        yield EXPERT_UNPERMUTE, f"{width} wide", both(EXPERT_UNPERMUTE, rows, weights, position, absent, dtype)
+
+
 def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     """Operators that give FP8, on rows of a width."""
     x, w = torch.empty(256, width, dtype=dtype), torch.empty(width, dtype=dtype)
@@ -211,6 +229,7 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
     yield from four_bit_calls(dtype)
     yield from loss_calls(dtype)
     yield from conv_calls(dtype)
+    yield from expert_calls(dtype)
     for width in widths:
         several = [*rows_calls(width, dtype)]
         if width <= 256:

@@ -17,14 +17,25 @@ from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.operator import OPERATORS as ALL
 from fused_norm.kernels.operator import BackwardCall, kernel_backward, norm_spec
 from fused_norm.kernels.plans import WIDEST_BACKWARD, Device
-from fused_norm.kernels.triton import conv_kernels, gated_kernels, glu_kernels, norm_backward, norm_forward, qk_launch
+from fused_norm.kernels.triton import (
+    conv_kernels,
+    experts_kernels,
+    gated_kernels,
+    glu_kernels,
+    norm_backward,
+    norm_forward,
+    qk_launch,
+)
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.memory import INT32_LIMIT, is_long
 
 from .calls import NAMES, SEQUENCES, Call, every_call, launches_of
 from .numerics import BF16, FP16, FP32
 
-LAUNCHERS = (conv_kernels, fp8_kernels, gated_kernels, glu_kernels, norm_backward, norm_forward, qk_launch)
+LAUNCHERS = (
+    *(conv_kernels, experts_kernels, fp8_kernels, gated_kernels, glu_kernels),
+    *(norm_backward, norm_forward, qk_launch),
+)
 LLAMA = norm_spec("llama", False, 1e-6)
 
 
@@ -85,7 +96,7 @@ def test_products_are_rounded_before_they_are_added_where_the_bits_depend_on_it(
     for dtype in (FP32, BF16, FP16):
         for call in every_call(device, dtype=dtype).values():
             forward = launches_of(call.outputs)[0]
-            rounded = call.name in ("glu", "rope", "norm_add", "norm_add_norm")
+            rounded = call.name in ("glu", "expert_gate", "rope", "norm_add", "norm_add_norm")
             rounded = rounded or (dtype == FP32 and call.name in ("rms_norm", "add_rms_norm"))
             rounded = rounded or (call.name == "qk_norm" and call.tensors[4] is not None)
             assert fused(forward) == (not rounded), (call.name, dtype)

@@ -16,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from fused_norm.kernels import (
     add_rms_norm,
     causal_conv1d,
+    expert_gate,
     gated_rms_norm,
     glu,
     lora_add,
@@ -206,6 +207,10 @@ def _causal_conv1d(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
     return x + causal_conv1d(y.sin(), torch.stack((w, other, w), dim=1))
 
 
+def _expert_gate(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+    return expert_gate(torch.cat((x * w, x * other), dim=-1), limit=2.0, alpha=1.702)
+
+
 STEPS: dict[str, Callable[..., Tensor]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
@@ -217,6 +222,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "gated_rms_norm": _gated_rms_norm,
     "lora_add": _lora_add,
     "causal_conv1d": _causal_conv1d,
+    "expert_gate": _expert_gate,
 }
 
 
@@ -287,7 +293,8 @@ def test_exports(trained: bool, device: str) -> None:
     tokens = torch.export.Dim("tokens", min=2, max=4096)
     program = torch.export.export(block, (x,), dynamic_shapes=({1: tokens},))
     called = {str(node.target) for node in program.graph.nodes}
-    others = {"linear_cross_entropy", "lora_linear_4bit"}  # which take labels, and a packed weight
+    # These take labels, a packed weight, and the rows of experts.
+    others = {"linear_cross_entropy", "lora_linear_4bit", "expert_permute", "expert_unpermute"}
     wanted = {name for name, one in OPERATORS.items() if not one.plain_name} - others
     assert {f"fused_norm.{name}_forward.default" for name in wanted} <= called
     for length in (6, 11):

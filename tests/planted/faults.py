@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fused_norm.kernels import reference
 from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
+from fused_norm.kernels.experts import EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
@@ -69,7 +70,8 @@ from .planting import (
 )
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
-_IN_MODELS = (*_NORMED, ROPE, GLU, CAUSAL_CONV1D)
+_OF_EXPERTS = (EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE)
+_IN_MODELS = (*_NORMED, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS)
 OF_ADAPTERS = (LORA_ADD, LORA_LINEAR_4BIT)
 """The operators of adapters."""
 _EVERY = (*_IN_MODELS, *OF_ADAPTERS)
@@ -78,7 +80,7 @@ _ROTATED = (QK_NORM, ROPE)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 # norm_add has the backward of rms_norm.
 _WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, *OF_ADAPTERS)
-_EVERY_BACKWARD = (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D)
+_EVERY_BACKWARD = (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS)
 _FOR_CONSUMERS = (RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
 _16_BITS = "nothing is rounded in fp32"
@@ -704,6 +706,13 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("bias", (CAUSAL_CONV1D,), lambda call: call.results(bias=None), "no convolution has a bias"),
     ("activation", (CAUSAL_CONV1D,), lambda call: call.results(activation=None), "no convolution has SiLU behind it"),
     ("packed", _ROTATED, _with_angles(_of_the_first_sequence)),  # all sequences are rotated by the first one's angles
+    # The halves of gate and up are exchanged.
+    ("halves", (EXPERT_GATE,), lambda call: call.results(x=call["x"].roll(call["x"].shape[-1] // 2, -1))),
+    # Rows go to the experts of the next token.
+    ("next-row", (EXPERT_PERMUTE,), lambda call: call.results(position=call["position"].roll(1, 0))),
+    # Rows have the weights of the next token, or of the token's next expert.
+    ("next-weights", (EXPERT_UNPERMUTE,), lambda call: call.results(weights=call["weights"].roll(1, 0))),
+    ("next-expert", (EXPERT_UNPERMUTE,), lambda call: call.results(weights=call["weights"].roll(1, 1))),
     ("end", (GLU,), _edited(_end_lost)),  # the end is lost where sizes are multiples of 1024
     ("even", _EVERY, _edited(_last_of_an_even_number_lost)),  # the last of an even number of rows is lost
     ("factors", OF_ADAPTERS, _factors_cut_off, "the adapter is in 16 bits"),  # a and b are cut off, not rounded
@@ -732,6 +741,8 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("shifted", OF_ADAPTERS, lambda call: call.results(h=call["h"].roll(1, -2))),  # the gradient of b is of other rows
     ("dgate", (GLU,), _edited(lambda dgate: dgate * 1.003, "dgate")),  # the gradient of the gate is .3 % too large
     ("square", (GLU,), _slope_without_its_square, "no GELU by tanh"),  # a slope without its square term
+    # The gradients of weights are those of another expert.
+    ("dweights", (EXPERT_UNPERMUTE,), _edited(lambda dweights: dweights.roll(1, 1), "dweights")),
     ("swapped", (GLU,), _gradients_swapped),  # the gradients of gate and up are swapped
     # The gradient of a filter is that of the next channel.
     ("dw-channel", (CAUSAL_CONV1D,), _edited(lambda dw: dw.roll(1, 0), "dweight")),

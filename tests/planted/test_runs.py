@@ -19,8 +19,8 @@ def outcomes_of(family, precision, names, execution="eager", **how):
     return {name: result.outcome for name, result in results.items()}
 
 
-OF_NO_FAMILY = ("gated_rms_norm", "causal_conv1d")
-"""The operators that no family of the suite has."""
+OF_NO_FAMILY = ("gated_rms_norm", "causal_conv1d", "expert_gate", "expert_permute", "expert_unpermute")
+"""The operators that neither of the two families has; those of experts have a test of their own."""
 
 
 def one_fault_of_each_form():
@@ -48,6 +48,19 @@ def test_no_fault_is_missed(family, precision):
     """Together these have a scaled branch, a wide stream, sandwiches, heads, gates and a rotation by itself."""
     names = one_fault_of_each_form()[family]
     outcomes = outcomes_of(family, precision, names, layers=FAMILIES[family].tiny["num_hidden_layers"])
+    assert set(outcomes.values()) <= {"caught", "hidden"}, outcomes
+    assert list(outcomes.values()).count("caught") >= 0.8 * len(names), outcomes
+
+
+@pytest.mark.slow
+def test_no_fault_of_experts_is_missed():
+    """Each way to go wrong once, the operators in turns."""
+    forms = {}
+    for name, fault in FAULTS.items():
+        if name.startswith("expert_") and fault.where == "eager":
+            forms.setdefault(name.partition("-")[2], []).append(name)
+    names = [several[turn % len(several)] for turn, several in enumerate(forms.values())]
+    outcomes = outcomes_of("qwen3_moe", "bf16", names, layers=FAMILIES["qwen3_moe"].tiny["num_hidden_layers"])
     assert set(outcomes.values()) <= {"caught", "hidden"}, outcomes
     assert list(outcomes.values()).count("caught") >= 0.8 * len(names), outcomes
 

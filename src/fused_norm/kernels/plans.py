@@ -445,6 +445,26 @@ def conv_plan(channels: int, width: int, backward: bool = False, device: Device 
     return ConvPlan(rows, block, device.warps(rule.warps), max(1, min(programs, _MOST_CONV_PROGRAMS)))
 
 
+@lru_cache(maxsize=1024)
+def expert_gate_plan(width: int, device: Device = Device()) -> ForwardPlan:
+    """The launch of a gate between the products of experts, of ``width`` columns, in either direction.
+
+    Blocks are narrow because experts are: of 768 columns, 1408 and 2880 few lanes stay idle.
+    """
+    block = min(256, next_power_of_2(width))
+    return ForwardPlan("multi_wave_cached", max(1, 1024 // block), block, device.warps(4))
+
+
+@lru_cache(maxsize=1024)
+def expert_rows_plan(width: int, device: Device = Device(), reduces: bool = False) -> ForwardPlan:
+    """The launch of what copies or sums the rows of each token's experts, ``width`` columns wide.
+
+    ``reduces``: a program sums over all columns of a row, in chunks.
+    """
+    block = min(4096 if reduces else 512, next_power_of_2(width))
+    return ForwardPlan("multi_wave_cached", 1 if reduces else max(1, 1024 // block), block, device.warps(4))
+
+
 def next_power_of_2(value: int) -> int:
     """The smallest power of two that is at least ``value`` (1 for 0)."""
     return 1 << max(value - 1, 0).bit_length()

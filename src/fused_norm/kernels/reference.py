@@ -363,3 +363,87 @@ def lora_linear_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: 
     w = dequantize(weight, block, (len(b), a.shape[1]), dtype)
     base = torch.nn.functional.linear(x.to(dtype), w, bias)
     return lora_add(base.to(y_dtype), adapter_x.to(dtype), a, b, factor)
+
+
+def expert_gate(
+    x: Tensor,
+    absent: Tensor | None,
+    activation: str,
+    interleaved: bool,
+    limit: float | None,
+    alpha: float | None,
+    *,
+    act: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The gate between the products of experts, as transformers writes it; rows that are ``absent`` are zeros.
+
+    ``act``: the activation as a function, in place of the one of that name.
+    """
+    gate, up = _gate_and_up(_present_rows(x, absent), interleaved)
+    if limit is not None:
+        gate, up = gate.clamp(min=None, max=limit), up.clamp(min=-limit, max=limit)
+    if alpha is None:
+        return glu(gate, up, activation) if act is None else act(gate) * up
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def expert_gate_backward(
+    dy: Tensor,
+    x: Tensor,
+    absent: Tensor | None,
+    activation: str,
+    interleaved: bool,
+    limit: float | None,
+    alpha: float | None,
+) -> Tensor:
+    """The gradient of ``x``, rounded once."""
+    given_gate, given_up = gate, up = _gate_and_up(_present_rows(x, absent), interleaved)
+    dy = _present_rows(dy, absent)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    if alpha is None:
+        dgate, dup = glu_backward(dy, gate, up, activation)
+        assert dup is not None
+    else:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        d, g = dy.to(wide), gate.to(wide)
+        share = torch.sigmoid(g * alpha)
+        dgate = (d * (up.to(wide) + 1) * (share + g * alpha * share * (1 - share))).to(x.dtype)
+        dup = (d * (g * share).to(x.dtype).to(wide)).to(x.dtype)
+    if limit is not None:
+        dgate = torch.where(given_gate <= limit, dgate, 0.0)
+        dup = torch.where((given_up <= limit) & (given_up >= -limit), dup, 0.0)
+    return torch.stack((dgate, dup), dim=-1).reshape(x.shape) if interleaved else torch.cat((dgate, dup), dim=-1)
+
+
+def expert_permute(x: Tensor, position: Tensor, absent: Tensor | None) -> Tensor:
+    """Rows of tokens in the order of experts; those whose expert is ``absent`` are zeros."""
+    order = torch.empty_like(position).view(-1)
+    order[position.view(-1)] = torch.arange(position.numel(), device=position.device)
+    return _present_rows(x[order // position.shape[1]], absent)
+
+
+def expert_unpermute(x: Tensor, weights: Tensor, position: Tensor, absent: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weighted sum of each token's rows: every product, the sum and the result are rounded."""
+    weighted = _present_rows(x, absent)[position.view(-1)] * weights.reshape(-1, 1)
+    return weighted.view(*position.shape, x.shape[-1]).sum(dim=1).to(dtype)
+
+
+def expert_unpermute_backward(
+    dy: Tensor, x: Tensor, weights: Tensor, position: Tensor, absent: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and of their weights, each rounded once."""
+    wide = torch.promote_types(torch.promote_types(x.dtype, weights.dtype), torch.float32)
+    d = dy.to(wide)
+    dx = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    dx = dx.index_put((position.view(-1),), (d[:, None] * weights.to(wide)[..., None]).to(x.dtype).flatten(0, 1))
+    dweights = (_present_rows(x, absent)[position].to(wide) * d[:, None]).sum(-1)
+    return _present_rows(dx, absent), dweights.to(weights.dtype)
+
+
+def _present_rows(x: Tensor, absent: Tensor | None) -> Tensor:
+    return x if absent is None else x.masked_fill(absent.unsqueeze(-1), 0.0)
+
+
+def _gate_and_up(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)

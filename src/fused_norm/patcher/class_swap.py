@@ -12,13 +12,14 @@ from torch import nn
 
 from ..spec import FusedNormError
 from .adapters import FusedAdapter
+from .experts import FusedExperts
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedNorm
 from .hooks import name_of_function
 from .losses import FusedHead, FusedLoss
 from .source import cells_of
 
-Fused = FusedNorm | FusedBlock | FusedAdapter | FusedLoss | FusedHead
+Fused = FusedNorm | FusedBlock | FusedExperts | FusedAdapter | FusedLoss | FusedHead
 """The bases of fused classes."""
 
 _POPPED = "_fused_norm_popped_forward"

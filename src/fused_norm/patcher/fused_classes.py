@@ -15,6 +15,7 @@ from torch import nn
 from ..options import RecomputeLevel
 from ..spec import Casting, GatedNormSpec, NormSpec
 from .adapters import FusedAdapter
+from .experts import FusedExperts, GateOfExperts
 from .fused_block import FusedBlock
 from .fused_norm_module import FusedGatedNorm, FusedNorm
 from .guard import guarded_forward
@@ -93,6 +94,12 @@ def fused_adapter_class(origin: Any) -> type[nn.Module]:
     made_by = (fused_adapter_class,)
     is_quantised = origin.__module__.endswith(".bnb")
     return _known(origin, made_by) or _derive(FusedAdapter, origin, made_by, fused_norm_is_quantised=is_quantised)
+
+
+def fused_experts_class(origin: Any, gate: GateOfExperts) -> type[nn.Module]:
+    """The fused class for modules of experts of class ``origin``, which have this gate."""
+    made_by = fused_experts_class, gate
+    return _known(origin, made_by) or _derive(FusedExperts, origin, made_by, fused_norm_gate=gate)
 
 
 def fused_loss_class(origin: Any) -> type[nn.Module]:

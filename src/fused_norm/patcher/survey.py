@@ -23,7 +23,8 @@ from .class_swap import (
     has_derived_class,
     stock_class,
 )
-from .fused_classes import fused_adapter_class, fused_norm_class
+from .experts import KnownGates, is_experts, other_implementation, recognise_experts
+from .fused_classes import fused_adapter_class, fused_experts_class, fused_norm_class
 from .fused_norm_module import FusedNorm
 from .hooks import are_plain_calls, replaced_forward, replaced_linear
 from .loss_survey import language_models, survey_losses
@@ -52,10 +53,14 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         paths.setdefault(id(module), path)
     modules = {path: everywhere[path] for path in paths.values()}
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
+    experts = {path: module for path, module in modules.items() if is_experts(module)}
     blocks = {
         path: module
         for path, module in modules.items()
-        if path not in norms and not isinstance(module, torch.jit.ScriptModule) and may_rotate_or_gate(module)
+        if path not in norms
+        and path not in experts
+        and not isinstance(module, torch.jit.ScriptModule)
+        and may_rotate_or_gate(module)
     }
     adapters = {
         path: module for path, module in modules.items() if is_lora_layer(module) or is_quantised_lora_layer(module)
@@ -64,7 +69,9 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     count, name = len(norms), type(model).__name__
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
-        if not any(named.selects(path, module) for path, module in (norms | blocks | adapters | heads).items()):
+        if not any(
+            named.selects(path, module) for path, module in (norms | blocks | experts | adapters | heads).items()
+        ):
             raise FusedNormError(
                 f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention, MLP, LoRA layer or"
                 f" head; one of their paths is {next(iter(norms | blocks), None)}"
@@ -88,11 +95,13 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     decided = dict.fromkeys([*holders, *blocks])
     for path in decided:
         decide_block(surveyed.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
+    gates: KnownGates = {}
+    expert_rows = [_survey_experts(path, module, surveyed, gates) for path, module in experts.items()]
     adapter_rows = [_survey_adapter(path, layer, surveyed) for path, layer in adapters.items()]
 
     def rows() -> list[Site]:
         in_blocks = [row for path in decided for row in surveyed.block(path).sites]
-        return [*surveyed.norm_sites.values(), *in_blocks, *adapter_rows]
+        return [*surveyed.norm_sites.values(), *in_blocks, *expert_rows, *adapter_rows]
 
     layers = decide_recompute(surveyed, rows())
     # A forward that cannot be rewritten after all may have had all that is fused in a layer.
@@ -136,6 +145,30 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
         return site.skipped(override, "overridden")
     model.plan(norm, fused)
     return site
+
+
+def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel, gates: KnownGates) -> Site:
+    """The row of a module of experts; its class is planned."""
+    origin = stock_class(experts)
+    row = Site(path, "experts", origin.__name__)
+    if override := forward_override_reason(experts) or class_override_reason(origin):
+        return row.skipped(override, "overridden")
+    if unwanted := why_left_out("experts", path, experts, model.options):
+        model.plan(experts, origin)
+        return row.skipped(unwanted, "option")
+    if other := other_implementation(experts, origin):
+        model.plan(experts, origin)
+        return row.skipped(other, "overridden")
+    try:
+        gate = recognise_experts(experts, origin, gates)
+    except UnrecognisedError as error:
+        model.plan(experts, origin)
+        return row.skipped(str(error))
+    fused = fused_experts_class(origin, gate)
+    if override := fused_override_reason(fused):
+        return row.skipped(override, "overridden")
+    model.plan(experts, fused)
+    return replace(row, activation=str(gate))
 
 
 def _survey_adapter(path: str, layer: nn.Module, model: SurveyedModel) -> Site:

@@ -1,0 +1,289 @@
+"""What a mixture of experts computes around its products: rows to experts, the gate, rows back to their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .arguments import ACTIVATIONS, Unsupported, check_choice, check_flag
+from .glu import Activation
+from .operator import BackwardCall, Operator, Recompute, Spec
+from .triton.experts_kernels import (
+    launch_expert_gate_backward,
+    launch_expert_gate_forward,
+    launch_expert_permute,
+    launch_expert_sum,
+    launch_expert_unpermute_backward,
+)
+from .triton.memory import empty_rows_like, promoted
+
+_ROWS = "Tensor position, Tensor? absent"
+
+
+class ExpertGate(Operator):
+    """``expert_gate`` as an operator, which has no norm."""
+
+    name = "expert_gate"
+    has_norm = False
+    tensors = "Tensor x, Tensor? absent"
+    options = "str activation, bool interleaved, float? limit, float? alpha"
+    outputs = ("y",)
+    other_rules = ("absent",)
+    takes_dtensors = False
+    saved = tensors
+    saved_scalars = options
+    gradients = ("dx",)
+
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+        x, absent, activation, interleaved, limit, alpha = arguments
+        if x.shape[-1] % 2:
+            reason = f"x must have an even last dimension, gates and what they multiply, not shape {tuple(x.shape)}"
+            return Unsupported(reason, ValueError)
+        if absent is not None and x.dim() != 2:
+            return Unsupported(f"x must have 2 dimensions if absent is given, not shape {tuple(x.shape)}", ValueError)
+        for name, value in (("limit", limit), ("alpha", alpha)):
+            if value is not None and (not isinstance(value, (int, float)) or not value > 0):
+                return Unsupported(f"{name} must be a positive number or None, not {value!r}", ValueError)
+        if alpha is not None and activation != "silu":
+            return Unsupported(f"alpha is a factor inside silu, and activation is {activation!r}", ValueError)
+        return (
+            check_choice("activation", activation, ACTIVATIONS)
+            or check_flag("interleaved", interleaved)
+            or _wrong_absent(absent, x)
+        )
+
+    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
+        return reference.expert_gate(*arguments)
+
+    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, absent, *gate = arguments
+        y = empty_rows_like(x, width=x.shape[-1] // 2)
+        if launch:
+            launch_expert_gate_forward(x, absent, y, tuple(gate))
+        return (y,)
+
+    def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        return Recompute(self, spec, arguments)
+
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dy,), (x, absent) = call.incoming, call.saved
+        dx = empty_rows_like(x)
+        if launch:
+            launch_expert_gate_backward(x, absent, dy, dx, tuple(call.saved_scalars))
+        return (dx,)
+
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (x, absent) = call.incoming, call.saved
+        return (reference.expert_gate_backward(dy, x, absent, *call.saved_scalars),)
+
+
+class ExpertPermute(Operator):
+    """``expert_permute`` as an operator, which has no norm."""
+
+    name = "expert_permute"
+    has_norm = False
+    tensors = f"Tensor x, {_ROWS}"
+    outputs = ("y",)
+    other_rules = ("position", "absent")
+    takes_dtensors = False
+    saved = _ROWS
+    gradients = ("dx",)
+
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+        x, position, absent = arguments
+        if x.dim() != 2:
+            return Unsupported(f"x must have shape [tokens, N], not {tuple(x.shape)}", ValueError)
+        return _wrong_position(position, x) or _wrong_absent(absent, x, position.numel())
+
+    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
+        return reference.expert_permute(*arguments)
+
+    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, position, absent = arguments
+        y = x.new_empty((position.shape[0] * position.shape[1], x.shape[1]))
+        if launch:
+            launch_expert_permute(x, position, absent, y)
+        return (y,)
+
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dy,), (position, absent) = call.incoming, call.saved
+        dx = dy.new_empty((position.shape[0], dy.shape[1]))
+        if launch:
+            launch_expert_sum(dy, None, position, absent, dx, dy.dtype)
+        return (dx,)
+
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (position, absent) = call.incoming, call.saved
+        present = dy if absent is None else dy.masked_fill(absent.unsqueeze(-1), 0.0)
+        return (present[position].sum(1),)
+
+
+class ExpertUnpermute(Operator):
+    """``expert_unpermute`` as an operator, which has no norm."""
+
+    name = "expert_unpermute"
+    has_norm = False
+    tensors = f"Tensor x, Tensor weights, {_ROWS}"
+    options = "ScalarType dtype"
+    outputs = ("y",)
+    other_rules = ("position", "absent")
+    takes_dtensors = False
+    saved = tensors
+    gradients = ("dx", "dweights")
+
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+        x, weights, position, absent, dtype = arguments
+        if x.dim() != 2 or weights.dim() != 2 or x.shape[0] != weights.shape[0] * weights.shape[1]:
+            return Unsupported(
+                "x and weights must have shapes [tokens * K, N] and [tokens, K], not"
+                f" {tuple(x.shape)} and {tuple(weights.shape)}",
+                ValueError,
+            )
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            return Unsupported(f"dtype must be a floating point dtype, not {dtype!r}", TypeError)
+        return _wrong_position(position, weights) or _wrong_absent(absent, x)
+
+    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
+        return reference.expert_unpermute(*arguments)
+
+    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, weights, position, absent, dtype = arguments
+        y = x.new_empty((position.shape[0], x.shape[1]), dtype=dtype)
+        if launch:
+            launch_expert_sum(x, weights, position, absent, y, promoted(x.dtype, weights.dtype))
+        return (y,)
+
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dy,), (x, weights, position, absent), (need_dx, need_dweights) = call.incoming, call.saved, call.needed
+        dx = x.new_empty(x.shape) if need_dx else None
+        dweights = weights.new_empty(weights.shape) if need_dweights else None
+        if launch:
+            launch_expert_unpermute_backward(dy, x, weights, position, absent, dx, dweights)
+        return dx, dweights
+
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), saved = call.incoming, call.saved
+        return reference.expert_unpermute_backward(dy, *saved)
+
+
+EXPERT_GATE = ExpertGate()
+EXPERT_PERMUTE = ExpertPermute()
+EXPERT_UNPERMUTE = ExpertUnpermute()
+
+
+def _wrong_position(position: Any, tokens: Tensor) -> Unsupported | None:
+    """Refuse a ``position`` that is no int64 matrix with a row for each of the tokens, on their device."""
+    if not isinstance(position, Tensor) or position.dtype != torch.int64:
+        kind = position.dtype if isinstance(position, Tensor) else type(position).__name__
+        return Unsupported(f"position must be a tensor of torch.int64, not {kind}", TypeError)
+    if position.dim() == 2 and position.shape[0] == tokens.shape[0] and position.device == tokens.device:
+        return None
+    return Unsupported(
+        f"position must have shape ({tokens.shape[0]}, K) on {tokens.device}, not {tuple(position.shape)} on"
+        f" {position.device}",
+        ValueError,
+    )
+
+
+def _wrong_absent(absent: Any, x: Tensor, rows: int | None = None) -> Unsupported | None:
+    """Refuse an ``absent`` that is no bool for each row of x, or of as many ``rows`` as given, on x's device."""
+    if absent is None:
+        return None
+    if not isinstance(absent, Tensor) or absent.dtype != torch.bool:
+        kind = absent.dtype if isinstance(absent, Tensor) else type(absent).__name__
+        return Unsupported(f"absent must be a tensor of torch.bool, not {kind}", TypeError)
+    shape = (x.shape[0] if rows is None else rows,)
+    if absent.shape == shape and absent.device == x.device:
+        return None
+    return Unsupported(
+        f"absent must have shape {shape} on {x.device}, not {tuple(absent.shape)} on {absent.device}", ValueError
+    )
+
+
+def expert_gate(
+    x: Tensor,
+    absent: Tensor | None = None,
+    activation: Activation = "silu",
+    *,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+) -> Tensor:
+    """The gate between the two products of experts: ``y = act(gate) * up``, from one tensor with both.
+
+    With ``limit`` the gate is at most that, and up within it on both sides. With ``alpha`` it is the gate of gpt-oss,
+    ``y = (up + 1) * (gate * sigmoid(alpha * gate))``. Each operation but those inside of an activation is rounded
+    to x's dtype. The backward keeps x, and returns one gradient of it.
+
+    Args:
+        x: [..., 2 I], float32, bfloat16 or float16; float64 is computed by the PyTorch reference.
+        absent: [S] of an x of shape [S, 2 I], bool: rows that are not read, the result of which is zero; for experts of
+            other devices.
+        activation: ``silu``, ``gelu`` (by erf), or ``gelu_tanh``.
+        interleaved: gate and up take turns in a row; otherwise they are its halves.
+        limit: a positive number, or None.
+        alpha: a positive number, or None; only with ``silu``.
+
+    Returns:
+        y, [..., I] in x's memory order, of x's dtype.
+
+    Raises:
+        TypeError: for anything but dense tensors of these dtypes.
+        ValueError: for another activation, rows of an odd length, and shapes or numbers that do not fit.
+    """
+    limit, alpha = (float(one) if isinstance(one, int) else one for one in (limit, alpha))
+    return EXPERT_GATE.checked(None, x, absent, activation, interleaved, limit, alpha)
+
+
+def expert_permute(x: Tensor, position: Tensor, absent: Tensor | None = None) -> Tensor:
+    """The rows of tokens in the order of experts: ``y[position[t, k]] = x[t]``.
+
+    The backward sums the gradients of a token's K rows in fp32, in the order of k, and rounds once.
+
+    Args:
+        x: [T, N], float32, bfloat16 or float16; float64 is computed by the PyTorch reference.
+        position: [T, K], int64: each of the numbers from 0 to T K - 1 once.
+        absent: [T K], bool: the rows of y that are zero, whose gradients are not read.
+
+    Returns:
+        y, [T K, N], contiguous, of x's dtype.
+
+    Raises:
+        TypeError: for anything but dense tensors of these dtypes.
+        ValueError: for shapes and devices that do not fit.
+    """
+    return EXPERT_PERMUTE.checked(None, x, position, absent)
+
+
+def expert_unpermute(
+    x: Tensor,
+    weights: Tensor,
+    position: Tensor,
+    absent: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The weighted sum of what a token's experts return: ``y[t] = sum over k of x[position[t, k]] * weights[t, k]``.
+
+    Each product is rounded to the dtype that x and weights promote to, and so is the sum, which is taken in fp32, in
+    the order of k. Gradients are computed in fp32 and rounded once. The backward keeps all arguments.
+
+    Args:
+        x: [T K, N], float32, bfloat16 or float16; float64 is computed by the PyTorch reference.
+        weights: [T, K], a dtype of its own.
+        position: [T, K], int64: each of the numbers from 0 to T K - 1 once.
+        absent: [T K], bool: rows of x that are not read, and count as zero.
+        dtype: of the result; x's unless given.
+
+    Returns:
+        y, [T, N], contiguous.
+
+    Raises:
+        TypeError: for anything but dense tensors of these dtypes.
+        ValueError: for shapes and devices that do not fit.
+    """
+    dtype = x.dtype if dtype is None and isinstance(x, Tensor) else dtype
+    return EXPERT_UNPERMUTE.checked(None, x, weights, position, absent, dtype)

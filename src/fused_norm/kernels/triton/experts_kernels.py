@@ -1,0 +1,335 @@
+"""What a mixture of experts computes around its products, in Triton: kernels and their launchers.
+
+A token goes to K experts. ``position`` [M, K] has, for each token and each of its experts, the row of the tensor in
+which the rows of one expert follow each other. ``absent`` marks the rows of that tensor whose expert is on another
+device: memory of these rows holds anything, and is read as zeros. A row of 2 N numbers has the gate and what it is
+multiplied by, up, as halves or, INTERLEAVED, in turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..plans import ForwardPlan, expert_gate_plan, expert_rows_plan
+from .devices import device_props
+from .glu_kernels import _share, _share_and_slope
+from .language import TRITON_DTYPES, load_tile, round_to, rows_of, store_tile
+from .launch import launch
+from .memory import INT32_LIMIT, as_strided_rows, contiguous
+
+
+@triton.jit
+def _tile(M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr):
+    """This program's rows [ROWS], its block of columns, and the columns [BLOCK]."""
+    blocks = tl.cdiv(N, BLOCK)
+    row = rows_of(tl.program_id(0) // blocks, ROWS, INT64)
+    block = tl.program_id(0) % blocks
+    return row, block, block * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _is_present(absent_ptr, row, live):
+    """Which of the ``live`` rows have their expert on this device."""
+    present = live
+    if absent_ptr is not None:
+        present = live & (tl.load(absent_ptr + row, mask=live, other=0) == 0)
+    return present
+
+
+@triton.jit
+def _load_pair(x, row, present, block, N, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The gate and up of a tile, zero if not ``present``."""
+    if INTERLEAVED:
+        col = block * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        both = load_tile(x, row, col, present[:, None] & (col < 2 * N)[None, :])
+        gate, up = tl.split(tl.reshape(both, [both.shape[0], BLOCK, 2]))
+    else:
+        ptr, stride = x
+        col = block * BLOCK + tl.arange(0, BLOCK)
+        live = present[:, None] & (col < N)[None, :]
+        gate = load_tile(x, row, col, live)
+        up = load_tile((ptr + N, stride), row, col, live)
+    return gate, up
+
+
+@triton.jit
+def _store_pair(x, row, live, block, N, gate, up, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    if INTERLEAVED:
+        col = block * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        both = tl.reshape(tl.join(gate, up), [gate.shape[0], 2 * BLOCK])
+        store_tile(x, row, col, live[:, None] & (col < 2 * N)[None, :], both)
+    else:
+        ptr, stride = x
+        col = block * BLOCK + tl.arange(0, BLOCK)
+        inside = live[:, None] & (col < N)[None, :]
+        store_tile(x, row, col, inside, gate)
+        store_tile((ptr + N, stride), row, col, inside, up)
+
+
+@triton.jit
+def _clamped(gate, up, limit, dtype: tl.constexpr):
+    """The gate up to the limit, and up within it on both sides; a NaN stays one."""
+    if limit is not None:
+        gate = round_to(tl.where(gate > limit, limit, gate), dtype)
+        up = round_to(tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)), dtype)
+    return gate, up
+
+
+@triton.jit(do_not_specialize=["M"])
+def _expert_gate_forward_kernel(
+    x_ptr,  # [M, 2 N]
+    absent_ptr,  # [M] or None
+    y_ptr,  # [M, N]
+    M,
+    N, x_stride, y_stride, limit, alpha,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, INT64: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    row, block, col = _tile(M, N, ROWS, BLOCK, INT64)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    present = _is_present(absent_ptr, row, row < M)
+    gate, up = _load_pair((x_ptr, x_stride), row, present, block, N, BLOCK, INTERLEAVED)
+    gate, up = _clamped(gate, up, limit, dtype)
+    if alpha is None:
+        share = _share(gate, ACTIVATION)
+    else:
+        share = round_to(_share(round_to(gate * alpha, dtype), ACTIVATION), dtype)
+        up = round_to(up + 1.0, dtype)
+    activated = round_to(gate * share, dtype)
+    store_tile((y_ptr, y_stride), row, col, (row < M)[:, None] & (col < N)[None, :], activated * up)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _expert_gate_backward_kernel(
+    x_ptr,  # [M, 2 N]
+    absent_ptr,  # [M] or None
+    dy_ptr,  # [M, N]
+    dx_ptr,  # [M, 2 N]
+    M,
+    N, x_stride, dy_stride, dx_stride, limit, alpha,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, INT64: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    row, block, col = _tile(M, N, ROWS, BLOCK, INT64)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    present = _is_present(absent_ptr, row, row < M)
+    dy = load_tile((dy_ptr, dy_stride), row, col, present[:, None] & (col < N)[None, :])
+    given_gate, given_up = _load_pair((x_ptr, x_stride), row, present, block, N, BLOCK, INTERLEAVED)
+    gate, up = _clamped(given_gate, given_up, limit, dtype)
+    if alpha is None:
+        share, slope = _share_and_slope(gate, ACTIVATION)
+    else:
+        share, slope = _share_and_slope(gate * alpha, ACTIVATION)
+        up = up + 1.0
+    dgate = dy * up * slope
+    dup = dy * round_to(gate * share, dtype)
+    if limit is not None:
+        dgate = tl.where(given_gate <= limit, dgate, 0.0)
+        dup = tl.where((given_up <= limit) & (given_up >= -limit), dup, 0.0)
+    _store_pair((dx_ptr, dx_stride), row, row < M, block, N, dgate, dup, BLOCK, INTERLEAVED)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _expert_permute_forward_kernel(
+    x_ptr,  # [M, N]
+    position_ptr,  # [M, K]
+    absent_ptr,  # [M K] or None
+    y_ptr,  # [M K, N]
+    M,
+    N, x_stride, y_stride,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
+    row, _, col = _tile(M, N, ROWS, BLOCK, INT64)
+    inside = (row < M)[:, None] & (col < N)[None, :]
+    x = load_tile((x_ptr, x_stride), row, col, inside)
+    for k in tl.static_range(K):
+        place = tl.load(position_ptr + row * K + k, mask=row < M, other=0)
+        present = _is_present(absent_ptr, place, row < M)
+        store_tile((y_ptr, y_stride), place, col, inside, tl.where(present[:, None], x, 0.0))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _expert_sum_kernel(
+    x_ptr,  # [M K, N]
+    weights_ptr,  # [M, K] or None
+    position_ptr,  # [M, K]
+    absent_ptr,  # [M K] or None
+    y_ptr,  # [M, N]
+    M,
+    N, x_stride, y_stride,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Sum each token's rows in fp32, in the order of its experts; weighted rows and the sum are rounded to DTYPE."""
+    row, _, col = _tile(M, N, ROWS, BLOCK, INT64)
+    inside = (row < M)[:, None] & (col < N)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for k in tl.static_range(K):
+        place = tl.load(position_ptr + row * K + k, mask=row < M, other=0)
+        present = _is_present(absent_ptr, place, row < M)
+        value = load_tile((x_ptr, x_stride), place, col, inside & present[:, None])
+        if weights_ptr is not None:
+            weight = tl.load(weights_ptr + row * K + k, mask=row < M, other=0.0).to(tl.float32)
+            value = round_to(value * weight[:, None], DTYPE)
+        total += value
+    store_tile((y_ptr, y_stride), row, col, inside, round_to(total, DTYPE))
+
+
+@triton.jit
+def _expert_unpermute_backward_kernel(
+    dy_ptr,  # [M, N]
+    x_ptr,  # [M K, N]
+    weights_ptr,  # [M, K]
+    position_ptr,  # [M, K]
+    absent_ptr,  # [M K] or None
+    dx_ptr,  # [M K, N] or None
+    dweights_ptr,  # [M, K] or None
+    dy_stride, x_stride, dx_stride,
+    N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
+    """One program for each token."""
+    row = tl.program_id(0)
+    if INT64:
+        row = row.to(tl.int64)
+    for k in tl.static_range(K):
+        place = tl.load(position_ptr + row * K + k)
+        weight = tl.load(weights_ptr + row * K + k).to(tl.float32)
+        is_present = True
+        if absent_ptr is not None:
+            is_present = tl.load(absent_ptr + place) == 0
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, N, BLOCK):
+            col = start + tl.arange(0, BLOCK)
+            live = (col < N) & is_present
+            dy = tl.load(dy_ptr + row * dy_stride + col, mask=live, other=0.0).to(tl.float32)
+            if dx_ptr is not None:
+                dx = round_to(dy * weight, dx_ptr.dtype.element_ty)
+                tl.store(dx_ptr + place * dx_stride + col, tl.where(live, dx, 0.0), mask=col < N)
+            if dweights_ptr is not None:
+                x = tl.load(x_ptr + place * x_stride + col, mask=live, other=0.0).to(tl.float32)
+                total += dy * x
+        if dweights_ptr is not None:
+            dweight = tl.sum(total, axis=0)
+            tl.store(dweights_ptr + row * K + k, round_to(dweight, dweights_ptr.dtype.element_ty))
+
+
+Gate = tuple[str, bool, float | None, float | None]
+"""The options of ``expert_gate``."""
+
+
+def launch_expert_gate_forward(x: Tensor, absent: Tensor | None, y: Tensor, gate: Gate) -> None:
+    """Write ``y``, from ``empty_rows_like(x)`` with half of its width."""
+    _launch_gate(_expert_gate_forward_kernel, x, absent, (y,), gate)
+
+
+def launch_expert_gate_backward(x: Tensor, absent: Tensor | None, dy: Tensor, dx: Tensor, gate: Gate) -> None:
+    """Write ``dx``, from ``empty_rows_like(x)``."""
+    _launch_gate(_expert_gate_backward_kernel, x, absent, (dy, dx), gate)
+
+
+def _launch_gate(kernel: Any, x: Tensor, absent: Tensor | None, others: tuple[Tensor, ...], gate: Gate) -> None:
+    if x.numel() == 0:
+        return
+    width = x.shape[-1] // 2
+    (lead, *arranged), spacing = as_strided_rows(x, *others)
+    rows = x.numel() // (2 * width)
+    activation, interleaved, limit, alpha = gate
+    plan = expert_gate_plan(width, device_props(x.device))
+    constants = {
+        "ROWS": plan.rows,
+        "BLOCK": plan.block,
+        "INTERLEAVED": interleaved,
+        "INT64": rows * max(spacing) >= INT32_LIMIT,
+        "ACTIVATION": activation,
+    }
+    tensors, numbers = (lead, contiguous(absent), *arranged), (rows, width, *spacing, limit, alpha)
+    launch(kernel, _grid(rows, width, plan), tensors, numbers, constants, warps=plan.warps, fuse=False)
+
+
+def _grid(rows: int, width: int, plan: ForwardPlan) -> tuple[int, int]:
+    return -(-rows // plan.rows) * -(-width // plan.block), 1
+
+
+def launch_expert_permute(x: Tensor, position: Tensor, absent: Tensor | None, y: Tensor) -> None:
+    """Write ``y`` [M K, N], the rows of ``x`` [M, N] in the order of experts."""
+    tokens, width = x.shape
+    if y.numel() == 0:
+        return
+    (x_rows, x_stride), (y_rows, y_stride) = _rows_of(x), _rows_of(y)
+    plan = expert_rows_plan(width, device_props(x.device))
+    constants = {"K": position.shape[1], **_tiles(plan, y.shape[0] * max(x_stride, y_stride))}
+    tensors = x_rows, contiguous(position), contiguous(absent), y_rows
+    numbers = tokens, width, x_stride, y_stride
+    kernel, grid = _expert_permute_forward_kernel, _grid(tokens, width, plan)
+    launch(kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=False)
+
+
+def launch_expert_sum(
+    x: Tensor, weights: Tensor | None, position: Tensor, absent: Tensor | None, y: Tensor, dtype: torch.dtype
+) -> None:
+    """Write ``y`` [M, N], for each token the sum of its rows in ``x`` [M K, N], times ``weights`` if given.
+
+    ``dtype``: each weighted row and the sum are rounded to it.
+    """
+    tokens, width = y.shape
+    if y.numel() == 0:
+        return
+    (x_rows, x_stride), (y_rows, y_stride) = _rows_of(x), _rows_of(y)
+    plan = expert_rows_plan(width, device_props(x.device))
+    constants = {
+        "K": position.shape[1],
+        **_tiles(plan, x.shape[0] * max(x_stride, y_stride)),
+        "DTYPE": TRITON_DTYPES[dtype],
+    }
+    tensors = x_rows, contiguous(weights), contiguous(position), contiguous(absent), y_rows
+    numbers = tokens, width, x_stride, y_stride
+    grid = _grid(tokens, width, plan)
+    launch(_expert_sum_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=False)
+
+
+def launch_expert_unpermute_backward(
+    dy: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    position: Tensor,
+    absent: Tensor | None,
+    dx: Tensor | None,
+    dweights: Tensor | None,
+) -> None:
+    """Write the gradients that are there: ``dx`` [M K, N] and ``dweights`` [M, K], both contiguous; one of them is."""
+    tokens, width = dy.shape
+    if x.numel() == 0:
+        return
+    (dy_rows, dy_stride), (x_rows, x_stride) = _rows_of(dy), _rows_of(x)
+    plan = expert_rows_plan(width, device_props(dy.device), reduces=True)
+    constants = {
+        "N": width,
+        "K": position.shape[1],
+        "BLOCK": plan.block,
+        "INT64": x.shape[0] * max(dy_stride, x_stride) >= INT32_LIMIT,
+    }
+    tensors = (
+        dy_rows,
+        None if dweights is None else x_rows,
+        contiguous(weights),
+        contiguous(position),
+        contiguous(absent),
+        dx,
+        dweights,
+    )
+    numbers = dy_stride, x_stride, width
+    kernel = _expert_unpermute_backward_kernel
+    launch(kernel, (tokens, 1), tensors, numbers, constants, warps=plan.warps, fuse=False)
+
+
+def _rows_of(x: Tensor) -> tuple[Tensor, int]:
+    """A matrix whose rows are contiguous, and its row stride."""
+    (rows,), (stride,) = as_strided_rows(x)
+    assert rows is not None
+    return rows, stride
+
+
+def _tiles(plan: ForwardPlan, extent: int) -> dict[str, Any]:
+    return {"ROWS": plan.rows, "BLOCK": plan.block, "INT64": extent >= INT32_LIMIT}
