@@ -255,7 +255,7 @@ CHANGES: dict[str, Asked] = {
     "another function": {"attend": wrapper},
     "no function": {"attend": partial(sdpa_attention_forward)},
     "a subclass": {"value": torch.randn(1, 2, 5, 16).as_subclass(Subclass)},
-    "no tensor": {"value": None},
+    "no tensor": {"value": [torch.randn(1, 2, 5, 16)]},
     "flash attention elsewhere than on CUDA": {"attend": flash_attention_forward},
 }
 

@@ -78,7 +78,7 @@ class ByReference:
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def callee_name(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
         self.names.append(operator.name)
         return operator.reference(spec, *arguments)
 

@@ -14,7 +14,7 @@ from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYu
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
-from fused_norm.patcher.patterns import patterns_of, rotations_of
+from fused_norm.patcher.patterns import functions_of, patterns_of
 from fused_norm.patcher.patterns.heads import QK_NAME
 from fused_norm.patcher.rewrite import Rewrite
 
@@ -180,7 +180,7 @@ def test_each_pair_is_fused_with_its_own_rotation() -> None:
     assert [pair.rotate for pair in patterns_of(TwoPairs).heads] == ["rotates", "rotates_too"]
 
     def functions(*rewrites):
-        return [rotation.function for rotation in rotations_of(TwoPairs, rewrites)]
+        return [rotation.function for rotation in functions_of(TwoPairs, rewrites)[0]]
 
     first, second = (Rewrite("heads", index, ("rotation",)) for index in range(2))
     assert functions(second) == [rotates_too]

@@ -201,6 +201,10 @@ def test_experts_that_gate_in_a_method_have_a_row(device: str) -> None:
         num_key_value_heads=1, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     report = fused_norm.apply_fused_norm(GptOssForCausalLM(config).to(device))
+    if report.counts["experts"]:  # transformers 5, in which they are one module
+        assert report.counts["experts"] == 2
+        assert not rows(report, "mlp")
+        return
     assert rows(report, "mlp") == {
         ("GptOssExperts", "its activation, gate * torch.sigmoid(gate * self.alpha), is written out"): 2
     }

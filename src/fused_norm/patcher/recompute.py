@@ -89,7 +89,7 @@ def call_recomputing(
 
 def recomputes_linears() -> bool:
     """Return whether a layer runs that computes outputs of its linears again in the backward."""
-    register = calls.observer
+    register = calls.interceptor
     return type(register) is _SavedTensorHook and bool(register._consumers)
 
 
