@@ -34,12 +34,12 @@ def sites(model_type: str, layers: int | None = None) -> dict[Kind, int]:
     family = FAMILIES[model_type]
     found = family.sites(layers)
     if EXPERTS_ARE_MLPS and family.dense_layers is not None:
-        found["mlp"] += (family.tiny["num_hidden_layers"] - len(family.dense_layers)) * family.tiny["num_experts"]
+        found["mlp"] += found.pop("experts") * family.tiny["num_experts"]
     return counts(**found)
 
 
 def experts(model_type: str) -> set[str]:
-    """The paths of the experts in a family's tiny model that are computed together, and kept."""
+    """The paths of the experts in a family's tiny model that are computed together."""
     family = FAMILIES[model_type]
     if EXPERTS_ARE_MLPS or family.dense_layers is None:
         return set()

@@ -47,8 +47,9 @@ def test_every_site_of_a_family_is_fused(model_type: str) -> None:
     model = build(model_type, seed=0)
     report = fused_norm.apply_fused_norm(model)
     assert report.counts == sites(model_type)
-    assert {(site.path, site.kind) for site in report.kept} == {(path, "mlp") for path in experts(model_type)}
-    with_norms = [site for site in report.fused if site.kind not in ("rope", "mlp", "loss")]
+    assert report.kept == ()
+    assert {site.path for site in report.fused if site.kind == "experts"} == experts(model_type)
+    with_norms = [site for site in report.fused if site.kind not in ("rope", "mlp", "experts", "loss")]
     assert {site.spec for site in with_norms} == {FAMILIES[model_type].spec}
     # Norms of single heads are computed with the rotation, those over all heads before it.
     widths = {model.get_submodule(site.path).weight.numel() for site in report.fused if site.kind == "qk"}
@@ -221,7 +222,7 @@ def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None
         ({"across": True}, TypeError, "across"),
         ({"rope": "yes"}, TypeError, "rope must be True, False or None"),
         (
-            dict.fromkeys(("norms", "qk", "mlp", "adapter", "loss"), False),
+            dict.fromkeys(("norms", "qk", "mlp", "experts", "adapter", "loss"), False),
             ValueError,
             "loss=False leave nothing to fuse",
         ),
@@ -612,7 +613,7 @@ def test_options_are_a_value() -> None:
     assert left_out(FuseOptions(residual=False, sandwich=True)) == {"residual"}
     assert left_out(FuseOptions(qk=False)) == {"qk", "rope"}
     assert left_out(FuseOptions(qk=False, rope=True)) == {"qk"}
-    assert left_out(FuseOptions(norms=False, qk=False)) == set(KINDS) - {"mlp", "adapter", "loss"}
+    assert left_out(FuseOptions(norms=False, qk=False)) == set(KINDS) - {"mlp", "experts", "adapter", "loss"}
     assert FuseOptions(norms=False).because("sandwich") == "norms=False"
     assert FuseOptions(residual=False).because("sandwich") == "residual=False"
     assert FuseOptions(sandwich=False).because("sandwich") == "sandwich=False"

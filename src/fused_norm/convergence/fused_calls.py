@@ -22,6 +22,7 @@ from ..check.distances import share_different
 from ..kernels.autocast import autocast_dtype
 from ..kernels.operator import Operator, Recompute
 from ..patcher.adapters import FusedAdapter
+from ..patcher.experts import FusedExperts
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
 from ..patcher.lazy_logits import CrossEntropy
@@ -58,6 +59,7 @@ _KINDS: Mapping[str, _Kind] = {
         frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
     ),
     "mlp": _Kind(frozenset({"glu"}), frozenset({"fused_norm_gate", "fused_norm_gate_packed"})),
+    "experts": _Kind(frozenset({"expert_gate"}), frozenset({"forward"})),
     "adapter": _Kind(frozenset({"lora_add", _IN_FLOAT32}), frozenset({"forward"})),
     "loss": _Kind(frozenset({"linear_cross_entropy"}), frozenset({"fused_norm_cross_entropy"})),
     "readers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
@@ -70,7 +72,7 @@ _SITES_OF_CALL: Mapping[tuple[str, str], int] = {("norm", "norm_add_norm"): 2, (
 register_pytree_node(CrossEntropy, lambda how: ([*vars(how).values()], None), lambda values, _: CrossEntropy(*values))
 
 _METHODS: Mapping[type, Sequence[str]] = {
-    **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedAdapter), ("forward",)),
+    **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedExperts, FusedAdapter), ("forward",)),
     FusedBlock: (
         *("fused_norm_add", "fused_norm_read", "fused_norm_then_add", "fused_norm_pair"),
         *sorted(_KINDS["rope"].methods | _KINDS["mlp"].methods | _KINDS["readers"].methods),

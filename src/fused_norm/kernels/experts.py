@@ -138,9 +138,10 @@ class ExpertUnpermute(Operator):
     def wrong(self, spec: Spec, *arguments: Any) -> Unsupported | None:
         x, weights, position, absent, dtype = arguments
         if x.dim() != 2 or weights.dim() != 2 or x.shape[0] != weights.shape[0] * weights.shape[1]:
-            shapes = f"{tuple(x.shape)} and {tuple(weights.shape)}"
             return Unsupported(
-                f"x and weights must have shapes [tokens * K, N] and [tokens, K], not {shapes}", ValueError
+                "x and weights must have shapes [tokens * K, N] and [tokens, K], not"
+                f" {tuple(x.shape)} and {tuple(weights.shape)}",
+                ValueError,
             )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             return Unsupported(f"dtype must be a floating point dtype, not {dtype!r}", TypeError)
@@ -179,12 +180,13 @@ def _wrong_position(position: Any, tokens: Tensor) -> Unsupported | None:
     if not isinstance(position, Tensor) or position.dtype != torch.int64:
         kind = position.dtype if isinstance(position, Tensor) else type(position).__name__
         return Unsupported(f"position must be a tensor of torch.int64, not {kind}", TypeError)
-    if position.dim() != 2 or position.shape[0] != tokens.shape[0] or position.device != tokens.device:
-        shape = f"{tuple(position.shape)} on {position.device}"
-        return Unsupported(
-            f"position must have shape ({tokens.shape[0]}, K) on {tokens.device}, not {shape}", ValueError
-        )
-    return None
+    if position.dim() == 2 and position.shape[0] == tokens.shape[0] and position.device == tokens.device:
+        return None
+    return Unsupported(
+        f"position must have shape ({tokens.shape[0]}, K) on {tokens.device}, not {tuple(position.shape)} on"
+        f" {position.device}",
+        ValueError,
+    )
 
 
 def _wrong_absent(absent: Any, x: Tensor, rows: int | None = None) -> Unsupported | None:
@@ -197,8 +199,9 @@ def _wrong_absent(absent: Any, x: Tensor, rows: int | None = None) -> Unsupporte
     shape = (x.shape[0] if rows is None else rows,)
     if absent.shape == shape and absent.device == x.device:
         return None
-    given = f"{tuple(absent.shape)} on {absent.device}"
-    return Unsupported(f"absent must have shape {shape} on {x.device}, not {given}", ValueError)
+    return Unsupported(
+        f"absent must have shape {shape} on {x.device}, not {tuple(absent.shape)} on {absent.device}", ValueError
+    )
 
 
 def expert_gate(
@@ -232,6 +235,7 @@ def expert_gate(
         TypeError: for anything but dense tensors of these dtypes.
         ValueError: for another activation, rows of an odd length, and shapes or numbers that do not fit.
     """
+    limit, alpha = (float(one) if isinstance(one, int) else one for one in (limit, alpha))
     return EXPERT_GATE.checked(None, x, absent, activation, interleaved, limit, alpha)
 
 

@@ -51,7 +51,7 @@ class Family:
         residual_norms: those of them that take the sum of a residual add within the layer.
         sandwich_norms: those of them whose result is added to the residual.
         qk_norms: the norms of queries and keys in the attention, which rotates what they return.
-        dense_layers: the layers of the tiny model that have one MLP; the others have experts, which are not fused. None
+        dense_layers: the layers of the tiny model that have one MLP; the others have experts. None
             is all.
         attention: the attribute of a decoder layer that is its attention.
         mlp: the attribute of a decoder layer that is its MLP, with a gate, or holds its experts.
@@ -99,7 +99,8 @@ class Family:
         layers = self.tiny["num_hidden_layers"] if num_hidden_layers is None else num_hidden_layers
         counts = {kind: layers * count for kind, count in self.sites_per_layer.items()}
         dense = range(layers) if self.dense_layers is None else [layer for layer in self.dense_layers if layer < layers]
-        return {**counts, "norm": counts["norm"] + 1, "mlp": len(dense), "loss": 1}
+        experts: dict[Kind, int] = {} if self.dense_layers is None else {"experts": layers - len(dense)}
+        return {**counts, "norm": counts["norm"] + 1, "mlp": len(dense), **experts, "loss": 1}
 
 
 # A vocabulary of bytes, with room for special tokens.

@@ -167,7 +167,8 @@ def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) 
     """The problem with a site that a family has at this path, which is absent or computes something else; or None."""
     if path is None:
         return "not found"
-    rows = {site.path: site for site in (*report.fused, *report.kept) if site.kind == kind}
+    kinds = (kind, "experts") if kind == "mlp" else (kind,)
+    rows = {site.path: site for site in (*report.fused, *report.kept) if site.kind in kinds}
     inside_wrapper = (row for row in rows.values() if row.path.startswith(f"{path}."))
     site = rows.get(path) or next(inside_wrapper, None)
     if site is None and kind in ("residual", "sandwich"):  # kept for its layer's sake, it has the layer's row

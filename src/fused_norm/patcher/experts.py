@@ -117,12 +117,10 @@ def why_stock(experts: Any) -> str | None:
     gate: GateOfExperts = kind.fused_norm_gate
     if not has_origin_forward(kind):
         return ""
-    try:
-        function = _function_of(experts, kind.fused_norm_origin)
-    except UnrecognisedError as error:
-        return str(error)
-    if function is not gate.function or not gate.function_running.is_in(function):
-        return "the function of grouped_mm has changed since it was patched"
+    if reason := other_implementation(experts, kind.fused_norm_origin):
+        return reason
+    if grouped_mm() is not gate.function or not gate.function_running.is_in(gate.function):
+        return f"the function of {_GROUPED_MM} has changed since it was patched"
     method = kind._apply_gate
     if "_apply_gate" in vars(experts) or method is not gate.method or not gate.running.is_in(method):
         return "its gate has changed since it was patched"
@@ -144,30 +142,25 @@ def _structure_obstacle(experts: Any) -> str | None:
     return "a norm follows its products" if getattr(experts, "has_post_expert_norm", False) else None
 
 
-def _function_of(experts: Any, origin: Any) -> Any:
-    """The function that runs in a module of experts now, if it is transformers' own for ``grouped_mm``.
-
-    Raises:
-        UnrecognisedError: if another one runs.
-    """
-    forward = origin.forward
-    code = getattr(forward, "__code__", None)
-    module = sys.modules[_MOE]
-    if (
-        code is None
-        or code.co_filename != module.__file__
-        or not code.co_qualname.startswith("use_experts_implementation.")
-    ):
-        raise UnrecognisedError("its forward does not ask transformers for an implementation of experts")
-    cells = {name: cell.cell_contents for name, cell in cells_of(forward).items()}
-    interface, eager = cells["experts_interface"], cells["original_forward"]
+def other_implementation(experts: Any, origin: Any) -> str | None:
+    """Return the reason that a module of experts does not run transformers' own ``grouped_mm`` now; None if it does."""
+    code, module = getattr(origin.forward, "__code__", None), sys.modules[_MOE]
+    place = None if code is None else (code.co_filename, code.co_qualname.partition(".")[0])
+    if place != (module.__file__, "use_experts_implementation"):
+        return "its forward does not ask transformers for an implementation of experts"
+    cells = {name: cell.cell_contents for name, cell in cells_of(origin.forward).items()}
     chosen = getattr(experts.config, "_experts_implementation", None)
     if chosen != _GROUPED_MM:
-        raise UnrecognisedError(f"its config asks for experts by {chosen!r}, not by {_GROUPED_MM!r}")
-    function = interface.get_interface(chosen, eager)
-    if function is not _defined_in(_MOE, "grouped_mm_experts_forward"):
-        raise UnrecognisedError(f"the function of grouped_mm was replaced, by {name_of_function(function)}")
-    return function
+        return f"its config asks for experts by {chosen}, not by {_GROUPED_MM}"
+    function = cells["experts_interface"].get_interface(chosen, cells["original_forward"])
+    if function is not grouped_mm():
+        return f"the function of {_GROUPED_MM} was replaced, by {name_of_function(function)}"
+    return None
+
+
+def grouped_mm() -> Any:
+    """Transformers' own function for ``grouped_mm``; None if there is none, or other code has replaced it."""
+    return _defined_in(_MOE, "grouped_mm_experts_forward")
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
@@ -268,13 +261,14 @@ _gates: Outcomes[tuple[Formula, bool, str | None, str | None]] = Outcomes()
 def recognise_experts(experts: Any, origin: Any) -> GateOfExperts:
     """Return what a module of experts computes between its products, if all of it has the bits of the formula.
 
+    Transformers' own ``grouped_mm`` runs in it now: ``other_implementation`` returns None.
+
     Raises:
-        UnrecognisedError: if it computes something else, if another implementation runs, or if it cannot be run to find
-            out.
+        UnrecognisedError: if it computes something else, or if it cannot be run to find out.
     """
     if reason := _structure_obstacle(experts):
         raise UnrecognisedError(reason)
-    function = _function_of(experts, origin)
+    function = grouped_mm()
     held = tuple(_activations_of(experts))
     for name, _ in held:
         act = getattr(experts, name)

@@ -23,7 +23,7 @@ from .class_swap import (
     fused_forward_replaced,
     stock_class,
 )
-from .experts import is_experts, recognise_experts
+from .experts import is_experts, other_implementation, recognise_experts
 from .fused_classes import fused_adapter_class, fused_experts_class, fused_norm_class
 from .fused_norm_module import FusedNorm
 from .hooks import has_origin_forward, replaced_forward, replaced_linear
@@ -151,6 +151,9 @@ def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel) -> Site
     if unwanted := why_left_out("experts", path, experts, model.options):
         model.plan(experts, origin)
         return row.kept_for(unwanted, "option")
+    if other := other_implementation(experts, origin):
+        model.plan(experts, origin)
+        return row.kept_for(other, "overridden")
     try:
         gate = recognise_experts(experts, origin)
     except UnrecognisedError as error:

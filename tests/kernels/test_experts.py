@@ -1,0 +1,350 @@
+"""What experts compute around their products: outputs and gradients, held against stock code and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fused_norm.kernels import expert_gate, expert_permute, expert_unpermute, reference
+from fused_norm.kernels.experts import EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
+from fused_norm.kernels.operator import Operator
+
+from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
+
+ACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+GATES: list[tuple[Any, ...]] = [
+    ("silu", False, None, None),
+    ("gelu_tanh", False, None, None),
+    ("silu", True, 1.5, 1.702),
+    ("gelu", True, None, None),
+    ("silu", False, 1.5, None),
+    ("silu", False, 1.5, 1.702),
+]
+EVERY_GATE = pytest.mark.parametrize("gate", [*GATES[:3], *slow(*GATES[3:])], ids=str)
+
+
+def stock_gate(x: Tensor, absent: Tensor | None, activation: str, interleaved: bool, limit: Any, alpha: Any) -> Tensor:
+    """What modelling code says, with the rows of absent experts filled as transformers fills them."""
+    x = x if absent is None else x.masked_fill(absent.unsqueeze(-1), 0.0)
+    gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(min=None, max=limit), up.clamp(min=-limit, max=limit)
+    if alpha is None:
+        return ACT[activation](gate) * up
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def rows_of_experts(device: str, tokens: int, count: int, gone: int = 0) -> tuple[Tensor, Tensor]:
+    """``position`` of tokens that go to ``count`` experts each, and ``absent`` with the last rows gone."""
+    order = torch.randperm(tokens * count, generator=torch.Generator().manual_seed(3))
+    absent = torch.arange(tokens * count) >= tokens * count - gone
+    return order.view(tokens, count).to(device), absent.to(device)
+
+
+def poisoned(tensor: Tensor, absent: Tensor) -> Tensor:
+    """The tensor as a grouped product leaves it: rows of absent experts hold anything."""
+    return tensor.masked_fill(absent.unsqueeze(-1), torch.nan)
+
+
+def gate_inputs(device: str, rows: int, width: int, dtype: torch.dtype) -> Tensors:
+    return drawn(device, x=((rows, 2 * width), dtype, 2.0), dy=((rows, width), dtype, 1.0))
+
+
+def weighted_inputs(device: str, tokens: int, count: int, width: int, x: torch.dtype, weights: torch.dtype) -> Tensors:
+    return drawn(
+        device,
+        x=((tokens * count, width), x, 1.0),
+        weights=((tokens, count), weights, 1.0),
+        dy=((tokens, width), x, 1.0),
+    )
+
+
+def assert_gate_right(device: str, rows: int, width: int, dtype: torch.dtype, gate: tuple[Any, ...]) -> None:
+    given = gate_inputs(device, rows, width, dtype)
+    activation, interleaved, limit, alpha = gate
+    ours = run(lambda x: expert_gate(x, None, activation, interleaved=interleaved, limit=limit, alpha=alpha), given)
+    theirs, truth = (run(lambda x: stock_gate(x, None, *gate), one) for one in (given, given.mapped(Tensor.double)))
+    assert_near(ours, theirs, truth, {})
+
+
+@EVERY_GATE
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gate_is_as_accurate_as_stock(dtype: torch.dtype, gate: tuple[Any, ...], device: str) -> None:
+    assert_gate_right(device, 5, 40, dtype, gate)
+
+
+@pytest.mark.parametrize("width", [1, 17, 300, *slow(2, 3, 256, 768, 1023)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_every_width_of_a_gate(width: int, interleaved: bool, device: str) -> None:
+    assert_gate_right(device, 3, width, BF16, ("silu", interleaved, 1.5, 1.702))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("gate", [gate for gate in GATES if gate[0] == "silu"], ids=str)
+def test_each_operation_of_a_gate_is_rounded(gate: tuple[Any, ...], dtype: torch.dtype, device: str) -> None:
+    x = gate_inputs(device, 20, 512, dtype).x
+    ours = EXPERT_GATE(None, x, None, *gate)
+    assert (ours != stock_gate(x, None, *gate)).double().mean() < 2e-3
+    unrounded = stock_gate(x.float(), None, *gate).to(dtype)
+    assert (ours != unrounded).double().mean() > 0.05, "one rounding is told from several"
+
+
+@EVERY_GATE
+def test_rows_of_absent_experts_are_not_read(gate: tuple[Any, ...], device: str) -> None:
+    given = gate_inputs(device, 9, 24, BF16)
+    absent = torch.arange(9, device=device) >= 6
+    expected = run(lambda x: EXPERT_GATE(None, x, absent, *gate), given)
+    sick = given.but(x=poisoned(given.x, absent), dy=poisoned(given.dy, absent))
+    ours = run(lambda x: EXPERT_GATE(None, x, absent, *gate), sick)
+    alone = run(lambda x: EXPERT_GATE(None, x, None, *gate), given.mapped(lambda one: one[:6]))
+    for name, value in ours.present().items():
+        assert torch.equal(value, getattr(expected, name))
+        assert not value[6:].any()
+        assert torch.equal(value[:6], getattr(alone, name))
+
+
+def test_a_limit_is_inside_and_what_is_beyond_has_no_gradient(device: str) -> None:
+    x = torch.tensor([[2.0, 3.0, -9.0, 2.0, -2.0, -2.5]], device=device).requires_grad_()  # gates, then ups
+    y = expert_gate(x, limit=2.0)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    expected = stock_gate(x, None, "silu", False, 2.0, None)
+    (dexpected,) = torch.autograd.grad(expected.sum(), x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(dx, dexpected)
+    assert (dx == 0).tolist() == [[False, True, False, False, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "width"),
+    [(5, 3, 37), (4, 1, 16), (2, 8, 130), pytest.param(33, 6, 600, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_go_to_experts_and_their_gradients_are_summed_once(
+    dtype: torch.dtype, tokens: int, count: int, width: int, device: str
+) -> None:
+    position, absent = rows_of_experts(device, tokens, count, gone=2)
+    given = drawn(device, x=((tokens, width), dtype, 1.0), dy=((tokens * count, width), dtype, 1.0))
+    given = given.but(dy=poisoned(given.dy, absent))
+    ours = run(lambda x: expert_permute(x, position, absent), given)
+    expected = torch.empty_like(given.dy)
+    for token, places in enumerate(position.tolist()):
+        for place in places:
+            expected[place] = 0 if absent[place] else given.x[token]
+    assert torch.equal(ours.y, expected)
+    present, total = given.dy.masked_fill(absent.unsqueeze(-1), 0).float(), torch.zeros(tokens, width, device=device)
+    for k in range(count):
+        total += present[position[:, k]]
+    assert torch.equal(ours.dx, total.to(dtype)), "in fp32, in the order of k, rounded once"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "width"),
+    [(5, 3, 37), (4, 1, 16), (2, 8, 130), pytest.param(9, 4, 5000, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(
+    ("x", "weights"),
+    [
+        (BF16, FP32),
+        (BF16, BF16),
+        (FP32, FP32),
+        *(pytest.param(FP16, one, marks=pytest.mark.slow) for one in (FP32, FP16)),
+    ],
+    ids=str,
+)
+def test_weighted_sums_are_as_accurate_as_stock(
+    x: torch.dtype, weights: torch.dtype, tokens: int, count: int, width: int, device: str
+) -> None:
+    position, absent = rows_of_experts(device, tokens, count, gone=2)
+    given = weighted_inputs(device, tokens, count, width, x, weights)
+    clean = given.but(x=given.x.masked_fill(absent.unsqueeze(-1), 0))
+
+    def stock(x: Tensor, weights: Tensor) -> Tensor:
+        present = x.masked_fill(absent.unsqueeze(-1), 0.0)
+        weighted = present[position.flatten()] * weights.reshape(-1, 1)
+        return weighted.view(tokens, count, width).sum(dim=1).to(x.dtype)
+
+    sick = given.but(x=poisoned(given.x, absent))
+    ours = run(lambda x, weights: expert_unpermute(x, weights, position, absent), sick)
+    theirs, truth = run(stock, clean), run(stock, clean.mapped(Tensor.double))
+    terms = (clean.x.double().abs()[position] * given.dy.double().abs()[:, None]).sum(-1).amax(-1, keepdim=True)
+    assert_near(ours, theirs, truth, {"dweights": terms, "dx": torch.ones_like(truth.dx[:, :1])})
+
+
+def test_weighted_rows_and_their_sum_are_rounded(device: str) -> None:
+    position, _ = rows_of_experts(device, 8, 4)
+    given = weighted_inputs(device, 8, 4, 64, BF16, BF16)
+    ours = expert_unpermute(given.x, given.weights, position)
+    weighted = given.x[position] * given.weights[..., None]
+    total = torch.zeros(8, 64, device=device)
+    for k in range(4):
+        total += weighted[:, k].float()
+    assert torch.equal(ours, total.to(BF16))
+    unrounded = (given.x.float()[position] * given.weights.float()[..., None]).sum(1).to(BF16)
+    assert (ours != unrounded).double().mean() > 0.05
+    wide = expert_unpermute(given.x, given.weights, position, dtype=FP32)
+    assert wide.dtype == FP32
+    assert torch.equal(wide, ours.float()), "the sum is rounded before it is cast"
+
+
+def calls(device: str, dtype: torch.dtype = FP32) -> dict[str, tuple[Operator, tuple[Any, ...]]]:
+    position, absent = rows_of_experts(device, 4, 3, gone=2)
+    x, rows, both = (torch.randn(shape, device=device).to(dtype) for shape in ((4, 10), (12, 10), (12, 20)))
+    weights = torch.rand(4, 3, device=device)
+    return {
+        "gate": (EXPERT_GATE, (both, absent, "silu", True, 1.5, 1.702)),
+        "permute": (EXPERT_PERMUTE, (x, position, absent)),
+        "unpermute": (EXPERT_UNPERMUTE, (rows, weights, position, absent, dtype)),
+    }
+
+
+EACH = pytest.mark.parametrize("name", ["gate", "permute", "unpermute"])
+
+
+def leaves_of(operator: Operator, arguments: tuple[Any, ...]) -> tuple[list[Any], list[Tensor]]:
+    count = len(operator.gradients)
+    leaves = [one.detach().clone().requires_grad_() for one in arguments[:count]]
+    return [*leaves, *arguments[count:]], leaves
+
+
+@EACH
+def test_each_is_a_registered_operator(name: str, device: str) -> None:
+    operator, arguments = calls(device)[name]
+    for training in (True, False):
+        torch.library.opcheck(operator._forward_op, (*arguments, training))
+    (result,) = (operator.forward(None, *arguments, training=True),)
+    saved, facts = operator.save(arguments, result)
+    needed = [True] * len(operator.gradients)
+    torch.library.opcheck(operator._backward_op, (torch.randn_like(result[0]), *saved, *facts, *needed))
+
+
+@EACH
+def test_kernels_and_formula_agree_in_every_form_of_a_call(name: str, device: str) -> None:
+    operator, arguments = calls(device)[name]
+    (given, leaves), found = leaves_of(operator, arguments), []
+    for call in (operator, operator.reference):
+        y = call(None, *given)
+        first = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(one.square().sum() for one in first), leaves)
+        repeated = torch.autograd.grad(call(None, *given).sin().sum(), leaves)
+        found.append([y, *first, *second, *repeated])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    exact = tuple(one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in arguments)
+    assert operator.checked(None, *exact).dtype in (torch.float64, FP32), "float64 takes the reference"
+
+
+@EACH
+def test_a_call_repeats_its_bits_in_any_layout_and_writes_to_nothing(name: str, device: str) -> None:
+    operator, arguments = calls(device, BF16)[name]
+    before = [one.clone() for one in arguments if isinstance(one, Tensor)]
+
+    def results(arguments: tuple[Any, ...]) -> list[Tensor]:
+        given, leaves = leaves_of(operator, arguments)
+        y = operator(None, *given)
+        return [y, *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel(), device=device).view_as(y).to(y))]
+
+    first, second = results(arguments), results(arguments)
+
+    def spread(one: Any) -> Any:
+        return one.repeat_interleave(2, -1)[..., ::2] if isinstance(one, Tensor) else one
+
+    spaced = results(tuple(map(spread, arguments)))
+    for one, *others in zip(first, second, spaced, strict=True):
+        assert all(torch.equal(one, other) for other in others)
+    after = [one for one in arguments if isinstance(one, Tensor)]
+    assert all(map(torch.equal, before, after))
+
+
+@EACH
+def test_no_rows_are_no_launch(name: str, device: str) -> None:
+    operator, arguments = calls(device)[name]
+    empty = tuple(one[:0] if isinstance(one, Tensor) else one for one in arguments)
+    given, leaves = leaves_of(operator, empty)
+    y = operator.checked(None, *given)
+    assert y.shape[0] == 0
+    assert all(one.shape[0] == 0 for one in torch.autograd.grad(y.sum(), leaves))
+
+
+def _next_weights(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, weights, *rest = arguments
+    return x, weights.roll(1, 0), *rest
+
+
+FAULTS: dict[str, tuple[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = {
+    "the mask of a gate is dropped": ("gate", lambda given: (given[0], None, *given[2:])),
+    "halves are exchanged": ("gate", lambda given: (given[0].view(-1, 10, 2).flip(-1).reshape(-1, 20), *given[1:])),
+    "gate and up are halves": ("gate", lambda given: (*given[:3], False, *given[4:])),
+    "alpha has another value": ("gate", lambda given: (*given[:5], 1.7)),
+    "the limit has another value": ("gate", lambda given: (*given[:4], 1.4, given[5])),
+    "the mask of rows is dropped": ("permute", lambda given: (*given[:2], None)),
+    "rows are those of the next token": ("permute", lambda given: (given[0].roll(1, 0), *given[1:])),
+    "weights are those of the next token": ("unpermute", _next_weights),
+    "experts of a token are exchanged": ("unpermute", lambda given: (*given[:2], given[2].flip(-1), *given[3:])),
+    "the mask of a sum is dropped": ("unpermute", lambda given: (*given[:3], None, given[4])),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_show_beside_float64(fault: str, device: str) -> None:
+    name, plant = FAULTS[fault]
+    operator, arguments = calls(device)[name]
+
+    def is_right(arguments: tuple[Any, ...]) -> bool:
+        return (operator(None, *arguments).double() - truth).norm() <= 1e-5 * truth.norm()
+
+    exact = (one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in arguments)
+    truth = operator.reference(None, *exact)
+    assert is_right(arguments)
+    assert not is_right(plant(arguments))
+
+
+X, INDEX = torch.ones(6, 8), torch.arange(6).view(3, 2)
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "an odd width": (lambda: expert_gate(X[:, :7]), ValueError, r"even last dimension.*\(6, 7\)"),
+    "an unknown activation": (lambda: expert_gate(X, None, "relu"), ValueError, "one of silu, gelu, gelu_tanh"),
+    "a negative limit": (lambda: expert_gate(X, limit=-1.0), ValueError, "limit must be a positive number"),
+    "a tensor of a limit": (lambda: expert_gate(X, limit=X[0]), ValueError, "limit must be a positive number"),
+    "alpha without silu": (lambda: expert_gate(X, None, "gelu", alpha=1.0), ValueError, "alpha is a factor inside"),
+    "a word for a truth value": (lambda: expert_gate(X, interleaved="no"), TypeError, "interleaved must be True"),
+    "a mask of floats": (lambda: expert_gate(X, X[:, 0]), TypeError, "absent must be a tensor of torch.bool"),
+    "a long mask": (lambda: expert_gate(X, torch.ones(7).bool()), ValueError, r"absent must have shape \(6,\)"),
+    "a mask of more dimensions": (lambda: expert_gate(X[None], torch.ones(6).bool()), ValueError, "2 dimensions"),
+    "float positions": (lambda: expert_permute(X, X), TypeError, "position must be a tensor of torch.int64"),
+    "flat positions": (lambda: expert_permute(X, INDEX[0]), ValueError, r"position must have shape \(6, K\)"),
+    "a vector": (lambda: expert_permute(X[0], INDEX), ValueError, r"x must have shape \[tokens, N\]"),
+    "too many weights": (lambda: expert_unpermute(X, X, INDEX), ValueError, r"\[tokens \* K, N\] and \[tokens, K\]"),
+    "a dtype of integers": (
+        lambda: expert_unpermute(X, torch.ones(3, 2), INDEX, dtype=torch.int32),
+        TypeError,
+        "dtype must be a floating point dtype",
+    ),
+    "no tensor": (lambda: expert_unpermute(1, X, INDEX), TypeError, "x must be a tensor"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_refused(case: str) -> None:
+    call, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_references_have_the_bits_of_stock(device: str) -> None:
+    position, absent = rows_of_experts(device, 6, 2, gone=3)
+    order = torch.argsort(position.flatten())
+    for dtype, gate in product((FP32, BF16), GATES):
+        both = gate_inputs(device, 12, 24, dtype).x
+        found = reference.expert_gate(both, absent, *gate, act=ACT[gate[0]])
+        assert torch.equal(found, stock_gate(both, absent, *gate))
+        x = torch.randn(6, 24, device=device).to(dtype)
+        assert torch.equal(reference.expert_permute(x, position, None), x[order // 2])

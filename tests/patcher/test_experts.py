@@ -1,0 +1,453 @@
+"""Experts of transformers: stock's bits by the formula, float64 by kernels, and stock code if other code has a say."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fused_norm
+from fused_norm.kernels.operator import calls
+from fused_norm.patcher import experts, fused_norm_module
+from fused_norm.patcher.activation_recognition import FORMULAS
+from fused_norm.patcher.experts import FusedExperts, is_experts
+
+from .models import logged
+
+moe = pytest.importorskip("transformers.integrations.moe", reason="experts are modules of their own in transformers 4")
+
+_WIDTHS = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+}
+_FOUR = {"num_experts": 4, "moe_intermediate_size": 16}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_LOCAL = {"num_local_experts": 4, "intermediate_size": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_WIDTHS, **_FOUR, "head_dim": 16},
+    "gpt_oss": {**_WIDTHS, **_LOCAL, "head_dim": 16, "rope_scaling": None},
+    "qwen3_5_moe_text": {
+        **_WIDTHS, **_FOUR, "head_dim": 16, "shared_expert_intermediate_size": 16,
+        "layer_types": ["full_attention", "full_attention"],
+    },
+    "glm4_moe": {**_WIDTHS, **_ROUTED, "head_dim": 16},
+    "deepseek_v3": {
+        **_WIDTHS, **_ROUTED, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 16,
+    },
+    "gemma4_text": {
+        **_WIDTHS, **_FOUR, "head_dim": 16, "global_head_dim": 16, "enable_moe_block": True, "top_k_experts": 2,
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "mixtral": {**_WIDTHS, **_LOCAL, "head_dim": 16},
+    "olmoe": {**_WIDTHS, **_FOUR, "intermediate_size": 16},
+}  # fmt: skip
+QUICK = ("qwen3_moe", "gpt_oss")
+EACH = pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in MODELS if one not in QUICK)]
+)
+FP32, BF16 = torch.float32, torch.bfloat16
+ONLY = dict.fromkeys(("norms", "qk", "rope", "residual", "mlp", "loss"), False)
+OPERATORS = ["expert_permute", "expert_gate", "expert_unpermute"]
+
+
+def model_of(name: str, device: str = "cpu", dtype: torch.dtype = FP32) -> Any:
+    """A tiny model, all of whose parameters are random: what is one or zero hides wrong casts."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODELS[name]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(device, dtype)
+
+
+def fused_copy(model: nn.Module, **options: Any) -> tuple[Any, fused_norm.PatchReport]:
+    fused = copy.deepcopy(model)
+    return fused, fused_norm.apply_fused_norm(fused, **{**ONLY, **options})
+
+
+def experts_of(model: nn.Module) -> Any:
+    """The last module of experts in a model."""
+    return [module for module in model.modules() if is_experts(module)][-1]
+
+
+class Definition(nn.Module):
+    """What experts return by definition: every expert computes every row, and its weight decides what counts."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.experts = copy.deepcopy(experts).double()
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        module, y = self.experts, torch.zeros_like(hidden)
+        for number in range(module.num_experts):
+            rows = hidden
+            for name in ("gate_up_proj", "down_proj"):
+                weight = getattr(module, name)[number]
+                rows = rows @ (weight if module.is_transposed else weight.mT)
+                rows = rows + getattr(module, f"{name}_bias")[number] if module.has_bias else rows
+                rows = module._apply_gate(rows) if name == "gate_up_proj" else rows
+            y = y + rows * (weights * (index == number)).sum(-1, keepdim=True)
+        return y
+
+
+class Observed:
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        self.names.append(operator.name)
+        return operator.results_of(spec, *arguments)
+
+
+def operators_of(call: Callable[[], Any]) -> list[str]:
+    """The names of the operators that a call runs."""
+    with calls.by(observed := Observed()):
+        call()
+    return observed.names
+
+
+def inputs_of(module: Any, tokens: int = 6, dtype: torch.dtype = FP32, absent: int = 0) -> tuple[Tensor, ...]:
+    """Hidden states, the experts of each, and their weights; ``absent``: the numbers of experts of other devices."""
+    generator, device = torch.Generator().manual_seed(1), module.down_proj.device
+    hidden = torch.randn(tokens, 32, generator=generator).to(device, dtype).requires_grad_()
+    index = torch.rand(tokens, module.num_experts + absent, generator=generator).argsort(-1)[:, :2].to(device)
+    weights = torch.rand(tokens, 2, generator=generator).to(device).requires_grad_()
+    return hidden, index, weights
+
+
+def results(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """The output and all gradients of a call of experts."""
+    y = module(hidden, index, weights)
+    leaves = {"hidden": hidden, "weights": weights, **dict(module.named_parameters())}
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    dy = torch.linspace(-1, 2, y.numel(), device=y.device).view_as(y).to(y.dtype)
+    return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, leaves.values(), dy), strict=True))}
+
+
+def step(model: nn.Module) -> dict[str, Tensor]:
+    """The logits and the gradients of all parameters."""
+    ids = torch.randint(2, 60, (2, 7), generator=torch.Generator().manual_seed(2)).to(next(model.parameters()).device)
+    outputs = model(input_ids=ids, labels=ids)
+    outputs.loss.backward()
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    return {"logits": outputs.logits.detach(), **found}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.fixture
+def by_formula(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has the formula computed in the place of kernels, in the bits of stock; returns the names of what was called."""
+    called: list[str] = []
+
+    def run(operator: Any, spec: Any, *arguments: Any) -> tuple[Any, None]:
+        called.append(operator.name)
+        act = {"act": FORMULAS[arguments[2]]} if operator.name == "expert_gate" else {}
+        return getattr(experts.reference, operator.name)(*arguments, **act), None
+
+    monkeypatch.setattr(experts, "run_fused", run)
+    return called
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_by_the_formula_a_model_has_stocks_bits(name: str, dtype: torch.dtype, by_formula: list[str]) -> None:
+    model = model_of(name, dtype=dtype)
+    fused, report = fused_copy(model)
+    count = sum(map(is_experts, model.modules()))
+    assert report.counts["experts"] == count > 0
+    assert not any(row.kind == "experts" for row in report.kept)
+    assert_equal(step(fused), step(model))
+    assert by_formula == OPERATORS * count
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("absent", [0, 3])
+def test_experts_are_as_near_float64_as_stock(name: str, dtype: torch.dtype, absent: int, device: str) -> None:
+    module = experts_of(model_of(name, device, dtype))
+    if absent and hasattr(module, "_is_expert_parallel"):
+        module._is_expert_parallel = True
+    fused = experts_of(fused_copy(nn.ModuleDict({"experts": module}))[0])
+    given = inputs_of(module, dtype=dtype, absent=absent)
+    wide = tuple(one.detach().double().requires_grad_() if one.is_floating_point() else one for one in given)
+    found: list[dict[str, Tensor]] = []
+    assert operators_of(lambda: found.append(results(fused, *given))) == OPERATORS
+    ours, stock, truth = *found, results(module, *given), results(Definition(module), *wide)
+    truth = {key.removeprefix("experts."): value for key, value in truth.items()}
+    assert ours.keys() == truth.keys()
+    for key, value in ours.items():
+        assert value.dtype == stock[key].dtype
+        errors = [((one[key].double() - truth[key]).norm() / truth[key].norm()).item() for one in (ours, stock)]
+        assert errors[0] <= 1.1 * errors[1] + torch.finfo(dtype).eps / 2, (key, errors)
+    if dtype == BF16:
+        assert (ours["y"] != stock["y"]).double().mean() < 0.02, "the same rounding points"
+
+
+def other_gate(self: Any, both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return self.act_fn(up) * gate
+
+
+def rounded_later(self: Any, both: Tensor) -> Tensor:
+    gate, up = both.float().chunk(2, dim=-1)
+    return (self.act_fn(gate) * up).to(both.dtype)
+
+
+def detached(self: Any, both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return self.act_fn(gate) * up.detach()
+
+
+@pytest.mark.parametrize("gate", [other_gate, rounded_later, detached])
+def test_another_gate_is_not_fused(gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3_moe")
+    monkeypatch.setattr(type(experts_of(model)), "_apply_gate", gate)
+    fused, report = fused_copy(model, strict=False)
+    reasons = {row.reason for row in report.kept if row.kind == "experts"}
+    assert len(reasons) == 1
+    assert reasons <= {
+        "what it computes between its products is no gate that is known here",
+        "its grouped_mm does not compute the formula bit for bit",
+    }
+    assert_equal(step(fused), step(model))
+
+
+def without_mask(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Takes rows of absent experts for those of the last one."""
+    return _GROUPED(self, hidden, index.clamp(max=self.num_experts - 1), weights)
+
+
+def next_weights(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    return _GROUPED(self, hidden, index, weights.roll(1, 0))
+
+
+_GROUPED = moe.grouped_mm_experts_forward
+
+
+@pytest.mark.parametrize("function", [without_mask, next_weights])
+def test_another_function_under_the_same_name_is_not_fused(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3_moe")
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", function)
+    _, report = fused_copy(model, strict=False)
+    (reason,) = {row.reason for row in report.kept if row.kind == "experts"}
+    assert reason == f"the function of grouped_mm was replaced, by {__name__}.{function.__name__}"
+
+
+@pytest.mark.parametrize("function", [without_mask, next_weights])
+def test_what_grouped_mm_computes_is_compared_in_full(function: Any) -> None:
+    """By itself, as if transformers defined it so."""
+    module = experts_of(model_of("qwen3_moe"))
+    plain = {name: one for name, one in vars(module).items() if not name.startswith("_") and name != "config"}
+    if hasattr(module, "_is_expert_parallel"):
+        plain["_is_expert_parallel"] = True
+
+    class Own(type(module)):  # type: ignore[misc]
+        forward = function
+
+    gate = "silu", False, None, None
+    for kind, is_right in ((type(module), True), (Own, False)):
+        replica = experts.cpu_replica(kind, {**plain, "num_experts": experts._EXPERTS, "config": module.config})
+        replica._modules.update(module._modules)
+        assert experts._agrees(replica, _GROUPED, gate) is is_right
+
+
+def test_other_implementations_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("qwen3_moe")
+    fused, _ = fused_copy(model)
+    module, given = experts_of(fused), inputs_of(experts_of(model))
+    assert operators_of(lambda: module(*given)) == OPERATORS
+    for chosen in ("eager", "batched_mm"):
+        for one in (model, fused):
+            one.set_experts_implementation(chosen)
+        fused_norm_module._explained.clear()
+        assert operators_of(lambda: module(*given)) == []
+        assert f"by {chosen}, not by grouped_mm" in logged(caplog)[-1]
+        assert_equal(results(module, *given), results(experts_of(model), *given))
+        _, report = fused_copy(model, strict=False)
+        assert {(row.cause, row.reason) for row in report.kept if row.kind == "experts"} == {
+            ("overridden", f"its config asks for experts by {chosen}, not by grouped_mm")
+        }
+    again = fused_norm.apply_fused_norm(fused, **ONLY, strict=False)
+    assert again.counts["experts"] == 0
+    assert not isinstance(module, FusedExperts)
+
+
+def _swapped_activation(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module.act_fn = nn.GELU()
+
+
+def _hooked_activation(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module.act_fn.register_forward_hook(lambda *_: None)
+
+
+def _own_gate(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module._apply_gate = lambda both: both.chunk(2, -1)[0]
+
+
+def _gate_of_the_class(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.fused_norm_origin, "_apply_gate", other_gate)
+
+
+def _registered_function(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", next_weights)
+
+
+CHANGES = [_swapped_activation, _hooked_activation, _own_gate, _gate_of_the_class, _registered_function]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_other_code_changes_afterwards_runs(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, _ = fused_copy(model_of("qwen3_moe"))
+    module = experts_of(fused)
+    given = inputs_of(module)
+    assert operators_of(lambda: module(*given)) == OPERATORS
+    change(module, monkeypatch)
+    assert operators_of(lambda: module(*given)) == []
+    found = results(module, *given)
+    with fused_norm.disabled():
+        assert_equal(found, results(module, *given))
+
+
+def test_calls_in_unusual_forms_run_as_in_stock() -> None:
+    model = model_of("qwen3_moe")
+    fused, _ = fused_copy(model)
+    module, stock = experts_of(fused), experts_of(model)
+    hidden, index, weights = inputs_of(stock)
+    assert operators_of(lambda: module(hidden, top_k_weights=weights, top_k_index=index)) == OPERATORS
+    with fused_norm.disabled():
+        assert operators_of(lambda: module(hidden, index, weights)) == []
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(hidden, index, weights), stock(hidden, index, weights))
+    with pytest.raises(TypeError):
+        module(hidden, index)
+
+
+def test_a_linear_of_others_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, _ = fused_copy(model_of("qwen3_moe"))
+    module, given, linear = experts_of(fused), inputs_of(experts_of(fused)), moe._grouped_linear
+    expected = module(*given)
+    monkeypatch.setattr(moe, "_grouped_linear", lambda *args, **kwargs: 2 * linear(*args, **kwargs))
+    found = module(*given)
+    with fused_norm.disabled():
+        torch.testing.assert_close(found, module(*given))
+    assert not torch.allclose(found, expected)
+
+
+def test_limit_and_alpha_are_those_of_the_moment() -> None:
+    model = model_of("gpt_oss")
+    fused, _ = fused_copy(model)
+    for module in (experts_of(model), experts_of(fused)):
+        module.alpha, module.limit = 1.25, 0.5
+    given = inputs_of(module)
+    found, expected = (results(experts_of(one), *given) for one in (fused, model))
+    assert operators_of(lambda: module(*given)) == OPERATORS
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
+    module.limit = 2
+    assert operators_of(lambda: module(*given)) == [], "an int is no float: it may be anything else tomorrow"
+
+
+@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
+def test_autocast_rounds_as_in_stock(name: str, weights: torch.dtype, device: str) -> None:
+    model = model_of(name, device, weights)
+    fused, _ = fused_copy(model)
+    given = inputs_of(experts_of(model))
+    with torch.autocast(device, BF16):
+        found, expected = (results(experts_of(one), *given) for one in (fused, model))
+    for key, value in found.items():
+        assert value.dtype == expected[key].dtype
+        torch.testing.assert_close(value.float(), expected[key].float(), rtol=3e-2, atol=3e-2)
+    assert (
+        (found["y"] != expected["y"]).double().mean() < 0.9
+        if weights == FP32
+        else torch.equal(found["y"], expected["y"])
+    )
+
+
+def test_patching_ends_and_repeats_and_survives_copies() -> None:
+    model = model_of("gpt_oss")
+    fused, report = fused_copy(model)
+    before = step(fused)
+    assert fused_norm.apply_fused_norm(fused, **ONLY) == report
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert type(experts_of(other)) is type(experts_of(fused))
+        assert_equal(step(other), before)
+    assert isinstance(experts_of(fused), FusedExperts)
+    assert isinstance(experts_of(fused), type(experts_of(model)))
+    assert fused_norm.remove_fused_norm(fused) == report.counts["experts"]
+    assert type(experts_of(fused)) is type(experts_of(model))
+    assert_equal(step(fused), step(model))
+
+
+def test_options_leave_experts_out() -> None:
+    model = model_of("qwen3_moe")
+    rows = [row for row in fused_copy(model, norms=None, experts=False)[1].kept if row.kind == "experts"]
+    assert {row.reason for row in rows} == {"switched off: experts=False"}
+    _, report = fused_copy(model, modules="model.layers.1.*")
+    assert [row.path for row in report.fused] == ["model.layers.1.mlp.experts"]
+    assert {row.reason for row in report.kept if row.kind == "experts"} == {"not selected by modules"}
+    assert [row.what for row in report.fused] == ["silu between grouped products"]
+    assert {row.what for row in fused_copy(model_of("gpt_oss"))[1].fused} == {
+        "silu, interleaved, clamped between grouped products"
+    }
+
+
+def test_adapters_on_parameters_are_trained() -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets, init_lora_weights=False)
+    model = peft.get_peft_model(model_of("qwen3_moe"), config)
+    fused, report = fused_copy(model, adapter=False)
+    assert report.counts["experts"] == 2
+    assert operators_of(lambda: step(fused)) == OPERATORS * 2
+    found, expected = step(fused), step(model)
+    assert any("lora_A" in name and "experts" in name for name in found)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-5)
+
+
+def test_checkpointed_and_recomputing_layers_have_the_same_gradients() -> None:
+    model = model_of("qwen3_moe")
+    fused, _ = fused_copy(model)
+    expected = step(fused)
+    recomputing, report = fused_copy(model, recompute=True)
+    assert [row.reason for row in report.recompute or ()] == [None, None]
+    assert_equal(step(recomputing), expected)
+    fused.gradient_checkpointing_enable()
+    assert_equal(step(fused.train()), expected)
+
+
+def test_no_experts_are_found_in_a_dense_model() -> None:
+    config = AutoConfig.for_model("qwen3", **{**_WIDTHS, "head_dim": 16})
+    assert not any(map(is_experts, transformers.AutoModelForCausalLM.from_config(config).modules()))
