@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, Aut
 from fused_norm.model_configs import build
 from fused_norm.spec import Kind
 
-from .models import counts
+from .models import EXPERTS_ARE_MLPS, counts
 
 SIZES = {
     "vocab_size": 64,
@@ -143,6 +143,12 @@ WITH_AN_IMAGE = {
 STACK = SIZES | {"num_hidden_layers": 1, "query_pre_attn_scalar": 16, "layer_types": ["full_attention"]}
 
 
+def experts_launched(layers: int) -> dict[str, int]:
+    """How often operators run for layers whose experts are one module; in transformers 4 there is none."""
+    names = ("expert_permute", "expert_gate", "expert_unpermute")
+    return {} if EXPERTS_ARE_MLPS else dict.fromkeys(names, layers)
+
+
 def launched(**operators: int) -> dict[str, int]:
     """How often operators run in a forward of a decoder, besides that of its head."""
     return {"linear_cross_entropy": 1, **operators}
@@ -173,8 +179,8 @@ OTHERS: Mapping[str, Other] = {
         in_bf16=True,
     ),
     "glm4_moe": Other(
-        counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2),
-        launched(rms_norm=3, add_rms_norm=2, qk_norm=2, rope=2, glu=2),
+        counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2, experts=1),
+        launched(rms_norm=3, add_rms_norm=2, qk_norm=2, rope=2, glu=2, **experts_launched(1)),
         {**EXPERTS, "use_qk_norm": True, "n_routed_experts": 4, "n_shared_experts": 1},
         expert_mlps=4,
     ),
@@ -194,8 +200,8 @@ OTHERS: Mapping[str, Other] = {
     ),
     # Its angles are those of one half.
     "gpt_oss": Other(
-        counts(loss=1, norm=5, rope=2, residual=2),
-        launched(rms_norm=3, add_rms_norm=2, rope=2),
+        counts(loss=1, norm=5, rope=2, residual=2, experts=2),
+        launched(rms_norm=3, add_rms_norm=2, rope=2, **experts_launched(2)),
         {"num_experts_per_tok": 2, "num_local_experts": 4, "layer_types": LAYERS},
     ),
     "stablelm": Other(
@@ -220,8 +226,8 @@ OTHERS: Mapping[str, Other] = {
         in_bf16=True,
     ),
     "qwen3_next": Other(
-        counts(loss=1, norm=6, qk=2, rope=1, residual=2, mlp=2),
-        launched(rms_norm=3, gated_rms_norm=1, add_rms_norm=2, qk_norm_rope=1, glu=2),
+        counts(loss=1, norm=6, qk=2, rope=1, residual=2, mlp=2, experts=2),
+        launched(rms_norm=3, gated_rms_norm=1, add_rms_norm=2, qk_norm_rope=1, glu=2, **experts_launched(2)),
         {
             **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32,
             "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,

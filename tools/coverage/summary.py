@@ -18,6 +18,7 @@ KINDS = {
     "residual": "residual adds",
     "rope": "half rotations",
     "mlp": "gated products",
+    "experts": "experts in one module",
     "loss": "heads with a loss",
 }
 """The kinds that are counted, and their names in a table: norms without a gate, norms with one, those without that are

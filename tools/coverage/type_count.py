@@ -242,7 +242,10 @@ def _count_in_small_model(result: TypeCount, small: SmallModel) -> None:
     # Some q and k norms come after the rotation, which adds too, but no residual.
     fed = {path for path in small.traced.fed if not _QK.search(_name(path))}
     _settle(result, "residual", fed, report, modules)
-    gated = {path for path in small.traced.gated if normalises(modules[path]) is None}
+    # What transformers' decorator of experts sets.
+    experts = {path for path, module in modules.items() if {"has_gate", "is_transposed"} <= vars(module).keys()}
+    _settle(result, "experts", experts, report, modules)
+    gated = {path for path in small.traced.gated if normalises(modules[path]) is None} - experts
     _settle(result, "mlp", gated, report, modules)
     rows = [site for site in (*report.fused, *report.kept) if site.kind == "residual"]
     extra = Counter(
