@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fused_norm.kernels import reference
+from fused_norm.kernels.experts import EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU
@@ -67,14 +68,15 @@ from .planting import (
 )
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
-_IN_MODELS = (*_NORMED, ROPE, GLU)
+_OF_EXPERTS = (EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE)
+_IN_MODELS = (*_NORMED, ROPE, GLU, *_OF_EXPERTS)
 _EVERY = (*_IN_MODELS, LORA_ADD)
 _NORM_OF_SUM = (ADD_RMS_NORM, NORM_ADD_NORM)
 _ROTATED = (QK_NORM, ROPE)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 # norm_add has the backward of rms_norm.
 _WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, LORA_ADD)
-_EVERY_BACKWARD = (*_WITH_WEIGHTS, ROPE, GLU)
+_EVERY_BACKWARD = (*_WITH_WEIGHTS, ROPE, GLU, *_OF_EXPERTS)
 _FOR_READERS = (RMS_NORM_FOR_READERS, ADD_RMS_NORM_FOR_READERS, NORM_ADD_NORM_FOR_READERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
 _16_BITS = "nothing is rounded in fp32"
@@ -670,6 +672,13 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
         lambda call: call.results(activation="gelu" if call["activation"] == "gelu_tanh" else "gelu_tanh"),
     ),
     ("packed", _ROTATED, _with_angles(_of_the_first_sequence)),  # all sequences are rotated by the first one's angles
+    # The halves of gate and up are exchanged.
+    ("halves", (EXPERT_GATE,), lambda call: call.results(x=call["x"].roll(call["x"].shape[-1] // 2, -1))),
+    # Rows go to the experts of the next token.
+    ("next-row", (EXPERT_PERMUTE,), lambda call: call.results(position=call["position"].roll(1, 0))),
+    # Rows have the weights of the next token, or of the token's next expert.
+    ("next-weights", (EXPERT_UNPERMUTE,), lambda call: call.results(weights=call["weights"].roll(1, 0))),
+    ("next-expert", (EXPERT_UNPERMUTE,), lambda call: call.results(weights=call["weights"].roll(1, 1))),
     ("end", (GLU,), _edited(_end_lost)),  # the end is lost where sizes are multiples of 1024
     ("even", _EVERY, _edited(_last_of_an_even_number_lost)),  # the last of an even number of rows is lost
     ("factors", (LORA_ADD,), _factors_cut_off, "the adapter is in 16 bits"),  # a and b are cut off, not rounded
@@ -689,6 +698,8 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("shifted", (LORA_ADD,), lambda call: call.results(h=call["h"].roll(1, -2))),  # the gradient of b is of other rows
     ("dgate", (GLU,), _edited(lambda dgate: dgate * 1.003, "dgate")),  # the gradient of the gate is .3 % too large
     ("square", (GLU,), _slope_without_its_square, "no GELU by tanh"),  # a slope without its square term
+    # The gradients of weights are those of another expert.
+    ("dweights", (EXPERT_UNPERMUTE,), _edited(lambda dweights: dweights.roll(1, 1), "dweights")),
     ("swapped", (GLU,), _gradients_swapped),  # the gradients of gate and up are swapped
     ("dx-size", _EVERY_BACKWARD, _edited(lambda dx: dx * 0.99, *_INPUTS)),  # the gradient of the input is 1 % too small
     # The gradient of the input is cut off, not rounded.
