@@ -166,6 +166,7 @@ CASES: tuple[ModelCase, ...] = (
     *_cases(_SMALL[:1], *(f"{kind} {batch}x32" for kind in ("generate", "generate static") for batch in (1, 32))),
     *_cases(("Qwen2.5-VL-3B (8 and 8 layers)", "GLM-4.1V-9B (4 and 8 layers)"), "image 1x4096"),
     *_cases(("Qwen3-Next (4 layers, 16 experts)", "Qwen3.5-9B (4 layers)"), "2x2048"),
+    *_cases(("Qwen3-30B-A3B (6 layers)", "gpt-oss-20b (4 layers)"), "2x4096"),
     *_cases(["LFM2-1.2B"], "4x4096"),
     *_cases(("Mamba-Codestral-7B (8 layers)", "Bamba-9B (4 layers)"), "1x512"),
     *_cases(["flan-t5-large"], "8x512"),

@@ -36,6 +36,7 @@ class Parts:
         rotate: the rotary embedding of q and k, from [B, S, H, D] to [B, H, S, D], by cos and sin [B or 1, S, D].
         gate: from gate and up to their product, the gate activated.
         gated_norm: from x, gate and w to y.
+        expert_gate: from rows with gate and up to their product.
     """
 
     norm: Callable[[Tensor, Tensor], Tensor]
@@ -43,6 +44,7 @@ class Parts:
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gate: Callable[[Tensor, Tensor], Tensor]
     gated_norm: Callable[[Tensor, Tensor, Tensor], Tensor]
+    expert_gate: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ class MeasuredOperator:
     options: tuple[str, ...] = ("", "gemma")
 
 
+GPT_OSS_GATE: Mapping[str, Any] = {"interleaved": True, "limit": 7.0, "alpha": 1.702}
+"""The options of the gate of gpt-oss' experts."""
+
 _FORMATS = ("tensorwise", "rowwise", "block128", "mxfp8", "coat")
 
 OPERATORS: Mapping[str, MeasuredOperator] = {
@@ -89,6 +94,9 @@ OPERATORS: Mapping[str, MeasuredOperator] = {
     "rope": MeasuredOperator((2, 2), 2, 2, 0, lambda p: p.rotate, part="rotate", options=("",)),
     "glu": MeasuredOperator(
         (3, 5), 2, 1, 0, lambda p: lambda gate, up: (p.gate(gate, up),), part="gate", options=("silu", "gelu_tanh")
+    ),
+    "expert_gate": MeasuredOperator(
+        (3, 5), 1, 1, 0, lambda p: lambda x: (p.expert_gate(x),), part="expert_gate", options=("silu", "gpt-oss")
     ),
     "gated_rms_norm": MeasuredOperator(
         (3, 5), 2, 1, 1, lambda p: lambda x, gate, w: (p.gated_norm(x, gate, w),), part="gated_norm",
@@ -194,6 +202,8 @@ class OperatorCase:
             shapes = [(1, self.rows, heads, self.width) for heads in self.heads]
         arguments = [*(random(*shape) for shape in shapes), *(weight() for _ in range(operator.weights))]
         gradients = [random(*shape) for shape in shapes[: operator.outputs]]
+        if self.operator == "expert_gate":  # a row has the gate and what it multiplies
+            arguments = [random(self.rows, 2 * self.width)]
         angles: tuple[Tensor, ...] = ()
         if self.operator in ("qk_norm_rope", "rope"):
             gradients = [gradient.transpose(1, 2) for gradient in gradients]
@@ -235,6 +245,8 @@ def fused(case: OperatorCase) -> OperatorFunction:
         options["fp8_format"] = case.option
     elif case.operator == "glu":
         options["activation"] = case.option
+    elif case.operator == "expert_gate" and case.option == "gpt-oss":
+        options |= GPT_OSS_GATE
     elif case.operator == "gated_rms_norm":
         options["norm_before_gate"] = case.option != "gate-first"
     call = partial(getattr(fp8 if case.fp8_format else kernels, case.operator), **options)
@@ -277,7 +289,15 @@ def eager_parts(case: OperatorCase) -> Parts:
         y = w * root(rows * act if gate_first else rows).to(x.dtype)
         return y if gate_first else (y * act).to(x.dtype)
 
-    return Parts(norm, add_norm, rotate, gate, gated_norm)
+    def expert_gate(x: Tensor) -> Tensor:
+        if case.option == "silu":
+            first, second = x.chunk(2, dim=-1)
+            return functional.silu(first) * second
+        limit, alpha = GPT_OSS_GATE["limit"], GPT_OSS_GATE["alpha"]
+        first, second = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(min=-limit, max=limit)
+        return (second + 1) * (first * torch.sigmoid(first * alpha))
+
+    return Parts(norm, add_norm, rotate, gate, gated_norm, expert_gate)
 
 
 def float64_results(case: OperatorCase, inputs: OperatorInputs) -> tuple[list[Tensor], list[Tensor]]:
@@ -334,6 +354,7 @@ TRAINING = _cases("""
     qk_norm 16384x(16+8)x128, qk_norm 16384x(8+4)x256, qk_norm_rope 16384x(16+8)x128, qk_norm_rope 16384x(8+4)x256,
     rms_norm 8192x3840 gemma, norm_add_norm 8192x3840 gemma, norm_add_norm 8192x5376 gemma, norm_add 8192x4096,
     qk_norm 4096x(32+8)x64, qk_norm_rope 4096x(32+8)x64, rope 16384x(32+8)x128, rope 16384x(8+4)x256, glu 16384x3072,
+    expert_gate 65536x768, expert_gate 32768x2880 gpt-oss,
     glu 8192x14336, glu 16384x6912 gelu_tanh, rms_norm 8192x5120, rms_norm 8192x8192, add_rms_norm 8192x8192,
     rms_norm 4096x16384, add_rms_norm 4096x16384, rms_norm 131072x128, rms_norm 32768x128, rms_norm 1048576x128,
     rms_norm 131072x256, rms_norm 32768x4096, rms_norm 4096x32768, rms_norm 2048x65536, add_rms_norm 2048x65536

@@ -33,6 +33,7 @@ named = OperatorCase.named
         ("norm_add 8192x4096", 8192 * 4096, 3, 3),
         ("norm_add_norm 8192x3840 gemma", 8192 * 3840, 4, 6),
         ("glu 8192x3072", 8192 * 3072, 3, 5),
+        ("expert_gate 65536x768", 65536 * 768, 3, 5),
         ("gated_rms_norm 8192x4096", 8192 * 4096, 3, 5),
         ("qk_norm 16384x(32+8)x128", 16384 * 40 * 128, 2, 3),
         ("qk_norm_rope 16384x(32+8)x128", 16384 * 40 * 128, 2, 3),
@@ -55,7 +56,7 @@ def test_codes_are_bytes_and_scales_count(fp8_format, scales):
 
 def test_every_operator_of_the_project_is_measured():
     under_other_names = {"recomputed_norm", "norm_fp8"}  # what the public functions of FP8 call
-    in_steps_alone = {"lora_add", "lora_linear_4bit"}
+    in_steps_alone = {"lora_add", "lora_linear_4bit", "expert_permute", "expert_unpermute"}
     named = {one.plain_name or name for name, one in operator.OPERATORS.items()}
     assert named - set(OPERATORS) <= under_other_names | in_steps_alone | {loss_cases.OPERATOR}
 
@@ -88,7 +89,15 @@ def test_truth_is_the_formula_in_float64(case):
         z = x if case.option == "silu" else (8 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
         return x * up / (1 + torch.exp(-z))
 
-    parts = Parts(norm, lambda x, r, w: (norm(x + r, w), x + r), rotate, gate, eager_parts(case).gated_norm)
+    def expert_gate(x):
+        if case.option == "silu":
+            return x[:, : case.width] * x[:, case.width :] / (1 + torch.exp(-x[:, : case.width]))
+        first, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+        first, up = torch.minimum(first, first.new_tensor(7.0)), torch.maximum(up, up.new_tensor(-7.0))
+        return (torch.minimum(up, up.new_tensor(7.0)) + 1) * first / (1 + torch.exp(-1.702 * first))
+
+    norms = norm, lambda x, r, w: (norm(x + r, w), x + r)
+    parts = Parts(*norms, rotate, gate, eager_parts(case).gated_norm, expert_gate)
     outputs = OPERATORS[case.operator].made_of(parts)(*arguments, *(angle.double() for angle in inputs.angles))
     gradients = torch.autograd.grad(outputs, arguments, [gradient.double() for gradient in inputs.gradients])
     for found, expected in zip(float64_results(case, inputs), (outputs, gradients), strict=True):

@@ -145,7 +145,7 @@ def _expert_permute_forward_kernel(
     row, _, col = _tile(M, N, ROWS, BLOCK, LONG)
     inside = (row < M)[:, None] & (col < N)[None, :]
     x = load_tile((x_ptr, x_stride), row, col, inside)
-    for k in range(K):
+    for k in tl.static_range(K):
         place = tl.load(position_ptr + row * K + k, mask=row < M, other=0)
         present = _is_present(absent_ptr, place, row < M)
         store_tile((y_ptr, y_stride), place, col, inside, tl.where(present[:, None], x, 0.0))
@@ -166,7 +166,7 @@ def _expert_sum_kernel(
     row, _, col = _tile(M, N, ROWS, BLOCK, LONG)
     inside = (row < M)[:, None] & (col < N)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for k in range(K):
+    for k in tl.static_range(K):
         place = tl.load(position_ptr + row * K + k, mask=row < M, other=0)
         present = _is_present(absent_ptr, place, row < M)
         value = load_tile((x_ptr, x_stride), place, col, inside & present[:, None])
@@ -193,7 +193,7 @@ def _expert_unpermute_backward_kernel(
     row = tl.program_id(0)
     if LONG:
         row = row.to(tl.int64)
-    for k in range(K):
+    for k in tl.static_range(K):
         place = tl.load(position_ptr + row * K + k)
         weight = tl.load(weights_ptr + row * K + k).to(tl.float32)
         is_present = True
