@@ -75,7 +75,14 @@ def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path:
     with caplog.at_level(logging.INFO, "fused_norm"):
         fused = trainer(llama(), tmp_path, [callback])
     assert callback.report is not None
-    assert callback.report.counts == {**FAMILIES["llama"].sites(1), "qk": 0, "sandwich": 0, "mlp": 0, "adapter": 0}
+    assert callback.report.counts == {
+        **FAMILIES["llama"].sites(1),
+        "qk": 0,
+        "sandwich": 0,
+        "mlp": 0,
+        "experts": 0,
+        "adapter": 0,
+    }
     assert callback.report.summary() in caplog.messages
     fused.train()
     assert len(fused.seen) > 1
