@@ -27,8 +27,8 @@ from .activation_recognition import FORMULAS, Activation, Formula, recognise_act
 from .attention_functions import _defined_in
 from .fused_norm_module import explain, is_disabled, run_fused
 from .hooks import are_plain_calls, has_origin_forward, name_of_function
-from .probe import DTYPES, Outcomes, UnrecognisedError, cpu_replica, plain_pytorch, same_values
-from .reached_code import own_attributes, reached_by
+from .probe import DTYPES, UnrecognisedError, cpu_replica, plain_pytorch, same_values
+from .reached_code import own_attributes, value_of
 from .running_code import RunningCode
 from .source import cells_of
 
@@ -255,13 +255,15 @@ def outputs(
 
 _PRODUCTS = ("gate_up_proj", "down_proj")
 
-_gates: Outcomes[tuple[Formula, bool, str | None, str | None]] = Outcomes()
+KnownGates = dict[Any, "tuple[Formula, bool, str | None, str | None] | str"]
+"""The gates of modules, or the reasons why they have none, by their class and all that they hold."""
 
 
-def recognise_experts(experts: Any, origin: Any) -> GateOfExperts:
+def recognise_experts(experts: Any, origin: Any, known: KnownGates) -> GateOfExperts:
     """Return what a module of experts computes between its products, if all of it has the bits of the formula.
 
-    Transformers' own ``grouped_mm`` runs in it now: ``other_implementation`` returns None.
+    Transformers' own ``grouped_mm`` runs in it now: ``other_implementation`` returns None. ``known`` remembers modules
+    alike, for as long as no code changes.
 
     Raises:
         UnrecognisedError: if it computes something else, or if it cannot be run to find out.
@@ -278,13 +280,21 @@ def recognise_experts(experts: Any, origin: Any) -> GateOfExperts:
         raise UnrecognisedError("its gate was replaced on the instance")
     method = origin._apply_gate
     plain = {name: value for name, value in own_attributes(experts).items() if name != "config"}
-    flags = tuple(plain[name] for name in _FLAGS)
-    alike = (origin, method, function, held, flags, tuple(name for name, one in plain.items() if type(one) is float))
-    computed = _gates.get_or_compute(
-        reached_by(method), (reached_by(function).key, alike), partial(_compared, origin, function, plain, experts)
-    )
-    running = RunningCode(method), RunningCode(function)
-    return GateOfExperts(*computed, method, running[0], held, function, running[1])
+    values = {name: value_of(value) for name, value in plain.items() if name not in dict(held)}
+    formulas = tuple((name, activation.formula) for name, activation in held)
+    key = origin, method, formulas, tuple(values.items())
+    may_know = None not in values.values()
+    computed = known.get(key) if may_know else None
+    if computed is None:
+        try:
+            computed = _compared(origin, function, plain, experts)
+        except UnrecognisedError as error:
+            computed = str(error)
+        if may_know:
+            known[key] = computed
+    if isinstance(computed, str):
+        raise UnrecognisedError(computed)
+    return GateOfExperts(*computed, method, RunningCode(method), held, function, RunningCode(function))
 
 
 def _activations_of(experts: nn.Module) -> Iterator[tuple[str, Activation]]:

@@ -23,7 +23,7 @@ from .class_swap import (
     fused_forward_replaced,
     stock_class,
 )
-from .experts import is_experts, other_implementation, recognise_experts
+from .experts import KnownGates, is_experts, other_implementation, recognise_experts
 from .fused_classes import fused_adapter_class, fused_experts_class, fused_norm_class
 from .fused_norm_module import FusedNorm
 from .hooks import has_origin_forward, replaced_forward, replaced_linear
@@ -93,7 +93,8 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     decided = dict.fromkeys([*holders, *blocks])
     for path in decided:
         decide_block(known.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
-    expert_rows = [_survey_experts(path, module, known) for path, module in experts.items()]
+    gates: KnownGates = {}
+    expert_rows = [_survey_experts(path, module, known, gates) for path, module in experts.items()]
     adapter_rows = [_survey_adapter(path, layer, known) for path, layer in adapters.items()]
 
     def rows() -> list[Site]:
@@ -142,7 +143,7 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
     return site
 
 
-def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel) -> Site:
+def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel, gates: KnownGates) -> Site:
     """The row of a module of experts; its class is planned."""
     origin = stock_class(experts)
     row = Site(path, "experts", origin.__name__)
@@ -155,7 +156,7 @@ def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel) -> Site
         model.plan(experts, origin)
         return row.kept_for(other, "overridden")
     try:
-        gate = recognise_experts(experts, origin)
+        gate = recognise_experts(experts, origin, gates)
     except UnrecognisedError as error:
         model.plan(experts, origin)
         return row.kept_for(str(error))
