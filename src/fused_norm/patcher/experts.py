@@ -255,7 +255,7 @@ def outputs(
 
 _PRODUCTS = ("gate_up_proj", "down_proj")
 
-KnownGates = dict[Any, "tuple[Formula, bool, str | None, str | None] | str"]
+KnownGates = dict[Any, tuple[Formula, bool, str | None, str | None] | str]
 """The gates of modules, or the reasons why they have none, by their class and all that they hold."""
 
 
