@@ -194,7 +194,10 @@ def _too_large(call: Forward) -> Results:
 
 def _last_row_copied(y: Tensor) -> Tensor:
     wrong = y.clone()
-    wrong[-1:, ..., -1:, :] = y[-1:, ..., -2:-1, :]
+    if y.dim() < 3:
+        wrong[-1:] = y[-2:-1]
+    else:
+        wrong[-1:, ..., -1:, :] = y[-1:, ..., -2:-1, :]
     return wrong
 
 

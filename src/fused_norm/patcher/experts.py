@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import product, takewhile
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -39,6 +39,7 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed")
 """What transformers' decorator sets on each module of experts."""
 
 _STOCK = "transformers' experts"
+_OTHER_ARGUMENTS = "it is called with other arguments than three tensors"
 
 
 @dataclass(frozen=True)
@@ -86,23 +87,38 @@ class FusedExperts(nn.Module):
     fused_norm_origin_forward: ClassVar[Any]
     fused_norm_gate: ClassVar[GateOfExperts]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: Any = None, top_k_index: Any = None, top_k_weights: Any = None, *args: Any, **named: Any
+    ) -> Any:
         """Compute the weighted sum of what each token's experts return, by kernels around stock's grouped products.
 
-        Takes and returns what the class's own forward does: rows of hidden states [T, H], the experts of each row
-        [T, K], and their weights [T, K]; returns [T, H].
+        Args:
+            hidden_states: [T, H].
+            top_k_index: [T, K], the experts of each token.
+            top_k_weights: [T, K], their weights.
+            args: what else the class's own forward takes.
+            named: the same, by name.
+
+        Returns:
+            [T, H], in the dtype of the hidden states.
         """
-        stock = partial(self.fused_norm_origin.forward, self, *args, **kwargs)
+        by_name = dict(zip(_ARGUMENTS, (hidden_states, top_k_index, top_k_weights), strict=True))
+        given = [*takewhile(lambda one: one is not None, by_name.values())]
+        stock = self.fused_norm_origin.forward
+        if len(given) < len(_ARGUMENTS):  # some have other names, or are left out
+            rest = {name: by_name[name] for name in _ARGUMENTS[len(given) :] if by_name[name] is not None}
+            return stock(self, *given, *args, **rest, **named)
         if torch.compiler.is_compiling() or is_disabled():
-            return stock()
-        given = _arguments(args, kwargs)
-        reason = why_stock(self) if given is not None else "it is called with other arguments than three tensors"
-        if reason is None and given is not None:
+            return stock(self, *given, *args, **named)
+        reason = why_stock(self)
+        if reason is None:
+            reason = None if not args and not named and _are_plain(*given) else _OTHER_ARGUMENTS
+        if reason is None:
             y, reason = _run(self, *given)
             if reason is None:
                 return y
         explain(self.fused_norm_origin, reason, _STOCK)
-        return stock()
+        return stock(self, *given, *args, **named)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -163,18 +179,12 @@ def grouped_mm() -> Any:
     return _defined_in(_MOE, "grouped_mm_experts_forward")
 
 
-def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
-    """The three tensors of a call; None if they are others, or no plain tensors of these shapes."""
-    if kwargs:
-        rest = _ARGUMENTS[len(args) :]
-        if set(rest) != set(kwargs):
-            return None
-        args = *args, *(kwargs[name] for name in rest)
-    if len(args) != len(_ARGUMENTS) or any(type(one) is not Tensor for one in args):
-        return None
-    hidden, index, weights = args
-    is_matched = hidden.dim() == index.dim() == 2 and hidden.shape[0] == index.shape[0]
-    return args if is_matched and index.shape == weights.shape else None
+def _are_plain(hidden: Any, index: Any, weights: Any) -> bool:
+    """Return whether the arguments of a call are plain tensors, of shapes that fit."""
+    if any(type(one) is not Tensor for one in (hidden, index, weights)):
+        return False
+    fit: bool = hidden.dim() == index.dim() == 2 and hidden.shape[0] == index.shape[0]
+    return fit and index.shape == weights.shape
 
 
 def _run(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Any, str | None]:
