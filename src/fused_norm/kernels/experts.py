@@ -235,7 +235,7 @@ def expert_gate(
         TypeError: for anything but dense tensors of these dtypes.
         ValueError: for another activation, rows of an odd length, and shapes or numbers that do not fit.
     """
-    limit, alpha = (float(one) if isinstance(one, int) else one for one in (limit, alpha))
+    limit, alpha = (float(number) if isinstance(number, int) else number for number in (limit, alpha))
     return EXPERT_GATE.checked(None, x, absent, activation, interleaved, limit, alpha)
 
 

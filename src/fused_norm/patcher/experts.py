@@ -71,7 +71,7 @@ class GateOfExperts:
     def options_of(self, experts: nn.Module) -> tuple[Any, ...] | None:
         """The options of ``EXPERT_GATE`` for a module; None if a limit or factor of it is no positive float."""
         numbers = [None if name is None else vars(experts).get(name, math.nan) for name in (self.limit, self.alpha)]
-        if any(one is not None and (type(one) is not float or not 0 < one < math.inf) for one in numbers):
+        if any(number is not None and (type(number) is not float or not 0 < number < math.inf) for number in numbers):
             return None
         return self.activation, self.interleaved, *numbers
 
@@ -103,7 +103,7 @@ class FusedExperts(nn.Module):
             [T, H], in the dtype of the hidden states.
         """
         by_name = dict(zip(_ARGUMENTS, (hidden_states, top_k_index, top_k_weights), strict=True))
-        given = [*takewhile(lambda one: one is not None, by_name.values())]
+        given = [*takewhile(lambda value: value is not None, by_name.values())]
         stock = self.fused_norm_origin.forward
         if len(given) < len(_ARGUMENTS):  # some have other names, or are left out
             rest = {name: by_name[name] for name in _ARGUMENTS[len(given) :] if by_name[name] is not None}
@@ -181,7 +181,7 @@ def grouped_mm() -> Any:
 
 def _are_plain(hidden: Any, index: Any, weights: Any) -> bool:
     """Return whether the arguments of a call are plain tensors, of shapes that fit."""
-    if any(type(one) is not Tensor for one in (hidden, index, weights)):
+    if any(type(tensor) is not Tensor for tensor in (hidden, index, weights)):
         return False
     fit: bool = hidden.dim() == index.dim() == 2 and hidden.shape[0] == index.shape[0]
     return fit and index.shape == weights.shape
@@ -311,12 +311,12 @@ def _activations_of(experts: nn.Module) -> Iterator[tuple[str, Activation]]:
     """The activations that a module holds, by name.
 
     Raises:
-        UnrecognisedError: for one that is not known here.
+        UnrecognisedError: if there is one that is not known here.
     """
     functions = (FunctionType, BuiltinFunctionType)
-    own = {name: one for name, one in own_attributes(experts).items() if isinstance(one, functions)}
-    for name, one in (*experts._modules.items(), *own.items()):
-        yield name, recognise_activation(one)
+    own = {name: value for name, value in own_attributes(experts).items() if isinstance(value, functions)}
+    for name, activation in (*experts._modules.items(), *own.items()):
+        yield name, recognise_activation(activation)
 
 
 _TOKENS, _EXPERTS, _TOP_K, _WIDTH, _INNER = 12, 3, 2, 16, 8
