@@ -124,7 +124,7 @@ def every_call(
         "heads rotated in part": Call("qk_norm", gemma, (x, k, inner, inner.clone(), cos, sin), (1, None)),
         "rotation in part": Call("rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True, None)),
         "glu": Call("glu", None, (x, r), ("silu",)),
-        "rotation of one": Call("rope", None, (x, None, whole_cos, whole_sin), (1, False, None)),
+        "rotation of one": Call("rope", None, (x, None, whole_cos, whole_sin), (1, False, "half", False, None)),
         "glu packed": Call("glu", None, (packed, None), ("gelu_tanh",)),
         "gated in groups": Call("gated_rms_norm", llama, (x, r, w), ("silu", True, 2 - width % 2)),
         "gate first": Call("gated_rms_norm", gemma, (x, x.clone(), inner), ("sigmoid", False, 1)),

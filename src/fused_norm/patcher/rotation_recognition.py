@@ -8,6 +8,7 @@ a function ``form(angles, *further)``: of cos, or of sin, and of what the rotary
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
@@ -18,14 +19,23 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..kernels.program import Programs
+from ..spec import RotaryLayout
 from .hooks import has_hooks
-from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError
+from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, plain_pytorch
 from .reached_code import reached_by
 from .running_code import RunningCode
 
 _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # fmt: skip
 _BATCH, _HEADS, _TOKENS, _WIDTH, _ROTARY, _TABLE = 2, 2, 3, 16, 8, 7
+
+_LAYOUTS: tuple[tuple[RotaryLayout, bool], ...] = (
+    ("half", False), ("interleaved", False), ("interleaved", True), ("deinterleaved", False), ("deinterleaved", True)
+)  # fmt: skip
+"""Layouts, and whether cos and sin have the angles of pairs; with halves they are ``half_cos_sin`` if so."""
+
+_Pairs = tuple[RotaryLayout, bool, bool]
+"""A layout, whether angles are those of pairs, and whether nothing but the result is rounded."""
 
 DtypePair = tuple[torch.dtype, torch.dtype]
 AngleForm = Callable[..., Tensor]
@@ -70,18 +80,20 @@ _FORMS: dict[int, tuple[AngleForm, ...]] = {
 
 @dataclass(frozen=True)
 class Rotation:
-    """A function ``rotate(q, k, cos, sin)`` that makes the half rotation, or ``rotate(x, cos, sin)``.
+    """A function ``rotate(q, k, cos, sin)`` that computes a rotation of pairs, or ``rotate(x, cos, sin)``.
 
     Attributes:
         function: the function, or the module that Hugging Face's ``kernels`` makes of it where it is installed.
         running: the code of the function, or of the module's forward, that was compared.
         arguments: how many it takes by position: 3, 4, or 5 where something comes after sin that tells the angles.
-        dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as the half rotation does.
+        dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as ``rope`` does.
         single_rounding_dtypes: further pairs, for which it computes in fp32 and rounds nothing but the result.
         partial: it takes cos and sin narrower than a head, and leaves the rest of the head as it is.
         tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
             tokens, width], the latter or both of them perhaps without the batch.
         angles: the form of its cos and sin.
+        layout: which elements of a head are a pair, see ``rope``.
+        angles_by_pair: cos and sin in that form have the angles of pairs in their first halves.
         programs: of the calls of ``ROPE`` that are known to rotate as it does.
         programs_with_norms: those of ``QK_NORM``.
     """
@@ -94,6 +106,8 @@ class Rotation:
     partial: bool
     tokens_first: bool
     angles: AngleForm
+    layout: RotaryLayout
+    angles_by_pair: bool
     programs: Programs = field(default_factory=Programs, init=False, compare=False, repr=False)
     programs_with_norms: Programs = field(default_factory=Programs, init=False, compare=False, repr=False)
 
@@ -105,6 +119,11 @@ class Rotation:
             return self.running.is_in(value)
         return _runs_its_own_forward(value) and not has_hooks(value) and self.running.is_in(type(value).forward)
 
+    @property
+    def fits_qk_norm(self) -> bool:
+        """Whether ``QK_NORM`` rotates as it does, after the norms of queries and keys."""
+        return self.angles is full_cos_sin and not self.tokens_first and self.layout == "half"
+
     def unlike_qk_norm(
         self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, heads_dim: int, dtype: Any
     ) -> str | None:
@@ -113,7 +132,7 @@ class Rotation:
         return self._unlike((q.dtype, *normed), self.dtypes, q, cos, heads_dim)
 
     def unlike_rope(
-        self, q: Any, k: Any, cos: Any, sin: Any, heads_dim: int, single_rounding: bool, dtype: Any
+        self, q: Any, k: Any, cos: Any, sin: Any, heads_dim: int, single_rounding: bool, *options: Any
     ) -> str | None:
         """The reason not to replace this rotation by a call of ``ROPE``, whose arguments these are."""
         compared = self.single_rounding_dtypes if single_rounding else self.dtypes
@@ -133,10 +152,10 @@ class Rotation:
 
 
 def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
-    """Return what is known of a rotary embedding that computes the half rotation, called with so many arguments.
+    """Return what is known of a rotary embedding that rotates pairs of elements, called with so many arguments.
 
     Raises:
-        UnrecognisedError: where it is another function than the half rotation, or no Python over PyTorch.
+        UnrecognisedError: if it computes none of these rotations, or is no Python over PyTorch.
     """
     if not isinstance(function, FunctionType) and not _is_function_as_module(function):
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
@@ -147,7 +166,7 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
         found = _outcomes.get_or_compute(reached, arguments, lambda: _find(function, arguments))
     except UnrecognisedError:
         what = "one tensor" if arguments == 3 else "q and k"
-        raise UnrecognisedError(f"{name_of(function)} does not compute the half rotation of {what}") from None
+        raise UnrecognisedError(f"{name_of(function)} does not compute a rotation of pairs of {what}") from None
     forward = function if isinstance(function, FunctionType) else type(function).forward
     return replace(found, function=function, running=RunningCode(forward))
 
@@ -177,22 +196,38 @@ def _find(function: Any, arguments: int) -> Rotation:
         forms.append((full_cos_sin, True))
     for form, tokens_first in forms:
         cases = partial(_cases, rotate, tensors, form, tokens_first)
-        compared: tuple[list[DtypePair], list[DtypePair]] = [], []
-        for pair in _PAIRS:
-            recognizer = Recognizer[bool](cases(pair), _rotated)
-            single_rounding = next((one for one in (False, True) if recognizer.agrees(one)), None)
-            if single_rounding is not None:
-                compared[single_rounding].append(pair)
-        # A function that computes in fp64 shows in fp32 alone.
-        if _PAIRS[0] in compared[0] and Recognizer[bool](cases(_PAIRS[0]), _rotated, gradients=True).agrees(False):
+        recognizer = Recognizer[_Pairs](cases(_PAIRS[0]), _rotated)
+        for layout, by_pair in _LAYOUTS:
+            # A function that computes in fp64 shows in fp32 alone.
+            if not recognizer.agrees((layout, by_pair, False)):
+                continue
+            if not Recognizer[_Pairs](cases(_PAIRS[0]), _rotated, gradients=True).agrees((layout, by_pair, False)):
+                break
+            compared: tuple[list[DtypePair], list[DtypePair]] = [], []
+            for dtypes in _PAIRS:
+                recognizer = Recognizer[_Pairs](cases(dtypes), _rotated)
+                ways = (way for way in (False, True) if recognizer.agrees((layout, by_pair, way)))
+                single_rounding = next(ways, None)
+                if single_rounding is not None:
+                    compared[single_rounding].append(dtypes)
             is_partial = all(
-                Recognizer[bool](cases(pair, _ROTARY), _rotated).agrees(way == 1)
-                for way, pairs in enumerate(compared)
-                for pair in pairs
+                Recognizer[_Pairs](cases(dtypes, _ROTARY), _rotated).agrees((layout, by_pair, way == 1))
+                for way, all_dtypes in enumerate(compared)
+                for dtypes in all_dtypes
             )
-            facts = tuple(compared[0]), tuple(compared[1]), is_partial, tokens_first, form
+            if not is_partial and _computes(next(cases(_PAIRS[0], _ROTARY))):
+                break  # it rotates another part of a head than the first elements
+            facts = tuple(compared[0]), tuple(compared[1]), is_partial, tokens_first, form, layout, by_pair
             return Rotation(None, RunningCode(None), arguments, *facts)
     raise UnrecognisedError
+
+
+def _computes(case: Case) -> bool:
+    """Return whether code takes such arguments."""
+    with plain_pytorch(), suppress(Exception):  # foreign code may raise anything
+        case.code(*case.given)
+        return True
+    return False
 
 
 def _cases(
@@ -241,7 +276,8 @@ def _called(function: Callable[..., Any], angles: tuple[Any, ...], named: dict[s
     return function(*heads, *angles, **named)
 
 
-def _rotated(single_rounding: bool, cos: Tensor, sin: Tensor, *heads: Tensor) -> Any:
-    """The half rotation of one tensor, or of each of two."""
-    rotated = tuple(reference.rope(x, cos, sin, single_rounding) for x in heads)
+def _rotated(how: _Pairs, cos: Tensor, sin: Tensor, *heads: Tensor) -> Any:
+    """The rotation of one tensor, or of each of two."""
+    layout, by_pair, single_rounding = how
+    rotated = tuple(reference.rope(x, cos, sin, single_rounding, layout, by_pair) for x in heads)
     return rotated if len(rotated) > 1 else rotated[0]
