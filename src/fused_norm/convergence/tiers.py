@@ -67,7 +67,7 @@ class Tier:
     Attributes:
         what: it is for, in words.
         settings: of every run.
-        families: that are trained if the user names none.
+        families: that are trained if the user names none, if this release of transformers has them.
         precisions: in which they are trained.
         wide: families that run every feature and execution. The others run all features at once.
         features_in: precisions in which wide families run every feature.
@@ -92,6 +92,8 @@ _WIDTHS = {
     "gemma": 3072,
     "gemma2": 2304,
     "gemma3_text": 2560,
+    "olmo3": 2048,
+    "glm4": 4096,
 }
 """Most are those of published models; launch plans differ between them."""
 
@@ -146,6 +148,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
                 },
                 hidden_sizes=_WIDTHS,
             ),
+            families=tuple(_WIDTHS),
             wide=("qwen3", "gemma3_text"),
             features_in=("fp32", "mixed", "bf16"),
             # Compiling takes longer than everything else.

@@ -123,10 +123,8 @@ class Family:
             num_hidden_layers: decoder layers; those of the tiny model when None.
         """
         sizes = self.tiny_arguments({} if num_hidden_layers is None else {"num_hidden_layers": num_hidden_layers})
-        config, counts = (
-            SimpleNamespace(**sizes),
-            Counter[Kind](("loss", "norm", *("norm" for _ in self.decoder_norms))),
-        )
+        config, counts = SimpleNamespace(**sizes), Counter[Kind](("loss", "norm"))
+        counts["norm"] += len(self.decoder_norms)
         for index in range(config.num_hidden_layers):
             is_dense = self.dense_layers is None or index in self.dense_layers
             counts.update(kind for _, kind in self.layer(index, config).layer_sites if is_dense or kind != "mlp")
