@@ -117,6 +117,21 @@ def test_tiny_models_keep_what_is_special_about_their_family():
     assert gemma2.config.final_logit_softcapping
 
 
+def test_tiny_models_whose_layers_differ_have_every_sort_of_layer():
+    if "gemma4_text" not in FAMILY_NAMES:
+        pytest.skip("this transformers has none of them")
+    gemma4, qwen = build("gemma4_text", seed=0), build("qwen3_5_text", seed=0)
+    layers = gemma4.model.layers
+    assert [layer.self_attn.is_kv_shared_layer for layer in layers] == [False, False, True, True]
+    assert gemma4.config.layer_types == ["sliding_attention", "full_attention"] * 2
+    assert {layer.self_attn.head_dim for layer in layers} == {20, 24}
+    assert all(hasattr(layer, "per_layer_input_gate") for layer in layers)
+    assert [hasattr(layer, "linear_attn") for layer in qwen.model.layers] == [True, False]
+    glm4 = build("glm4", seed=0)
+    assert glm4.model.layers[0].self_attn.q_proj.bias is not None
+    assert glm4.model.rotary_emb.inv_freq.numel() * 2 < glm4.config.head_dim
+
+
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
 def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_generator_alone(model_type):
     torch.manual_seed(5)

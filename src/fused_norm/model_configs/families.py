@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from ..spec import GatedNormSpec, Kind, NormSpec
+from ..spec import KINDS, GatedNormSpec, Kind, NormSpec
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Family:
         attention: the path within a decoder layer of what rotates queries and keys; None if nothing does.
         mlp: the path within a decoder layer of its MLP, with a gate, or of what holds its experts; None if it has
             neither, or experts that no gate is fused in.
+        joins_residual: the gradient of the residual connection around the attention is added in the backward of a
+            layer's first norm. It is not if that norm is behind the attention, nor if the layer writes in place.
         decoder_norms: the norms of a decoder besides those of its layers and the one after the last of them.
         layers: the attribute of a decoder that is the list of its layers.
         final_norm: the attribute of a decoder that is the norm after its last layer.
@@ -83,6 +85,7 @@ class Family:
     last_layers: tuple[str, Mapping[str, Any]] | None = None
     attention: str | None = "self_attn"
     mlp: str | None = "mlp"
+    joins_residual: bool = True
     decoder_norms: tuple[str, ...] = ()
     layers: str = "layers"
     final_norm: str = "norm"
@@ -101,6 +104,11 @@ class Family:
             *mlps,
             *self.more_sites,
         )
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether its decoder layers have other sites than each other, or norms of more than one spec."""
+        return bool(self.specs or self.layers_of_type or self.last_layers)
 
     def layer(self, index: int, config: Any) -> Family:
         """The family as the decoder layer of this number has it, in a model of this config."""
@@ -128,7 +136,7 @@ class Family:
         for index in range(config.num_hidden_layers):
             is_dense = self.dense_layers is None or index in self.dense_layers
             counts.update(kind for _, kind in self.layer(index, config).layer_sites if is_dense or kind != "mlp")
-        return dict(counts)
+        return {kind: counts[kind] for kind in KINDS if kind in counts}
 
     def tiny_arguments(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """``tiny`` with some arguments replaced; types of layers go on by turns in a model of more layers."""
@@ -185,6 +193,7 @@ def _tiny_delta_nets(**kwargs: Any) -> Mapping[str, Any]:
         hidden_size=72,
         head_dim=24,
         layer_types=["linear_attention", "full_attention"],
+        initializer_range=0.2,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=16,
@@ -351,6 +360,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 more_sites=(("self_attn.v_norm", "norm"), ("self_attn", "rope"), ("", "mlp")),
                 # The last layers take the keys and values of others.
                 last_layers=("num_kv_shared_layers", {"qk_norms": ("q_norm",), "more_sites": (("", "mlp"),)}),
+                joins_residual=False,  # its layers scale what they return in place
                 decoder_norms=("per_layer_projection_norm",),
                 tiny=_tiny(
                     num_hidden_layers=4,
@@ -375,6 +385,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 residual_norms=(),
                 sandwich_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
                 qk_norms=_QK_NORMS,
+                joins_residual=False,
                 # At the config's 0.02 the norms of q and k divide by so little that stock gradients overflow in fp16.
                 tiny=_tiny(
                     hidden_size=72,
