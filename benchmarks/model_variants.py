@@ -103,7 +103,7 @@ def _without(step: BenchmarkedModel, option: str) -> Patched:
 
 
 def _fused_sites(report: PatchReport) -> set[tuple[str, str]]:
-    reading = {(block.path, "readers") for block in report.readers if block.reason is None}
+    reading = {(block.path, "consumers") for block in report.consumers if block.reason is None}
     return reading | {(site.path, site.kind) for site in report.fused}
 
 
@@ -213,7 +213,7 @@ def _torch_norm(module: nn.Module, spec: NormSpec) -> Forward:
     return forward
 
 
-_OPTIONS = ("rope", "qk", "residual", "sandwich", "norms", "mlp", "readers", "adapter")
+_OPTIONS = ("rope", "qk", "residual", "sandwich", "norms", "mlp", "consumers", "adapter")
 _MEMORY_BUDGETS = (0.7, 0.4, 0.1)
 _FLOAT8_RECIPES = ("tensorwise", "rowwise")
 _COMPILED_STOCK, _COMPILED_FUSED = (partial(_compiled_by_layer, eager=eager) for eager in (_stock, _fused))

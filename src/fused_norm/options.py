@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -63,7 +64,7 @@ class FuseOptions:
             ``{"*.q_norm": "gemma"}``, or ``"llama"``. For models that learn from what an inference engine wrote, which
             may round elsewhere than transformers does. Under ``disabled()`` norms round as their own code does. None
             replaces nothing.
-        readers: let the backward of a fused norm sum the gradients of the linears that consume it, and under autocast
+        consumers: let the backward of a fused norm sum the gradients of the linears that consume it, and under autocast
             write the norm in the dtype that they cast it to. Numbers stay the same to the bit, but for the order in
             which a GPU adds up some rows, and for gradients if a loss reads hidden states too.
         recompute: recompute norm outputs, rotated queries and keys and products of gates in the backward, instead of
@@ -88,16 +89,21 @@ class FuseOptions:
     loss: bool | None = _switch("loss", "the vocabulary head + its loss")
     modules: ModuleFilter | None = None
     casting: Mapping[str, Casting] | None = None
-    readers: bool = True
+    consumers: bool = True
     recompute: RecomputeLevel = False
     strict: bool = True
+    readers: InitVar[bool | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, readers: bool | None) -> None:
+        if readers is not None:
+            # stacklevel 4 is the line that calls apply_fused_norm.
+            warnings.warn("the option readers is called consumers now", FutureWarning, stacklevel=4)
+            object.__setattr__(self, "consumers", readers)
         for switch in SWITCHES.values():
             value = getattr(self, switch.option)
             if not isinstance(value, (bool, type(None))):
                 raise TypeError(f"{switch.option} must be True, False or None, not {value!r}")
-        for name in ("readers", "strict"):
+        for name in ("consumers", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.recompute, (bool, str)) or self.recompute not in get_args(RecomputeLevel):

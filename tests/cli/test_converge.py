@@ -99,7 +99,7 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
         "mlp": 2,
         "adapter": 0,
         "loss": 1,
-        "readers": 4,
+        "consumers": 4,
     }
 
 
@@ -267,7 +267,7 @@ def test_the_demo_trains_compares_and_draws(tmp_path, capsys):
     assert "Yes: training came out the same in 1 of 1 comparison\n" in out
     (row,) = json.loads((tmp_path / "new" / "folder" / "report.json").read_text())["results"]
     assert len(row["fused"]["losses"]) == 2
-    assert row["fused"]["sites"] == {"sandwich": 0, "qk": 0, "adapter": 0, "readers": 4} | FAMILIES["llama"].sites()
+    assert row["fused"]["sites"] == {"sandwich": 0, "qk": 0, "adapter": 0, "consumers": 4} | FAMILIES["llama"].sites()
     assert "<svg" in (tmp_path / "new" / "folder" / "report.html").read_text()
 
 

@@ -76,14 +76,14 @@ def test_a_lora_layer_is_held_to_the_stock_layer_and_so_are_its_adapters(adapted
     assert all(one.forward is one.fused_norm_forward for one in classes)
 
 
-def test_a_norm_is_held_to_the_stock_norm_with_a_gradient_for_each_of_its_readers(adapted):
+def test_a_norm_is_held_to_the_stock_norm_with_a_gradient_for_each_of_its_consumers(adapted):
     model, _ = adapted
-    calls = [one for one in calls_of_step(model, TOKENS, mixed=True) if "reader" in one.arguments.arguments]
+    calls = [one for one in calls_of_step(model, TOKENS, mixed=True) if "consumer" in one.arguments.arguments]
     # The embeddings are frozen, so the first norm has no gradients to add up.
     assert [one.dtypes for one in calls] == [[torch.bfloat16, torch.bfloat16], [torch.bfloat16] * 5]
     right, wrong = CallRecord(), CallRecord()
     compare(right, model, calls[1:], mixed=True)
-    with FAULTS["add_rms_norm_for_readers-dropped"].planted(model):
+    with FAULTS["add_rms_norm_for_consumers-dropped"].planted(model):
         compare(wrong, model, calls[1:], mixed=True)
     assert max(right.outputs.values()) == max(wrong.outputs.values()) == 0.0
     assert max(right.gradients.values()) < 1
@@ -94,7 +94,7 @@ def test_a_norm_is_held_to_the_stock_norm_with_a_gradient_for_each_of_its_reader
 def test_products_of_an_input_that_a_norm_has_left_in_float32_differ_by_roundings_alone():
     model = build(tiny_config("qwen3", num_hidden_layers=1), seed=0)
     add_adapters(model, Comparison("qwen3", "mixed", "lora"))
-    apply_fused_norm(model, readers=False)
+    apply_fused_norm(model, consumers=False)
     layers = [one for one in calls_of_step(model, TOKENS.repeat(2, 1), mixed=True) if one.path.endswith("gate_proj")]
     assert layers[0].arguments.arguments["x"].dtype == torch.float32
     record = CallRecord()
@@ -278,20 +278,20 @@ def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
     if execution != "eager":
         add_adapters(model, Comparison("llama", "mixed", execution))
     with fused_for("all")(model) as sites:
-        assert len([site for site in sites if site.kind == "readers"]) == 4
+        assert len([site for site in sites if site.kind == "consumers"]) == 4
         assert sites_not_seen(sites, calls_of_step(model, TOKENS, mixed=True)) == ()
         model.get_submodule(f"{BLOCK}.k_proj").register_forward_hook(lambda *_: None)
         not_seen = sites_not_seen(sites, calls_of_step(model, TOKENS, mixed=True))
-    assert [one for one in not_seen if one.endswith("(readers)")] == [f"{BLOCK} (readers)"]
+    assert [one for one in not_seen if one.endswith("(consumers)")] == [f"{BLOCK} (consumers)"]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="steps are held to bits on a CPU alone")
 @pytest.mark.parametrize(
     ("precision", "fault"),
     [
-        ("bf16", "rms_norm_for_readers-order"),
-        pytest.param("mixed", "add_rms_norm_for_readers-early", marks=pytest.mark.slow),
-        pytest.param("fp32", "readers-detached", marks=pytest.mark.slow),
+        ("bf16", "rms_norm_for_consumers-order"),
+        pytest.param("mixed", "add_rms_norm_for_consumers-early", marks=pytest.mark.slow),
+        pytest.param("fp32", "consumers-detached", marks=pytest.mark.slow),
     ],
 )
 def test_linears_that_have_an_output_of_a_norm_each_are_held_to_the_bits_of_one(precision, fault):
@@ -299,8 +299,8 @@ def test_linears_that_have_an_output_of_a_norm_each_are_held_to_the_bits_of_one(
     plan = tiny_plan([comparison])
     source, options, sequences = plan.sources["llama"], plan.options(comparison), plan.sequences(comparison)
     trainer = PairedRuns(source, comparison, plan.settings, options, sequences, cpu=True)
-    assert set(trainer.check_bits(fused_for("all"), readers=False).values()) == {0.0}
-    assert max(trainer.check_bits(faulty(comparison, FAULTS[fault], state), readers=False).values()) > 0.01
+    assert set(trainer.check_bits(fused_for("all"), consumers=False).values()) == {0.0}
+    assert max(trainer.check_bits(faulty(comparison, FAULTS[fault], state), consumers=False).values()) > 0.01
     assert state.share > 0.01
 
 

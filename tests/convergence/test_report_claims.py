@@ -20,7 +20,7 @@ from .test_verdict import CONTROL, CONTROLS, STOCK
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = torch.arange(33, device=DEVICE)[None]
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
-READERS = "a norm wrote float32 for its linears, which read 16 bits under autocast"
+CONSUMERS = "a norm wrote float32 for its linears, which read 16 bits under autocast"
 QUERIES = "queries and keys were written in float32, and attention reads 16 bits under autocast"
 JOINED = "the gradient of its residual connection did not join in the backward of the norm"
 
@@ -36,7 +36,7 @@ def fused():
     # Keys of their own: on a CPU transformers 4 repeats those that heads share, and sums their gradients in float32.
     model = build_on_cpu(tiny_config("llama", num_hidden_layers=1, num_key_value_heads=4), seed=0).to(DEVICE)
     report = apply_fused_norm(model)
-    return model, [*report.fused, *(row for row in report.readers if row.reason is None)]
+    return model, [*report.fused, *(row for row in report.consumers if row.reason is None)]
 
 
 def test_a_step_that_does_what_the_report_says_lacks_nothing(fused):
@@ -46,10 +46,10 @@ def test_a_step_that_does_what_the_report_says_lacks_nothing(fused):
 @pytest.mark.parametrize(
     ("fault", "lacks"),
     [
-        ("readers-wide", {READERS: [MLP, ATTENTION]}),
+        ("consumers-wide", {CONSUMERS: [MLP, ATTENTION]}),
         ("attention-wide", {QUERIES: [ATTENTION]}),
-        ("readers-unjoined", {JOINED: ["model.layers.0"], READERS: [ATTENTION]}),
-        ("readers-past", {JOINED: ["model.layers.0"]}),
+        ("consumers-unjoined", {JOINED: ["model.layers.0"], CONSUMERS: [ATTENTION]}),
+        ("consumers-past", {JOINED: ["model.layers.0"]}),
     ],
 )
 def test_what_changes_no_number_is_seen_with_its_place(fault, lacks, fused):
@@ -68,8 +68,8 @@ def test_linears_behind_a_lora_dropout_may_read_float32():
     for one in model.parameters():
         one.data = one.data.float()
     report = apply_fused_norm(model)
-    sites = [*report.fused, *(row for row in report.readers if row.reason is None)]
-    assert any(site.kind == "readers" for site in sites)
+    sites = [*report.fused, *(row for row in report.consumers if row.reason is None)]
+    assert any(site.kind == "consumers" for site in sites)
     assert missing(model, sites, mixed=True)[0] == {}
 
 

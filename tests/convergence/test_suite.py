@@ -144,7 +144,7 @@ def test_a_model_is_green_however_its_steps_run(execution):
     (result,) = run_plan(tiny_plan([Comparison("llama", "bf16", execution, feature)]), None, Silent())
     assert result.verdict.status == "green"
     assert result.fused.sites["loss"] == (execution == "loss")
-    assert result.fused.sites["readers"] == (execution != "compile")
+    assert result.fused.sites["consumers"] == (execution != "compile")
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_model_with_adapters_is_green_and_all_of_them_are_fused(execution, pre
     (result,) = run_plan(tiny_plan([Comparison("llama", precision, execution)]), None, Silent())
     assert result.verdict.status == "green"
     assert result.fused.sites["adapter"] == 7
-    assert result.fused.sites["readers"] == 2
+    assert result.fused.sites["consumers"] == 2
 
 
 @pytest.mark.parametrize("is_counted", [True, False])

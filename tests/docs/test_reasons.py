@@ -32,8 +32,8 @@ NOT_SAID = {
     "its linear by bitsandbytes' code",
     "lambda self: …",
     "kernel_layer_name: a fused norm takes no kernel from the hub",
-    "which its forward calls, and which is not rewritten",
-    "is in …, …",
+    "is in …, which its forward calls, and which is not rewritten",
+    "… = …",
     "is written in a way that is not rewritten",
     "a mode of PyTorch, or a global hook",
     "an object of …",
@@ -94,8 +94,9 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
 
 def said(paths: Iterable[Path]) -> set[str]:
     """The messages in sources, each up to its first line break."""
-    found = {text for path in paths for text in texts_of(ast.parse(path.read_text(encoding="utf-8")))}
-    return {text.partition("\n")[0] for text in found - NOT_SAID}
+    texts = {text for path in paths for text in texts_of(ast.parse(path.read_text(encoding="utf-8")))}
+    code = {text for text in texts if re.search(r"self\.fused_norm_|\bFUSED\b", text)}
+    return {text.partition("\n")[0] for text in texts - code - NOT_SAID}
 
 
 def refusals(paths: Iterable[Path]) -> set[str]:

@@ -32,7 +32,7 @@ def test_the_manager_finds_the_plugin_and_its_keys(manager) -> None:
     assert issubclass(FusedNormPlugin, BasePlugin)
 
 
-@pytest.mark.parametrize("options", [None, {"mlp": False, "readers": False}])
+@pytest.mark.parametrize("options", [None, {"mlp": False, "consumers": False}])
 def test_a_loaded_model_is_patched_with_the_options_of_the_config(options, manager) -> None:
     model = build("qwen3", seed=0)
     manager.post_model_load(DictDefault(fused_norm=options), model)

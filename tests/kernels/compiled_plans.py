@@ -29,13 +29,13 @@ from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 from fused_norm.kernels.norm import (
     ADD_RMS_NORM,
-    ADD_RMS_NORM_FOR_READERS,
+    ADD_RMS_NORM_FOR_CONSUMERS,
     NORM_ADD,
     NORM_ADD_NORM,
-    NORM_ADD_NORM_FOR_READERS,
+    NORM_ADD_NORM_FOR_CONSUMERS,
     RECOMPUTED_NORM,
     RMS_NORM,
-    RMS_NORM_FOR_READERS,
+    RMS_NORM_FOR_CONSUMERS,
 )
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, norm_spec
 from fused_norm.kernels.plans import TABLES, WIDEST_FORWARD, WIDEST_GATED, PlanTable
@@ -43,7 +43,7 @@ from fused_norm.kernels.qk_norm_rope import QK_NORM, ROPE
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.cross_entropy_kernels import launch_multiply
 from fused_norm.kernels.triton.launch import launches
-from fused_norm.kernels.triton.norm_backward import MOST_READERS
+from fused_norm.kernels.triton.norm_backward import MOST_CONSUMERS
 from fused_norm.kernels.triton.torch_calls import TorchCall
 
 WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384, 40960)
@@ -98,7 +98,7 @@ def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
             saved, facts = operator.save(arguments, results)
             outputs: list[Any] = [arguments[0] if one is None else one for one in results[: len(operator.outputs)]]
             if operator.plain_name:
-                outputs[0] = (outputs[0],) * MOST_READERS
+                outputs[0] = (outputs[0],) * MOST_CONSUMERS
             needed = [one is not None for one in arguments[: len(operator.gradients)]]
             operator.backward(spec, BackwardCall(outputs, saved, facts, needed))
 
@@ -112,9 +112,9 @@ def rows_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     yield ADD_RMS_NORM, "", both(ADD_RMS_NORM, x, x, w, None, 1.0)
     yield NORM_ADD, "", both(NORM_ADD, x, x, w)
     yield NORM_ADD_NORM, "", both(NORM_ADD_NORM, x, x, w, w)
-    yield RMS_NORM_FOR_READERS, "", both(RMS_NORM_FOR_READERS, x, w, MOST_READERS, None)
-    yield ADD_RMS_NORM_FOR_READERS, "", both(ADD_RMS_NORM_FOR_READERS, x, x, w, 1.0, MOST_READERS, None)
-    yield NORM_ADD_NORM_FOR_READERS, "", both(NORM_ADD_NORM_FOR_READERS, x, x, w, w, MOST_READERS, None)
+    yield RMS_NORM_FOR_CONSUMERS, "", both(RMS_NORM_FOR_CONSUMERS, x, w, MOST_CONSUMERS, None)
+    yield ADD_RMS_NORM_FOR_CONSUMERS, "", both(ADD_RMS_NORM_FOR_CONSUMERS, x, x, w, 1.0, MOST_CONSUMERS, None)
+    yield NORM_ADD_NORM_FOR_CONSUMERS, "", both(NORM_ADD_NORM_FOR_CONSUMERS, x, x, w, w, MOST_CONSUMERS, None)
     yield RECOMPUTED_NORM, "", both(RECOMPUTED_NORM, x, w, torch.empty(64, 1), None)
     if width <= WIDEST_GATED:
         yield GATED_RMS_NORM, "norm first", both(GATED_RMS_NORM, x, x, w, "silu", True, 1)

@@ -89,12 +89,12 @@ def sandwich(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
     )
 
 
-def three_readers(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
+def three_consumers(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
     def stock(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         y = norm_of(spec)(x, weight)
         return y, y, y, x * 1
 
-    return Pair(by("rms_norm_for_readers", spec, 3, None), stock, rms(spec, x, w).tensors)
+    return Pair(by("rms_norm_for_consumers", spec, 3, None), stock, rms(spec, x, w).tensors)
 
 
 def heads(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
@@ -135,7 +135,7 @@ KINDS: dict[str, Callable[..., Pair]] = {
     "add_rms_norm": add,
     "norm_add": then_add,
     "norm_add_norm": sandwich,
-    "readers": three_readers,
+    "consumers": three_consumers,
     "qk_norm": heads,
     "rotated": rotated,
     "rotated in part": partial(rotated, rotary=8),

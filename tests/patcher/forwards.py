@@ -1,9 +1,14 @@
-"""Modules with plain arithmetic for norms, which record the fused calls that a rewritten forward makes."""
+"""Forwards as text, before and after they are rewritten, and modules with plain arithmetic in which both run."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import copy
+import difflib
+import inspect
 import linecache
+import re
 import textwrap
 from collections.abc import Mapping
 from itertools import count
@@ -21,7 +26,6 @@ class Recorder:
     """The parts that forwards use. No two of them commute, so an operand out of place changes the value."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
         self.order: list[str] = []
         self.flag = True
         self.factor = 7
@@ -69,42 +73,34 @@ class Recorder:
         return Packed(self.gate(x), self.up(x))
 
     def fused_norm_add(self, norm, residual, branch, *, inner=None, dropout=None, scale=1):
-        self.calls.append(f"add {norm.__name__} {inner and inner.__name__} {scale}")
         branch = inner(branch) if inner else branch
         total = residual + (dropout(branch) if dropout else branch) * scale
         return norm(total), total
 
     def fused_norm_then_add(self, inner, residual, branch, *, dropout=None):
-        self.calls.append(f"onto {inner.__name__}")
         branch = inner(branch)
         return residual + (dropout(branch) if dropout else branch)
 
     def fused_norm_read_dtype(self, attend, cache, mask, key, value, further):
-        self.calls.append(f"reads {attend.__name__} {cache} {mask} {key.value} {value.value} {further}")
+        return None
 
     def fused_norm_rope(self, rotate, q, k, cos, sin, *further, dtype=None, **named):
-        self.calls.append("rope")
         return rotate(q, k, cos, sin, *further, **named)
 
     def fused_norm_rope_one(self, rotate, x, cos, sin, **named):
-        self.calls.append("rope one")
         return rotate(x, cos, sin, **named)
 
     def fused_norm_gate(self, activation, act, *, gate, up):
-        self.calls.append(f"gate {activation} {act.__name__}")
         return act(gate) * up
 
     def fused_norm_gate_packed(self, activation, act, packed):
-        self.calls.append(f"packed {activation} {act.__name__}")
         gate, up = packed.chunk(2, dim=-1)
         return act(gate) * up
 
     def fused_norm_pair(self, q_norm, k_norm, q, k):
-        self.calls.append(f"pair {q_norm.__name__} {k_norm.__name__}")
         return q_norm(q), k_norm(k)
 
     def fused_norm_rotated(self, q_norm, k_norm, rotate, q, k, cos, sin, *, dtype=None, **named):
-        self.calls.append(f"rotated {q_norm.__name__} {k_norm.__name__}")
         return rotate(q_norm(q), k_norm(k), cos, sin, **named)
 
 
@@ -191,9 +187,9 @@ class Number:
 
 
 def doubled(x: Number | Packed) -> Number:
-    for one in getattr(x, "halves", (x,)):
-        one.mul_(2)
-    return one
+    for number in getattr(x, "halves", (x,)):
+        number.mul_(2)
+    return number
 
 
 def silu(x: int) -> int:
@@ -211,11 +207,11 @@ _number = count()
 def layer_of(
     body: str, parameters: str = "a, b", base: type = Recorder, names: Mapping[str, object] = NAMES
 ) -> type[Any]:
-    """A class whose forward has ``body``; ``; `` parts lines as line breaks do.
+    """A class whose forward has ``body``.
 
     ``names``: what the forward may name, by default all of this module.
     """
-    lines = textwrap.indent(textwrap.dedent(body).strip().replace("; ", "\n"), " " * 8)
+    lines = textwrap.indent(textwrap.dedent(body).strip(), " " * 8)
     text = f"class Layer(Base):\n    def forward(self, {parameters}):\n{lines}\n"
     filename = f"<forward {next(_number)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
@@ -225,13 +221,13 @@ def layer_of(
 
 
 def everything(layer: type) -> tuple[Rewrite, ...]:
-    """The rewrites that fuse all that was found in a forward."""
+    """The rewrites that fuse all matches in a forward."""
     patterns = patterns_of(layer)
-    parts = [zip(("norm", "inner", "dropout"), add.names, strict=True) for add in patterns.adds]
-    adds = (Rewrite("adds", i, tuple(part for part, name in found if name)) for i, found in enumerate(parts))
-    heads = (Rewrite("heads", i, ("rotation",) if one.rotate else ()) for i, one in enumerate(patterns.heads))
-    fed = {index for index, one in enumerate(patterns.heads) if one.rotate}
-    alone = (i for i, one in enumerate(patterns.rotations) if one.arguments and one.heads not in fed)
+    names = [zip(("norm", "inner", "dropout"), add.names, strict=True) for add in patterns.adds]
+    adds = (Rewrite("adds", i, tuple(part for part, name in parts if name)) for i, parts in enumerate(names))
+    heads = (Rewrite("heads", i, ("rotation",) if pair.rotate else ()) for i, pair in enumerate(patterns.heads))
+    with_norms = {index for index, pair in enumerate(patterns.heads) if pair.rotate}
+    alone = (i for i, call in enumerate(patterns.rotations) if call.arguments and call.heads not in with_norms)
     acts = [(i, gate) for i, gate in enumerate(patterns.gates) if "act" in gate.act.name or gate.act.is_function]
     products = {gate.product: i for i, gate in reversed(acts)}
     silu = recognise_activation(nn.SiLU())
@@ -239,19 +235,40 @@ def everything(layer: type) -> tuple[Rewrite, ...]:
     return (*adds, *heads, *(Rewrite("rotations", i) for i in alone), *gates)
 
 
-def run(
-    layer: type, *arguments: object, rewrites: tuple[Rewrite, ...] | None = None, in_order: bool = False
-) -> list[str]:
-    """The fused calls of the rewritten forward, which has returned what the original returns.
+def source_of_body(function: Any) -> str:
+    """The body of a function, without the prefix of the names that rewriting gives."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(definition, ast.FunctionDef)
+    return re.sub(r"\b_fused_norm_", "", "\n".join(map(ast.unparse, definition.body)))
 
-    ``in_order``: it has also called what notes it in the order of the original.
+
+def assert_becomes(
+    layer: type,
+    after: str,
+    *all_arguments: tuple[Any, ...],
+    rewrites: tuple[Rewrite, ...] | None = None,
+    in_order: bool = False,
+) -> None:
+    """Assert that the rewritten forward has the body ``after`` and returns what the original returns.
+
+    Args:
+        layer: a class whose forward is rewritten.
+        after: the expected body.
+        all_arguments: the arguments of each call of both forwards.
+        rewrites: what is fused, by default all matches.
+        in_order: the methods that note their calls in ``order`` are called in the same order.
     """
-    instance = layer()
-    expected = instance.forward(*arguments)
-    assert instance.calls == []
     forward = rewritten_forward(layer, everything(layer) if rewrites is None else rewrites)
-    order, instance.order = instance.order, []
-    assert forward(instance, *arguments) == expected
-    if in_order:
-        assert instance.order == order
-    return instance.calls
+    expected, actual = ast.unparse(ast.parse(textwrap.dedent(after))), source_of_body(forward)
+    diff = difflib.unified_diff(expected.splitlines(), actual.splitlines(), "expected", "rewritten", n=99, lineterm="")
+    assert actual == expected, "\n".join(["", *diff])
+    for arguments in all_arguments:
+        stock, fused = layer(), layer()
+        expected_value = stock.forward(*copy.deepcopy(arguments))
+        assert forward(fused, *copy.deepcopy(arguments)) == expected_value, f"{actual}\nreturns another value"
+        assert not in_order or fused.order == stock.order, f"{actual}\ncalls in another order"
+
+
+def assert_unchanged(layer: type, *all_arguments: tuple[Any, ...]) -> None:
+    """Assert that nothing in a forward is rewritten."""
+    assert_becomes(layer, source_of_body(layer.forward), *all_arguments)

@@ -588,14 +588,27 @@ def test_the_arguments_are_the_fields_of_the_options() -> None:
     _, *arguments = inspect.signature(fused_norm.apply_fused_norm).parameters.values()
     assert all(argument.kind is inspect.Parameter.KEYWORD_ONLY for argument in arguments)
     fields = dataclasses.fields(FuseOptions)
-    assert [(one.name, one.default, one.annotation) for one in arguments] == [
-        (one.name, one.default, one.type) for one in fields
+    assert [(argument.name, argument.default, argument.annotation) for argument in arguments] == [
+        *((field.name, field.default, field.type) for field in fields),
+        ("readers", None, "bool | None"),
     ]
+
+
+def test_the_old_name_of_consumers_is_accepted_with_a_warning() -> None:
+    model = build("llama", seed=0)
+    for consumers in (True, False):
+        with pytest.warns(FutureWarning, match="readers is called consumers"):
+            options = FuseOptions(readers=consumers)
+        assert options == FuseOptions(consumers=consumers)
+        with pytest.warns(FutureWarning, match="readers is called consumers") as warned:
+            report = fused_norm.apply_fused_norm(model, readers=consumers)
+        assert warned[0].filename == __file__
+        assert bool(report.consumers) == consumers
 
 
 def test_every_kind_of_site_has_one_option() -> None:
     assert [switch.kind for switch in SWITCHES.values()] == list(KINDS)
-    assert [*SWITCHES, "modules", "casting", "readers", "recompute", "strict"] == [
+    assert [*SWITCHES, "modules", "casting", "consumers", "recompute", "strict"] == [
         one.name for one in dataclasses.fields(FuseOptions)
     ]
 

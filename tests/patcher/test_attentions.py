@@ -8,7 +8,7 @@ import pytest
 
 from fused_norm.patcher.patterns import patterns_of
 
-from .forwards import Cache, Heads, layer_of, run
+from .forwards import Cache, Heads, assert_becomes, layer_of
 
 BEFORE = "v = v.view(1)"
 ROTATION = "q, k = rotate(q, k, angles[0], angles[1])"
@@ -17,46 +17,51 @@ LOOKUP = "function = attend\nif self.flag:\n    function = ATTENTIONS[self.facto
 CALL = "output, weights = function(self, q, k, v, mask, scaling=self.factor, **further)"
 AFTER = "return output"
 FORWARD = (BEFORE, ROTATION, UPDATE, LOOKUP, CALL, AFTER)
+ASKED = """q, k = self.fused_norm_rope(rotate, q, k, angles[0], angles[1],
+    dtype=self.fused_norm_read_dtype(function, cache, mask, k, v, further))"""
+FUSED = (BEFORE, LOOKUP, ASKED, UPDATE, CALL, AFTER)
 
 
 def attention_of(*parts: str) -> type:
     return layer_of("\n".join(parts), "q, k, v, angles, mask, cache=None, other=None, **further")
 
 
-def swapped(old: str, new: str) -> tuple[str, ...]:
-    parts = tuple(part.replace(old, new) for part in FORWARD)
-    assert parts != FORWARD
+def swapped(old: str, new: str, forward: tuple[str, ...] = FORWARD) -> tuple[str, ...]:
+    parts = tuple(part.replace(old, new) for part in forward)
+    assert parts != forward
     return parts
 
 
-def given(*, kept: bool = False) -> tuple[object, ...]:
-    return Heads(2), Heads(3), Heads(4), (5, 7), 6, *([Cache()] if kept else [])
+GET = "function: object = ATTENTIONS.get(self.factor, attend)"
+NORMS = "q = self.q_norm(q)\nk = self.k_norm(k)"
+ROTATED = ASKED.replace("fused_norm_rope(", "fused_norm_rotated(self.q_norm, self.k_norm, ")
 
-
-ASKED = ["reads attend None 6 3 4 {}", "rope"]
-
-FOUND: dict[str, tuple[tuple[str, ...], list[str]]] = {
-    "transformers 4": (FORWARD, ASKED),
-    "transformers 5": (swapped(LOOKUP, "function: object = ATTENTIONS.get(self.factor, attend)"), ASKED),
-    "without a cache": ((BEFORE, ROTATION, LOOKUP, CALL, AFTER), ASKED),
-    "found before": ((BEFORE, LOOKUP, ROTATION, UPDATE, CALL, AFTER), ASKED),
-    "without further arguments": (swapped(", **further", ""), ["reads attend None 6 3 4 ()", "rope"]),
-    "behind norms": (
-        (BEFORE, "q = self.q_norm(q)\nk = self.k_norm(k)", *FORWARD[1:]),
-        [ASKED[0], "rotated q_norm k_norm"],
+ALONE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "transformers 4": (FORWARD, FUSED),
+    "transformers 5": (swapped(LOOKUP, GET), swapped(LOOKUP, GET, FUSED)),
+    "without a cache": (
+        (BEFORE, ROTATION, LOOKUP, CALL, AFTER),
+        (BEFORE, LOOKUP, ASKED.replace("cache", "None"), CALL, AFTER),
+    ),
+    "looked up before": ((BEFORE, LOOKUP, ROTATION, UPDATE, CALL, AFTER), FUSED),
+    "without further arguments": (
+        swapped(", **further", ""),
+        swapped(", **further", "", swapped(", further", ", ()", FUSED)),
+    ),
+    "after norms": (
+        (BEFORE, NORMS, *FORWARD[1:]),
+        (BEFORE, "q = q\nk = k", LOOKUP, ROTATED, UPDATE, CALL, AFTER),
     ),
 }
-"""The statements of an attention's forward, and its fused calls."""
+"""The statements of an attention's forward, before and after its attention function is asked for its dtype."""
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", ALONE)
 def test_the_function_is_asked_before_the_rotation_and_every_value_stays(name: str) -> None:
-    parts, calls = FOUND[name]
-    attention = attention_of(*parts)
-    assert run(attention, *given()) == calls
-    if UPDATE in parts:
-        asked = [call.replace("None", "kept", 1) if call.startswith("reads") else call for call in calls]
-        assert run(attention, *given(kept=True)) == asked
+    before, after = ALONE[name]
+    arguments = Heads(2), Heads(3), Heads(4), (5, 7), 6
+    with_cache = [(*arguments, Cache())] if UPDATE in before else []
+    assert_becomes(attention_of(*before), "\n".join(after), arguments, *with_cache)
 
 
 NOT_FOUND: dict[str, tuple[str, ...]] = {
@@ -91,20 +96,20 @@ NOT_FOUND: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("name", NOT_FOUND)
 def test_what_could_tell_is_not_asked(name: str) -> None:
     patterns = patterns_of(attention_of(*NOT_FOUND[name]))
-    assert [one.attention for one in patterns.rotations] == [None] * len(patterns.rotations)
+    assert {call.attention for call in patterns.rotations} == {None}
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "is_asked"),
     [
         *((name, True) for name in ("Qwen3", "Llama", "Gemma3", "Mistral", "Olmo2", "Granite", "Phi3", "Cohere")),
         ("GptOss", False),  # with a sink
         ("Gemma3nText", False),  # one by one
     ],
 )
-def test_what_attentions_of_transformers_have(name: str, found: bool) -> None:
+def test_what_attentions_of_transformers_have(name: str, is_asked: bool) -> None:
     folder = {"GptOss": "gpt_oss", "Gemma3nText": "gemma3n"}.get(name, name.lower())
     attention = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), f"{name}Attention")
     patterns = patterns_of(attention)
-    assert {one.attention is not None for one in patterns.rotations} == {found}
-    assert all(one.attention is patterns.rotations[0].attention for one in patterns.heads if one.rotation)
+    assert {call.attention is not None for call in patterns.rotations} == {is_asked}
+    assert all(pair.attention is patterns.rotations[0].attention for pair in patterns.heads if pair.rotation)

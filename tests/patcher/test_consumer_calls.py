@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 import fused_norm
-from fused_norm.kernels.triton.norm_backward import MOST_READERS
+from fused_norm.kernels.triton.norm_backward import MOST_CONSUMERS
 from fused_norm.patcher import fused_norm_module
 
 from .models import equal_in_fp32, relative
@@ -81,7 +81,7 @@ def test_who_sees_a_call_sees_what_it_would_see_of_stock(place: str, how: str, d
     stock = adapted("q")
     seen: list[Seen] = []
     found = []
-    shared = fused_copy(stock, readers=False)
+    shared = fused_copy(stock, consumers=False)
     for model in (fused_copy(stock), shared, stock):
         seen.append([])
         noted(PLACES[place](model), how, seen[-1])
@@ -253,7 +253,7 @@ def test_what_an_adapter_reads_is_asked_at_each_call(name: str, device: str) -> 
     change, expected = ADAPTERS[name]
     stock = adapted("q")
     found = []
-    for model in (fused_copy(stock), fused_copy(stock, readers=False), stock):
+    for model in (fused_copy(stock), fused_copy(stock, consumers=False), stock):
         step(model, device)
         change(model)
         found.append(step(model, device))
@@ -267,7 +267,7 @@ def test_outputs_are_counted_at_each_call(device: str) -> None:
     stock = adapted("q", "k", block="return self.q(x) - self.k(x) * self.v(x) + self.v(x)")
     found = []
     for model in (fused_copy(stock), stock):
-        assert model is stock or own_inputs(step(model, device)[0]) == MOST_READERS
+        assert model is stock or own_inputs(step(model, device)[0]) == MOST_CONSUMERS
         block_of(model).v = copy.deepcopy(block_of(model).q)
         found.append(step(model, device))
     assert own_inputs(found[0][0]) == 0
@@ -278,7 +278,7 @@ def test_outputs_are_counted_at_each_call(device: str) -> None:
 def test_every_linear_and_every_adapter_gets_the_output_that_is_its_own(names: str, device: str) -> None:
     """The gradient of each is another, so that one that went to another's place would show."""
     stock = adapted(*names)
-    found = [step(model, device) for model in (fused_copy(stock), fused_copy(stock, readers=False), stock)]
+    found = [step(model, device) for model in (fused_copy(stock), fused_copy(stock, consumers=False), stock)]
     assert own_inputs(found[0][0]) == 3 + len(names)
     assert_near(found[0], found[2])
     assert [equal_in_fp32(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])
@@ -319,7 +319,8 @@ def test_a_norm_is_written_in_autocasts_dtype_if_it_would_be_float32(
     stock = made(dtype=dtype)
     stock.layers[0].norm.to(norm)
     found = [
-        step(model, device, autocast=autocast) for model in (fused_copy(stock), fused_copy(stock, readers=False), stock)
+        step(model, device, autocast=autocast)
+        for model in (fused_copy(stock), fused_copy(stock, consumers=False), stock)
     ]
     assert_near(found[0], found[2])
     assert [equal_in_fp32(*both) for both in zip(found[0], found[1], strict=True)] == [True] * len(found[0])

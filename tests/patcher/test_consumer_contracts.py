@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import fused_norm
-from fused_norm.kernels.triton.norm_backward import MOST_READERS
+from fused_norm.kernels.triton.norm_backward import MOST_CONSUMERS
 
 from .forwards import layer_of
 from .models import equal_in_fp32, relative
@@ -68,7 +68,7 @@ def fused_copy(model: nn.Module, **options: Any) -> nn.Module:
 
 def reason_of(model: nn.Module) -> str | None:
     """Why the linears of the block share one input, as the report has it: "" without a row, None for no reason."""
-    rows = fused_norm.apply_fused_norm(copy.deepcopy(model), strict=False).readers
+    rows = fused_norm.apply_fused_norm(copy.deepcopy(model), strict=False).consumers
     return next((row.reason for row in rows or () if row.path == "layers.0.block"), "")
 
 
@@ -106,12 +106,12 @@ def own_inputs(y: Tensor, dtype: torch.dtype = BF16) -> int:
     """How many linears and adapters read an output of a norm that was written for them in ``dtype``."""
     count = 0
     for node in nodes(y):
-        if "ForReaders" in node.name():
+        if "ForConsumers" in node.name():
             count += sum(one.dtype == dtype for one in node._input_metadata[:-1])
     return count
 
 
-def readers_of(model: nn.Module, device: str) -> tuple[int, list[Tensor]]:
+def consumers_of(model: nn.Module, device: str) -> tuple[int, list[Tensor]]:
     found = step(model, device)
     return own_inputs(found[0]), found
 
@@ -119,8 +119,8 @@ def readers_of(model: nn.Module, device: str) -> tuple[int, list[Tensor]]:
 def compare(model: nn.Module, expected: int, device: str) -> None:
     """Assert stock's numbers, the bits of linears that share an input, and how many linears have one of their own."""
     stock = step(model, device)
-    shared = step(fused_copy(model, readers=False), device)
-    count, found = readers_of(fused_copy(model), device)
+    shared = step(fused_copy(model, consumers=False), device)
+    count, found = consumers_of(fused_copy(model), device)
     assert count == expected
     assert_near(found, stock)
     assert [one.dtype for one in found] == [one.dtype for one in shared]
@@ -178,11 +178,11 @@ def test_the_report_has_the_reason_why_linears_share_one_input() -> None:
     assert reason_of(model) == "it may be checkpointed by itself"
 
 
-@pytest.mark.parametrize(("count", "expected"), [(MOST_READERS, MOST_READERS), (MOST_READERS + 1, 0)])
+@pytest.mark.parametrize(("count", "expected"), [(MOST_CONSUMERS, MOST_CONSUMERS), (MOST_CONSUMERS + 1, 0)])
 def test_a_norm_has_a_limited_number_of_outputs(count: int, expected: int, device: str) -> None:
     model = made(block=f"return {' - '.join(['self.q(x)'] * count)}")
     compare(model, expected, device)
-    assert reason_of(model) == (None if expected else f"its linears read {count} tensors, more than {MOST_READERS}")
+    assert reason_of(model) == (None if expected else f"its linears read {count} tensors, more than {MOST_CONSUMERS}")
 
 
 # ---- Forwards of layers: who reads the norm ----
@@ -236,7 +236,8 @@ def is_handed_on(y: Tensor) -> bool:
     """Whether something reads what a norm hands on of its input, so that both gradients meet in the norm's backward."""
     edges = (edge for node in nodes(y) for edge in node.next_functions if edge[0] is not None)
     return any(
-        node.name() == "RMSNormForReadersBackward" and number == len(node._input_metadata) - 1 for node, number in edges
+        node.name() == "RMSNormForConsumersBackward" and number == len(node._input_metadata) - 1
+        for node, number in edges
     )
 
 

@@ -125,7 +125,10 @@ def compare(
 def test_a_model_has_the_bits_of_pefts_layers_and_norms_are_written_in_16_bits(model_type: str, device: str) -> None:
     counts = compare(model_of(device, model_type), device)
     assert counts["lora_linear_4bit"] == 7
-    assert counts["rms_norm_for_readers"] + counts["add_rms_norm_for_readers"] + counts["norm_add_norm_for_readers"] > 0
+    assert (
+        counts["rms_norm_for_consumers"] + counts["add_rms_norm_for_consumers"] + counts["norm_add_norm_for_consumers"]
+        > 0
+    )
 
 
 def marked_slow(cases: Iterable[str], *slow: str) -> list[Any]:

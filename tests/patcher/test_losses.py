@@ -905,7 +905,7 @@ class WithASumOfItsOwn(modeling_llama.LlamaForCausalLM):
 
 def test_a_model_that_is_rewritten_for_other_sites_keeps_its_loss_each_time() -> None:
     model = WithASumOfItsOwn(tiny_config("llama"))
-    for options in ({}, {}, {"norms": False, "readers": False}, {}, {"loss": False}, {}):
+    for options in ({}, {}, {"norms": False, "consumers": False}, {}, {"loss": False}, {}):
         report = fused_norm.apply_fused_norm(model, **options)
         rewrites = getattr(model, "fused_norm_rewrites", ())
         assert ("outer" in {site.path for site in report.fused if site.kind == "residual"}) == bool(rewrites), options

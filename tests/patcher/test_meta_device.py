@@ -25,7 +25,7 @@ OPTIONS = [
     {},
     *(
         pytest.param(one, marks=pytest.mark.slow)
-        for one in ({"loss": False}, {"readers": False}, {"recompute": True}, {"recompute": "mlp"})
+        for one in ({"loss": False}, {"consumers": False}, {"recompute": True}, {"recompute": "mlp"})
     ),
     {"recompute": "attention"},
 ]

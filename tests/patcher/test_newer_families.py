@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import fused_norm
-from fused_norm.model_configs import FAMILIES, build
+from fused_norm.model_configs import FAMILIES, build, tiny_config
 from fused_norm.patcher import apply
 from fused_norm.spec import FusedNormError, GatedNormSpec
 
@@ -100,6 +101,31 @@ def test_a_norm_without_its_gate_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(apply, "FAMILIES", {family.model_type: replace(family, specs={})})
     with pytest.raises(FusedNormError, match=r"linear_attn\.norm \(norm\): computes llama, weight"):
         fused_norm.apply_fused_norm(build(family.model_type, seed=0))
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"hidden_size_per_layer_input": 0}, {"num_kv_shared_layers": 0}, {"attention_k_eq_v": True}]
+)
+def test_a_variant_of_gemma_4_is_no_error(overrides: dict[str, object]) -> None:
+    if "gemma4_text" not in NEWER_MODEL_TYPES:
+        pytest.skip("this transformers has no gemma4_text")
+    report = fused_norm.apply_fused_norm(build(tiny_config("gemma4_text", **overrides), seed=0))
+    assert report.counts["sandwich"] == (8 if "hidden_size_per_layer_input" in overrides else 12)
+
+
+@pytest.mark.parametrize("model_type", NEWER_MODEL_TYPES)
+def test_the_default_model_has_the_sites_of_the_row(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    layers = len(FAMILIES[model_type].tiny.get("layer_types", ())) or 2
+    if getattr(config, "layer_types", None) is not None:
+        layers = 6
+        config.layer_types = config.layer_types[:layers]
+    config.num_hidden_layers = layers
+    if hasattr(config, "num_kv_shared_layers"):
+        config.num_kv_shared_layers = 0
+    with torch.device("meta"):
+        report = fused_norm.apply_fused_norm(AutoModelForCausalLM.from_config(config))
+    assert report.counts["norm"] > 2 * layers
 
 
 def test_types_of_layers_go_on_by_turns_in_a_model_of_more_layers() -> None:

@@ -138,9 +138,8 @@ KNOWN: dict[str, tuple[Norm, NormSpec]] = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_one_formula_that_fits_is_found(name: str) -> None:
     module, expected = KNOWN[name]
-    found = recognise(module)
-    assert found.spec == expected
-    assert found.eps_name == "eps"
+    recognised = recognise(module)
+    assert (recognised.spec, recognised.eps_name) == (expected, "eps")
 
 
 def with_member(name: str, member: object) -> Norm:
@@ -211,8 +210,8 @@ OTHER_GRADIENTS: dict[str, Callable[..., Any]] = {
     "otherwise for gradients": lambda self, x: Norm.forward(self, x * 2 + 1 if x.requires_grad else x),
 }
 REFUSED: dict[str, tuple[nn.Module, str]] = {
-    **{name: (norm_by(one), "none of the known formulas") for name, one in OTHER_FORMULAS.items()},
-    **{name: (norm_by(one), "where gradients are needed") for name, one in OTHER_GRADIENTS.items()},
+    **{name: (norm_by(forward), "none of the known formulas") for name, forward in OTHER_FORMULAS.items()},
+    **{name: (norm_by(forward), "where gradients are needed") for name, forward in OTHER_GRADIENTS.items()},
     "noisy in training": (norm_by(noisy_in_training).train(), "none of the known formulas"),
     "noisy in training, in eval": (norm_by(noisy_in_training).eval(), "none of the known formulas"),
     "otherwise on CUDA": (norm_by(otherwise_on_cuda), "asks whether it runs on CUDA"),
@@ -310,8 +309,8 @@ def test_instances_of_one_class_are_told_apart_by_their_attributes() -> None:
 
 
 def test_a_norm_runs_once_for_each_sample_however_many_formulas_it_is_compared_with(monkeypatch) -> None:
-    called, calls = norm_recognition._called, []
-    monkeypatch.setattr(norm_recognition, "_called", lambda *given: calls.append(given) or called(*given))
+    called, calls = norm_recognition._call, []
+    monkeypatch.setattr(norm_recognition, "_call", lambda *given: calls.append(given) or called(*given))
     assert recognise(norm_by(lambda self, x: Norm.forward(self, x), eps=2e-5)).spec.casting == "llama"
     dtype_pairs, shapes, modes = 6, 3, 3
     assert len(calls) == dtype_pairs * shapes * modes

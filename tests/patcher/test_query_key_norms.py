@@ -1,4 +1,4 @@
-"""The norms of q and k are computed together, and with the rotation, only where nobody reads them in between."""
+"""The norms of q and k are computed together, and with the rotation, only if nothing reads them in between."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ from fused_norm.patcher.patterns import patterns_of, rotations_of
 from fused_norm.patcher.patterns.heads import QK_NAME
 from fused_norm.patcher.rewrite import Rewrite
 
-from .forwards import Heads, Recorder, layer_of, run
+from .forwards import Heads, Recorder, assert_becomes, assert_unchanged, layer_of
 from .rotary import rotates
 
-ROTATED = ["rotated q_norm k_norm"]
-TOGETHER = ["pair q_norm k_norm"]
-
-
 NORMS = "q = self.q_norm(q); k = self.k_norm(k)"
+TOGETHER = "q = q; k = k; q, k = self.fused_norm_pair(self.q_norm, self.k_norm, q, k)"
 PAIRS = {
     "Qwen3": (
         """
@@ -34,64 +31,88 @@ PAIRS = {
         value = self.flag; cos, sin = angles; q, k = rotate(q, k, cos, sin)
         return q, k, value
         """,
-        "rotate",
-        ROTATED,
+        """
+        q = q.view(1).transpose(1, 2); k = k.view(1).transpose(1, 2); value = self.flag; cos, sin = angles
+        q, k = self.fused_norm_rotated(self.q_norm, self.k_norm, rotate, q, k, cos, sin)
+        return q, k, value
+        """,
     ),
-    "Gemma 3": (f"{NORMS}; cos, sin = angles; q, k = rotate(q, k, cos, sin, unsqueeze_dim=2)", "rotate", ROTATED),
+    "Gemma 3": (
+        f"{NORMS}; cos, sin = angles; q, k = rotate(q, k, cos, sin, unsqueeze_dim=2)",
+        """
+        q = q; k = k; cos, sin = angles
+        q, k = self.fused_norm_rotated(self.q_norm, self.k_norm, rotate, q, k, cos, sin, unsqueeze_dim=2)
+        """,
+    ),
+    "HunYuan": (
+        """
+        cos, sin = angles; q, k = rotate(q, k, cos, sin)
+        q = self.query_layernorm(q); k = self.key_layernorm(k)
+        """,
+        """
+        cos, sin = angles; q, k = rotate(q, k, cos, sin); q = q; k = k
+        q, k = self.fused_norm_pair(self.query_layernorm, self.key_layernorm, q, k)
+        """,
+    ),
     "key first": (
         "k = self.k_norm(k); q = self.q_norm(q); k, q = rotate(k, q, *angles, 1)",
-        None,
-        ["pair k_norm q_norm"],
+        """
+        k = k; q = q; k, q = self.fused_norm_pair(self.k_norm, self.q_norm, k, q)
+        k, q = rotate(k, q, *angles, 1)
+        """,
     ),
 }
+# As in Exaone 4, GLM 4 MoE, and in none.
 WITHOUT_THE_ROTATION = {
     "Exaone 4": """
-        q = self.q_norm(q); k = self.k_norm(k); cos, sin = angles
+        NORMS; cos, sin = angles
         if self.flag:
             q, k = rotate(q, k, cos, sin)
     """,
     "GLM 4 MoE": """
         if self.flag:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
+            NORMS
         q = q.transpose(1, 2); cos, sin = angles; q, k = rotate(q, k, cos, sin)
     """,
-    "HunYuan": """
-        cos, sin = angles; q, k = rotate(q, k, cos, sin)
-        q = self.query_layernorm(q); k = self.key_layernorm(k)
-    """,
-    "rotates another": f"{NORMS}; p, k = rotate(q, k, angles[0], angles[1]); return p, q, k",
-    "rotates swapped": f"{NORMS}; q, k = rotate(k, q, angles[0], angles[1])",
-    "rotates by themselves": f"{NORMS}; q, k = rotate(q, k, q.value, angles[1])",
-    "rotates dynamically": f"{NORMS}; q, k = rotate(q, k, angles[0], angles[1], unsqueeze_dim=self.factor)",
-    "rotates starred": f"{NORMS}; q, k = rotate(q, k, *angles[:1], *angles[1:])",
-    "rotates one by one": f"{NORMS}; q = rotate(q, q, *angles)[0]; k = rotate(k, k, *angles)[0]",
-    "writes before the rotation": f"""
-        raw = q; {NORMS}; raw.mul_(2); q, k = rotate(q, k, angles[0], angles[1])
+    "rotates another": "NORMS; p, k = rotate(q, k, angles[0], angles[1]); return p, q, k",
+    "rotates swapped": "NORMS; q, k = rotate(k, q, angles[0], angles[1])",
+    "rotates by themselves": "NORMS; q, k = rotate(q, k, q.value, angles[1])",
+    "rotates dynamically": "NORMS; q, k = rotate(q, k, angles[0], angles[1], unsqueeze_dim=self.factor)",
+    "rotates starred": "NORMS; q, k = rotate(q, k, *angles[:1], *angles[1:])",
+    "rotates one by one": "NORMS; q = rotate(q, q, *angles)[0]; k = rotate(k, k, *angles)[0]",
+    "writes before the rotation": """
+        raw = q; NORMS; raw.mul_(2); q, k = rotate(q, k, angles[0], angles[1])
         raw.value = raw.value // 2
     """,
 }
-PAIRS |= {name: (body, None, TOGETHER) for name, body in WITHOUT_THE_ROTATION.items()}
-"""The body of an attention's forward, which returns q and k, the rotation that takes them, and the fused calls."""
+PAIRS |= {
+    name: (body.replace("NORMS", NORMS), body.replace("NORMS", TOGETHER)) for name, body in WITHOUT_THE_ROTATION.items()
+}
+"""The body of an attention's forward, which returns q and k, before and after its norms are fused."""
+
+ARGUMENTS = Heads(2), Heads(3), (5, 7)
+
+
+def with_return(body: str) -> str:
+    return body if "return" in body else textwrap.dedent(body) + "\nreturn q, k"
 
 
 def attention_of(body: str, parameters: str = "q, k, angles", base: type = Recorder) -> type[Recorder]:
-    return layer_of(body if "return" in body else textwrap.dedent(body) + "\nreturn q, k", parameters, base)
+    return layer_of(with_return(body), parameters, base)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_both_norms_become_one_call_and_every_value_stays(name: str) -> None:
-    body, rotation, calls = PAIRS[name]
-    attention = attention_of(body)
-    (found,) = patterns_of(attention).heads
-    assert found.rotate == rotation
-    rewrites = (Rewrite("heads", 0, ("rotation",) if found.rotate else ()),)
-    assert run(attention, Heads(2), Heads(3), (5, 7), rewrites=rewrites) == calls
+    before, after = PAIRS[name]
+    attention = attention_of(before)
+    (heads,) = patterns_of(attention).heads
+    rewrites = (Rewrite("heads", 0, ("rotation",) if heads.rotate else ()),)
+    assert_becomes(attention, with_return(after), ARGUMENTS, rewrites=rewrites)
 
 
 def test_norms_can_be_made_together_without_the_rotation() -> None:
-    qwen3 = attention_of(PAIRS["Qwen3"][0])
-    assert run(qwen3, Heads(2), Heads(3), (5, 7), rewrites=(Rewrite("heads", 0),)) == TOGETHER
+    rotate = "; cos, sin = angles; q, k = rotate(q, k, cos, sin); return q, k"
+    assert_becomes(attention_of(NORMS + rotate), TOGETHER + rotate, ARGUMENTS, rewrites=(Rewrite("heads", 0),))
 
 
 class WithMethods(Recorder):
@@ -135,7 +156,7 @@ LEFT_ALONE = {
 def test_what_only_resembles_a_pair_is_left_alone(name: str) -> None:
     attention = attention_of(LEFT_ALONE[name], "q, k", WithMethods)
     assert patterns_of(attention).heads == []
-    assert run(attention, Heads(2), Heads(3)) == []
+    assert_unchanged(attention, (Heads(2), Heads(3)))
 
 
 def rotates_too(q, k, cos, sin, unsqueeze_dim=1):
@@ -180,8 +201,8 @@ def test_each_pair_is_fused_with_its_own_rotation() -> None:
     ],
 )
 def test_what_attentions_of_transformers_have(attention, expected) -> None:
-    found = [(*one.names, one.rotate) for one in patterns_of(attention).heads]
-    assert found == ([] if expected is None else [expected])
+    heads = [(*pair.names, pair.rotate) for pair in patterns_of(attention).heads]
+    assert heads == ([] if expected is None else [expected])
 
 
 def test_names_of_q_and_k_norms() -> None:

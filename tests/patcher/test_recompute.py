@@ -591,7 +591,7 @@ def test_layers_without_a_fused_add_recompute_too(device: str, recomputed_by: li
     assert recomputed_by.count("recomputed_norm") == 4
     fused_norm.apply_fused_norm(recomputing, residual=False)
     assert layers_of(recomputing) == [False, False]
-    fused_norm.apply_fused_norm(recomputing, residual=False, readers=False)
+    fused_norm.apply_fused_norm(recomputing, residual=False, consumers=False)
     assert not any(isinstance(layer, FusedBlock) for layer in recomputing.model.layers)
     fused_norm.apply_fused_norm(recomputing, residual=False, recompute=True)
     fused_norm.remove_fused_norm(recomputing)

@@ -31,9 +31,9 @@ from torch.overrides import TorchFunctionMode
 import fused_norm
 from fused_norm.kernels.reference import rms_norm
 from fused_norm.patcher.activation_recognition import recognise_activation
+from fused_norm.patcher.code_fingerprint import fingerprint
 from fused_norm.patcher.norm_recognition import recognise
 from fused_norm.patcher.probe import UnrecognisedError
-from fused_norm.patcher.reached_code import reached_by
 from fused_norm.patcher.rotation_recognition import recognise_rotation
 
 SETTINGS = types.ModuleType("settings")
@@ -440,16 +440,16 @@ def a_global_of_python(monkeypatch) -> None:
 def test_a_flag_is_in_the_key_or_there_is_none(way: str) -> None:
     flag, flipped = WAYS[way]
     norm = norm_that_reads(flag)
-    before = reached_by(norm())
+    before = fingerprint(norm())
     assert not flag(norm())
     with flipped():
         assert flag(norm()), "the way is none"
-        after = reached_by(norm())
+        after = fingerprint(norm())
     if before.key is None:
         assert before.unknown
     else:
         assert after.key != before.key, "remembered as it was"
-    assert reached_by(norm()).key == before.key
+    assert fingerprint(norm()).key == before.key
 
 
 @pytest.mark.parametrize("way", NAMED)
@@ -487,9 +487,9 @@ def test_no_error_comes_out_of_a_key_whatever_a_thing_answers(number: int) -> No
     model = norm_that_reads(lambda self: False)()
     vars(model)["held"] = thing
     for root in (act, model, functools.partial(act, thing), lambda x, found=thing: found):
-        one, other = reached_by(root), reached_by(root)
-        assert one.key == other.key
-        assert hash(one.key) == hash(other.key)
+        first, second = (fingerprint(root).key for _ in range(2))
+        assert first == second
+        assert hash(first) == hash(second)
     assert recognise_activation(act).formula == "silu"
     x = torch.randn(3, 16)
     expected = model(x)

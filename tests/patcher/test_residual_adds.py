@@ -15,11 +15,11 @@ import fused_norm
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
 from fused_norm.patcher.rewrite import Rewrite
 
-from .forwards import Recorder, everything, layer_of, run
+from .forwards import Recorder, assert_becomes, assert_unchanged, everything, layer_of
 
 
 def adds_of(layer: type) -> list[str]:
-    """The norms after and before each add that is found in a forward, and the dropout: ``-`` where there is none."""
+    """The norm after each add in a forward, that of its branch, and the norm before that; ``-`` for none."""
     return [" ".join(name or "-" for name in add.names).rstrip(" -") for add in patterns_of(layer).adds]
 
 
@@ -33,8 +33,10 @@ FUSED = {
         r = a; a = self.norm(a); a = self.other(a); a = r + a
         return a
         """,
-        ["norm other", "- other"],
-        ["add norm other 1", "onto other"],
+        """
+        r = a; y0, a = self.fused_norm_add(self.norm, r, a, inner=self.other); r = a; a = y0; del y0
+        a = self.fused_norm_then_add(self.other, r, a); return a
+        """,
     ),
     "Gemma 2": (
         """
@@ -42,8 +44,11 @@ FUSED = {
         r = a; a = self.norm(a); a = self.other(a); a = self.inner(a); a = a + r
         return a
         """,
-        ["norm inner", "- inner"],
-        ["add norm inner 1", "onto inner"],
+        """
+        r = a; a = self.norm(a); a = self.other(a)
+        y0, a = self.fused_norm_add(self.norm, r, a, inner=self.inner); r = a; a = y0; del y0
+        a = self.other(a); a = self.fused_norm_then_add(self.inner, branch=a, residual=r); return a
+        """,
     ),
     "inline": (
         """
@@ -51,34 +56,49 @@ FUSED = {
         r = a; a = self.norm(a)
         return r * a
         """,
-        ["- inner", "norm inner"],
-        ["onto inner", "add norm inner 1"],
+        """
+        a = self.fused_norm_then_add(self.inner, a, self.other(a))
+        y1, a = self.fused_norm_add(self.norm, branch=a * 2, residual=a, inner=self.inner); r = a; a = y1
+        del y1; return r * a
+        """,
     ),
     "no norm after": (
         "r = a; a = self.other(a); a = self.inner(a); a = r + a; return a * 2",
-        ["- inner"],
-        ["onto inner"],
+        "r = a; a = self.other(a); a = self.fused_norm_then_add(self.inner, r, a); return a * 2",
     ),
-    "returned": ("r = a; a = self.inner(self.other(a)); return r + a", ["- inner"], ["onto inner"]),
-    "returned inline": ("a = self.other(a); return self.inner(a * 2) + a", ["- inner"], ["onto inner"]),
+    "returned": (
+        "r = a; a = self.inner(self.other(a)); return r + a",
+        "r = a; return self.fused_norm_then_add(self.inner, r, self.other(a))",
+    ),
+    "returned inline": (
+        "a = self.other(a); return self.inner(a * 2) + a",
+        "a = self.other(a); return self.fused_norm_then_add(self.inner, branch=a * 2, residual=a)",
+    ),
     "scaled": (
         """
         r = a; a = r + self.other(a) * self.factor
         r = a; a = self.norm(a); a = self.factor * self.other(a) + r
         return a
         """,
-        ["norm"],
-        ["add norm None 7"],
+        """
+        r = a; y0, a = self.fused_norm_add(self.norm, r, self.other(a), scale=self.factor); r = a; a = y0
+        del y0; a = self.factor * self.other(a) + r; return a
+        """,
     ),
-    "both scaled": ("a = self.factor * a + b * self.factor; return self.norm(a)", ["norm"], ["add norm None 7"]),
+    "both scaled": (
+        "a = self.factor * a + b * self.factor; return self.norm(a)",
+        "y0, a = self.fused_norm_add(self.norm, self.factor * a, b, scale=self.factor); return y0",
+    ),
     "other names": (
         """
         total = self.other(a) * 5 + b * a; kept = also = total
         y = self.norm(total)
         return y + kept * also
         """,
-        ["norm"],
-        ["add norm None 1"],
+        """
+        y0, total = self.fused_norm_add(self.norm, self.other(a) * 5, b * a); kept = also = total; y = y0
+        del y0; return y + kept * also
+        """,
     ),
     "nested": (
         """
@@ -92,13 +112,27 @@ FUSED = {
             a = self.other(a)
         return a * b
         """,
-        ["norm", "other"],
-        ["add norm None 1"],
+        """
+        if self.flag:
+            with contextlib.suppress(ValueError):
+                y0, a = self.fused_norm_add(self.norm, a, b)
+                b = a
+                a = y0
+                del y0
+        else:
+            y1, a = self.fused_norm_add(self.other, b, b)
+            a = y1
+            del y1
+        return a * b
+        """,
     ),
     "several": (
         "a = a + b; a = self.norm(a); a = a + b; a = self.other(a); a = b * a + b; return self.norm(a)",
-        ["norm", "other", "norm"],
-        ["add norm None 1", "add other None 1", "add norm None 1"],
+        """
+        y0, a = self.fused_norm_add(self.norm, a, b); a = y0; del y0
+        y1, a = self.fused_norm_add(self.other, a, b); a = y1; del y1
+        y2, a = self.fused_norm_add(self.norm, b * a, b); return y2
+        """,
     ),
     # As in the vision blocks of Qwen2.5-VL, with another norm at the end.
     "inside calls": (
@@ -107,8 +141,11 @@ FUSED = {
         copied = a
         return max(self.norm(a), b) - copied
         """,
-        ["other", "norm"],
-        ["add other None 1", "add norm None 1"],
+        """
+        y0, a = self.fused_norm_add(self.other, a, self.third(self.norm(a), *[]))
+        y1, a = self.fused_norm_add(self.norm, a, self.third(x=y0)); del y0; copied = a
+        return max(y1, b) - copied
+        """,
     ),
     "inside arithmetic": (
         """
@@ -116,8 +153,11 @@ FUSED = {
         first, second = self.pair(self.other(scaled))
         return first - second * a
         """,
-        ["norm", "other third"],
-        ["add norm None 1", "add other third 1"],
+        """
+        y0, a = self.fused_norm_add(self.norm, a * b, a); scaled = y0 * (1 + b) - a; del y0
+        y1, scaled = self.fused_norm_add(self.other, branch=b, residual=scaled, inner=self.third)
+        first, second = self.pair(y1); del y1; return first - second * a
+        """,
     ),
     "in a case": (
         """
@@ -129,15 +169,28 @@ FUSED = {
                 a = b
         return a
         """,
-        ["norm"],
-        ["add norm None 1"],
+        """
+        match self.factor:
+            case 7:
+                y0, a = self.fused_norm_add(self.norm, a, b)
+                a = y0
+                del y0
+            case _:
+                a = b
+        return a
+        """,
     ),
     # What a sum's norm returns is added at once.
-    "both in one statement": ("a = a + b; a = a + self.norm(a); return self.other(a)", ["norm"], ["add norm None 1"]),
+    "both in one statement": (
+        "a = a + b; a = a + self.norm(a); return self.other(a)",
+        "y0, a = self.fused_norm_add(self.norm, a, b); a = a + y0; del y0; return self.other(a)",
+    ),
     "in lists": (
         "a = a + b; r = a; a = self.norms[0](a); a = r + a; r = a; a = self.norms[1](a); return r - a",
-        ["norms.0", "norms.1"],
-        ["add norm None 1", "add other None 1"],
+        """
+        y0, a = self.fused_norm_add(self.norms[0], a, b); r = a; a = y0; del y0
+        y1, a = self.fused_norm_add(self.norms[1], r, a); r = a; a = y1; del y1; return r - a
+        """,
     ),
     # As in Gemma 3n.
     "inner of another name": (
@@ -148,8 +201,13 @@ FUSED = {
             gated = gated + normed
         return gated * 2
         """,
-        ["norm inner", "- other"],
-        ["add norm inner 1", "onto other"],
+        """
+        made = self.third(a); y0, gated = self.fused_norm_add(self.norm, b, made, inner=self.inner)
+        normed = y0; del y0
+        if self.flag:
+            gated = self.fused_norm_then_add(self.other, gated, normed)
+        return gated * 2
+        """,
     ),
     # As in T5Gemma.
     "dropout": (
@@ -158,30 +216,33 @@ FUSED = {
         r = a; a = self.norm(a); made = self.inner(a * 3); a = self.third(made) + r
         return a * 2
         """,
-        ["norm third inner", "- third inner"],
-        ["add norm inner 1", "onto inner"],
+        """
+        r = a; a = self.other(a)
+        y0, a = self.fused_norm_add(self.norm, r, a, inner=self.inner, dropout=self.third); r = a; a = y0
+        del y0; a = self.fused_norm_then_add(self.inner, branch=a * 3, residual=r, dropout=self.third)
+        return a * 2
+        """,
     ),
     "dropout of what is read again": (
         "made = self.inner(a); a = a + self.third(made); return a * made",
-        ["- third"],
-        ["onto third"],
+        "made = self.inner(a); a = self.fused_norm_then_add(self.third, a, made); return a * made",
     ),
     # The norm takes one sum and its result goes into the next: it can be fused with one of them.
     "the consumer is the inner norm": (
         "a = a + b; a = self.inner(a); a = b + a; return self.norm(a)",
-        ["inner", "norm"],
-        ["add inner None 1", "add norm None 1"],
+        """
+        y0, a = self.fused_norm_add(self.inner, a, b); a = y0; del y0
+        y1, a = self.fused_norm_add(self.norm, b, a); return y1
+        """,
     ),
 }
-"""The body of a forward, the adds that are found in it, and its calls when all of them are fused."""
+"""The body of a forward, before and after all adds in it are fused."""
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_the_sum_is_handed_over_and_every_value_stays(name: str) -> None:
-    body, adds, calls = FUSED[name]
-    layer = layer_of(body)
-    assert adds_of(layer) == adds
-    assert run(layer, 2, 3) == calls
+    before, after = FUSED[name]
+    assert_becomes(layer_of(before), after, (2, 3))
 
 
 def test_an_add_or_a_norm_under_a_condition_becomes_a_call_under_it() -> None:
@@ -193,13 +254,19 @@ def test_an_add_or_a_norm_under_a_condition_becomes_a_call_under_it() -> None:
         """,
         "a, b=None",
     )
-    assert adds_of(sum_or_not) == ["norm", "other"]
-    assert patterns_of(sum_or_not).missed_adds == []
-    assert run(sum_or_not, 2, 3) == ["add norm None 1", "add other None 7"]
-    assert run(sum_or_not, 2) == []
-    # As in Molmo 2 and Higgs Audio 2.
-    norm_or_not = layer_of(
+    assert_becomes(
+        sum_or_not,
         """
+        r = a; y0, a = self.fused_norm_add(self.norm, a, b) if b is not None else (self.norm(a), a); a = y0; del y0
+        y1, a = SUM if not b is None else (self.other(a), a)
+        return y1 - r
+        """.replace("SUM", "self.fused_norm_add(self.other, branch=b, residual=a, scale=self.factor)"),
+        (2, 3),
+        (2,),
+    )
+    assert patterns_of(sum_or_not).missed_adds == []
+    # As in Molmo 2 and Higgs Audio 2.
+    norm_or_not = """
         a = a + 5 * a; r = a
         if self.flag and not after:
             a = self.norm(a)
@@ -210,21 +277,34 @@ def test_an_add_or_a_norm_under_a_condition_becomes_a_call_under_it() -> None:
             r = a
             a = self.other(a)
         return a - r
-        """,
-        "a, b=None, after=False",
-    )
-    assert adds_of(norm_or_not) == ["norm", "other third"]
-    assert run(norm_or_not, 2) == ["add norm None 1", "onto third"]
-    assert run(norm_or_not, 2, 3) == ["add norm None 1", "add other third 1"]
-    assert run(norm_or_not, 2, 3, True) == ["add other third 1"]
+    """
+    fused = """
+        y0, a = self.fused_norm_add(self.norm, a, 5 * a) if self.flag and (not after) else (None, a + 5 * a); r = a
+        if self.flag and (not after):
+            a = y0
+            del y0
+        y1, a = SUM if not b is None else (None, self.fused_norm_then_add(self.third, r, a))
+        if b is None:
+            a = 2 * a
+        else:
+            r = a
+            a = y1
+            del y1
+        return a - r
+    """.replace("SUM", "self.fused_norm_add(self.other, r, a, inner=self.third)")
+    assert_becomes(layer_of(norm_or_not, "a, b=None, after=False"), fused, (2,), (2, 3), (2, 3, True))
 
 
-def test_only_what_is_asked_for_is_handed_over() -> None:
-    several, gemma2 = (layer_of(FUSED[name][0]) for name in ("several", "Gemma 2"))
-    assert run(several, 2, 3, rewrites=(Rewrite("adds", 2, ("norm",)),)) == ["add norm None 1"]
-    assert run(gemma2, 2, 3, rewrites=(Rewrite("adds", 0, ("inner",)),)) == ["onto inner"]
-    assert run(gemma2, 2, 3, rewrites=(Rewrite("adds", 0, ("norm",)),)) == ["add norm None 1"]
-    assert run(gemma2, 2, 3, rewrites=(Rewrite("adds", 1, ("inner",)),)) == ["onto inner"]
+@pytest.mark.parametrize(
+    ("part", "after"),
+    [
+        ("inner", "a = self.fused_norm_then_add(self.inner, r, a); r = a; a = self.norm(a)"),
+        ("norm", "a = self.inner(a); y0, a = self.fused_norm_add(self.norm, r, a); r = a; a = y0; del y0"),
+    ],
+)
+def test_only_what_is_asked_for_is_handed_over(part: str, after: str) -> None:
+    layer = layer_of("r = a; a = self.inner(a); a = r + a; r = a; a = self.norm(a); return a")
+    assert_becomes(layer, f"r = a; {after}; return a", (2, 3), rewrites=(Rewrite("adds", 0, (part,)),))
 
 
 LEFT_ALONE = {
@@ -246,7 +326,7 @@ LEFT_ALONE = {
     "the other value is computed": "a = a + b if self.flag else self.third(a); return self.norm(a)",
     "the number is computed": "a = a + b; return self.norms[b - 2](a)",
     "the sum is replaced": "a = a + b; a = b; return self.norm(a)",
-    "the sum is used between": "a = a + b; self.calls.append(a); self.calls.clear(); return self.norm(a)",
+    "the sum is used between": "a = a + b; self.order.append(a); return self.norm(a)",
     "in place": "a += b; return self.norm(a)",
     "subtracts": "a = a - b; return self.norm(a)",
     "the norm of another": "c = a + b; a = self.norm(a); return a * c",
@@ -317,8 +397,7 @@ class OtherOperandWrites(Recorder):
 @pytest.mark.parametrize("layer", [*LEFT_ALONE, *NORM_MISSED, OtherOperandWrites])
 def test_what_only_resembles_the_pattern_is_left_alone(layer: str | type) -> None:
     layer = layer_of((LEFT_ALONE | NORM_MISSED)[layer]) if isinstance(layer, str) else layer
-    assert adds_of(layer) == []
-    assert run(layer, 2, 3) == []
+    assert_unchanged(layer, (2, 3))
 
 
 MISSED = (
@@ -388,9 +467,9 @@ MISSED = (
 @pytest.mark.parametrize(("body", "expected"), MISSED)
 def test_sums_that_reach_a_norm_in_another_way_are_found(body: str, expected: str) -> None:
     missed = []
-    for one in patterns_of(layer_of(body)).missed_adds:
-        conditions = "".join(f" if {'' if holds else 'not '}{name}" for name, holds in one.conditions)
-        missed.append(f"{one.called.name}: {one.source}{conditions}")
+    for add in patterns_of(layer_of(body)).missed_adds:
+        conditions = "".join(f" if {'' if holds else 'not '}{name}" for name, holds in add.conditions)
+        missed.append(f"{add.callee.name}: {add.source}{conditions}")
     assert "; ".join(missed) == expected
 
 
@@ -404,7 +483,7 @@ def product(a, b):
     return a * b
 
 
-class MadeElsewhere(nn.Module):
+class AddsInFunctions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.other = nn.RMSNorm(24, eps=1e-5), nn.RMSNorm(24, eps=1e-5)
@@ -417,7 +496,7 @@ class MadeElsewhere(nn.Module):
 
 
 def test_a_sum_that_a_function_returns_is_found() -> None:
-    report = fused_norm.apply_fused_norm(MadeElsewhere())
+    report = fused_norm.apply_fused_norm(AddsInFunctions())
     rows = [(site.path, site.reason) for site in (*report.fused, *report.kept) if site.kind == "residual"]
     assert rows == [("norm", "its sum, scaled_add(a, b), reaches it in a way that is not rewritten")]
 
@@ -444,12 +523,29 @@ IN_ORDER = """
 """
 
 
-@pytest.mark.parametrize("inner", [False, True])
-def test_operands_are_computed_in_their_order(inner: bool) -> None:
+NORMED_IN_ORDER = """
+    y0, a = self.fused_norm_add(self.norm, branch=self.third(self.gate(a)), residual=self.up(b) * 2); b = y0; del y0
+    y1, a = self.fused_norm_add(self.norm, branch=self.up(a), residual=self.gate(b) * 2, scale=self.factor); b = y1
+    del y1
+    y2, a = self.fused_norm_add(self.norm, branch=self.inner(self.gate(a)), residual=self.up(b) * 2); b = y2; del y2
+    return self.inner(self.up(a)) + self.gate(b) * 2
+"""
+INNER_IN_ORDER = """
+    y0, a = self.fused_norm_add(self.norm, branch=self.gate(a), residual=self.up(b) * 2, inner=self.third); b = y0
+    del y0
+    y1, a = self.fused_norm_add(self.norm, branch=self.up(a), residual=self.gate(b) * 2, scale=self.factor); b = y1
+    del y1
+    y2, a = self.fused_norm_add(self.norm, branch=self.gate(a), residual=self.up(b) * 2, inner=self.inner); b = y2
+    del y2; return self.fused_norm_then_add(self.inner, branch=self.up(a), residual=self.gate(b) * 2)
+"""
+
+
+@pytest.mark.parametrize(("parts", "after"), [(("norm",), NORMED_IN_ORDER), (("norm", "inner"), INNER_IN_ORDER)])
+def test_operands_are_computed_in_their_order(parts: tuple[str, ...], after: str) -> None:
     """What draws random numbers in both, as dropout does, draws them as in stock."""
-    layer, parts = layer_of(IN_ORDER), ("norm", "inner") if inner else ("norm",)
-    rewrites = tuple(Rewrite("adds", index, parts) for index in range(len(adds_of(layer))))
-    assert len(run(layer, 2, 3, rewrites=rewrites, in_order=True)) == 3 + inner
+    layer = layer_of(IN_ORDER)
+    rewrites = tuple(Rewrite("adds", index, parts) for index in range(4))
+    assert_becomes(layer, after, (2, 3), rewrites=rewrites, in_order=True)
 
 
 class Held:

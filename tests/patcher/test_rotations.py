@@ -1,4 +1,4 @@
-"""A rotary embedding is fused by itself wherever it is called, and no value and no argument changes."""
+"""A rotary embedding is fused in any statement that calls it, and a rewritten forward returns what it returned."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from fused_norm.patcher.patterns import patterns_of, rewritten_forward
 from fused_norm.patcher.patterns.rotations import ROTATION_NAME
 from fused_norm.patcher.rewrite import Rewrite
 
-from .forwards import Heads, layer_of, run
+from .forwards import Heads, assert_becomes, layer_of
 
 
 def rotations_of(attention: type) -> list[tuple[str, int, int | None]]:
-    """The function, its arguments and the q and k norms in front, of each rotation that is found in a forward."""
-    return [(one.rotate, one.arguments, one.heads) for one in patterns_of(attention).rotations]
+    """The function of each rotation in a forward, the number of its arguments, and the index of the norms before it."""
+    return [(call.rotate, call.arguments, call.heads) for call in patterns_of(attention).rotations]
 
 
 FORWARDS = {
     "Llama": (
         "q = q.view(1).transpose(1, 2); cos, sin = angles; q, k = rotate(q, k, cos, sin); return q, k",
-        [("rotate", 4)],
-        ["rope"],
+        """
+        q = q.view(1).transpose(1, 2); cos, sin = angles
+        q, k = self.fused_norm_rope(rotate, q, k, cos, sin); return q, k
+        """,
     ),
     "under an if": (
         """
@@ -35,8 +37,12 @@ FORWARDS = {
             q, k = rotate(q, k, angles[0], angles[1], unsqueeze_dim=2)
         return q, k
         """,
-        [("rotate", 4)],
-        ["pair q_norm k_norm", "rope"],
+        """
+        q = q; k = k; q, k = self.fused_norm_pair(self.q_norm, self.k_norm, q, k)
+        if self.flag:
+            q, k = self.fused_norm_rope(rotate, q, k, angles[0], angles[1], unsqueeze_dim=2)
+        return q, k
+        """,
     ),
     "norms after": (
         """
@@ -44,51 +50,70 @@ FORWARDS = {
         q = self.query_layernorm(q); k = self.key_layernorm(k)
         return q, k
         """,
-        [("rotate", 4)],
-        ["rope", "pair q_norm k_norm"],
+        """
+        q, k = self.fused_norm_rope(rotate, q, k, angles[0], angles[1]); q = q; k = k
+        q, k = self.fused_norm_pair(self.query_layernorm, self.key_layernorm, q, k); return q, k
+        """,
     ),
     "parts of heads": (
         "a, b = rotate(q.view(1), k.view(1), angles[0], angles[1], unsqueeze_dim=self.factor); return b, a",
-        [("rotate", 4)],
-        ["rope"],
+        """
+        a, b = self.fused_norm_rope(rotate, q.view(1), k.view(1), angles[0], angles[1], unsqueeze_dim=self.factor)
+        return b, a
+        """,
     ),
-    "at positions": ("q, k = rotate(q, k, angles[0], angles[1], self.factor); return q, k", [("rotate", 5)], ["rope"]),
+    "at positions": (
+        "q, k = rotate(q, k, angles[0], angles[1], self.factor); return q, k",
+        "q, k = self.fused_norm_rope(rotate, q, k, angles[0], angles[1], self.factor); return q, k",
+    ),
     "one by one": (
         """
         cos, sin = angles; q = rotate_one(q, cos, sin, unsqueeze_dim=2); q = q.transpose(1, 2)
         k = rotate_one(self.k_norm(k), cos, sin)
         return q, k
         """,
-        [("rotate_one", 3), ("rotate_one", 3)],
-        ["rope one", "rope one"],
+        """
+        cos, sin = angles; q = self.fused_norm_rope_one(rotate_one, q, cos, sin, unsqueeze_dim=2)
+        q = q.transpose(1, 2); k = self.fused_norm_rope_one(rotate_one, self.k_norm(k), cos, sin)
+        return q, k
+        """,
     ),
     "otherwise": (
         """
         q, k = rotate(q, k, angles[0], sin=angles[1]); q, k = rotate(q, k, *angles, 2)
         return rotate(q, k, angles[0], angles[1], 2, *())
         """,
-        [("rotate", 0)] * 3,
-        [],
+        """
+        q, k = rotate(q, k, angles[0], sin=angles[1]); q, k = rotate(q, k, *angles, 2)
+        return rotate(q, k, angles[0], angles[1], 2, *())
+        """,
     ),
-    "no rotation": ("q, k = embed(q, k, angles[0], angles[1]); return q, k", [], []),
+    "no rotation": (
+        "q, k = embed(q, k, angles[0], angles[1]); return q, k",
+        "q, k = embed(q, k, angles[0], angles[1]); return q, k",
+    ),
 }
-"""The body of an attention's forward, the rotations in it with their arguments, and its fused calls."""
+"""The body of an attention's forward, before and after its rotations are fused."""
+
+ARGUMENTS = Heads(2), Heads(3), (5, 7)
 
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_rotations_become_fused_calls_and_every_value_stays(name: str) -> None:
-    body, rotations, calls = FORWARDS[name]
-    attention = layer_of(body, "q, k, angles")
-    assert [found[:2] for found in rotations_of(attention)] == rotations
-    assert run(attention, Heads(2), Heads(3), (5, 7)) == calls
+    before, after = FORWARDS[name]
+    assert_becomes(layer_of(before, "q, k, angles"), after, ARGUMENTS)
 
 
 def test_what_takes_the_results_of_a_pair_of_norms_is_a_rotation_under_any_name() -> None:
     body = "q = self.q_norm(q); k = self.k_norm(k); q, k = embed(q, k, angles[0], angles[1]); return q, k"
     attention = layer_of(body, "q, k, angles")
-    assert rotations_of(attention) == [("embed", 4, 0)]
-    assert run(attention, Heads(2), Heads(3), (5, 7)) == ["rotated q_norm k_norm"]
-    assert run(attention, Heads(2), Heads(3), (5, 7), rewrites=(Rewrite("rotations", 0),)) == ["rope"]
+    fused = body.replace("= embed(", "= self.fused_norm_rope(embed, ")
+    assert_becomes(attention, fused, ARGUMENTS, rewrites=(Rewrite("rotations", 0),))
+    fused = """
+        q = q; k = k; q, k = self.fused_norm_rotated(self.q_norm, self.k_norm, embed, q, k, angles[0], angles[1])
+        return q, k
+    """
+    assert_becomes(attention, fused, ARGUMENTS)
 
 
 def test_the_function_is_looked_up_at_each_call(monkeypatch) -> None:

@@ -80,7 +80,7 @@ def test_linears_of_another_config_do_not_keep_those_that_are_there_from_reading
             report = fused_norm.apply_fused_norm(model)
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             results.append(step(model, tokens(device)))
-    attentions = [row.reason for row in report.readers if row.module == "DeepseekV3Attention"]
+    attentions = [row.reason for row in report.consumers if row.module == "DeepseekV3Attention"]
     assert attentions == [None] * 2
     (logits, gradients), (fused_logits, fused_gradients) = results
     limit = 4e-2 if autocast else 1e-5

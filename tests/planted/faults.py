@@ -26,18 +26,18 @@ from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.norm import (
     ADD_RMS_NORM,
-    ADD_RMS_NORM_FOR_READERS,
+    ADD_RMS_NORM_FOR_CONSUMERS,
     NORM_ADD,
     NORM_ADD_NORM,
-    NORM_ADD_NORM_FOR_READERS,
+    NORM_ADD_NORM_FOR_CONSUMERS,
     RMS_NORM,
-    RMS_NORM_FOR_READERS,
+    RMS_NORM_FOR_CONSUMERS,
 )
 from fused_norm.kernels.operator import Recompute
 from fused_norm.kernels.qk_norm_rope import QK_NORM, ROPE
 from fused_norm.kernels.triton.memory import norm_dtype
 from fused_norm.patcher import fused_block, fused_classes, linear_inputs, losses, recompute, recompute_linears
-from fused_norm.patcher.adapters import FusedAdapter
+from fused_norm.patcher.adapters import AdapterInput, FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.fused_norm_module import is_disabled
 from fused_norm.patcher.lazy_logits import LazyLogits
@@ -75,7 +75,7 @@ _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 # norm_add has the backward of rms_norm.
 _WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, LORA_ADD)
 _EVERY_BACKWARD = (*_WITH_WEIGHTS, ROPE, GLU)
-_FOR_READERS = (RMS_NORM_FOR_READERS, ADD_RMS_NORM_FOR_READERS, NORM_ADD_NORM_FOR_READERS)
+_FOR_CONSUMERS = (RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
 _16_BITS = "nothing is rounded in fp32"
 ROUNDINGS = "it changes no rounding that is compared: its dtypes leave none, or this is a GPU"
@@ -90,9 +90,9 @@ class Fault:
         planted: puts it in its place for the length of a ``with``.
         hidden: why it may change no number in some models and precisions; empty for one that always does.
         where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
-            ``readers`` for a step of one whose norms know their readers, another execution of the suite, those of calls
-            of adapters and of heads among them, or ``fp8`` for calls of operators that write FP8 codes, which no model
-            makes by itself.
+            ``consumers`` for a step of a model whose norms know their consumers, another execution of the suite, those
+            of calls of adapters and of heads among them, or ``fp8`` for calls of operators that write FP8 codes, which
+            no model makes by itself.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Fault:
     @property
     def operator(self) -> str:
         """The name of the operator that goes wrong, or of that which it is a form of."""
-        return self.name.partition("-")[0].removesuffix("_for_readers")
+        return self.name.partition("-")[0].removesuffix("_for_consumers")
 
 
 # ---- Faults of FP8 codes ----
@@ -343,11 +343,11 @@ def _writes_over_a_gradient(call: Backward) -> Results:
     return found
 
 
-# ---- Faults of norms that know their readers ----
+# ---- Faults of norms that know their consumers ----
 
 
-def _of_readers(change: Callable[[tuple[Tensor, ...]], Any]) -> Callable[[Backward], Results]:
-    """A backward with other gradients of a norm's readers, of which that of the last one comes first."""
+def _of_consumers(change: Callable[[tuple[Tensor, ...]], Any]) -> Callable[[Backward], Results]:
+    """A backward with other gradients of a norm's consumers, of which that of the last one comes first."""
 
     def wrong(call: Backward) -> Results:
         dys = call.call.incoming[0]
@@ -382,12 +382,12 @@ def _last_reads_the_norm_before(right: Any, memory: dict[str, Tensor], found: tu
     return right((*ys, before, s) if ys and before.shape == y.shape else found, *wanted)
 
 
-def _not_joined(right: Any, memory: Any, block: FusedBlock, norm: Any, x: Tensor, reader: Any = None) -> Any:
+def _not_joined(right: Any, memory: Any, block: FusedBlock, norm: Any, x: Tensor, consumer: Any = None) -> Any:
     return norm(x), x
 
 
-def _handed_on_past_the_norm(right: Any, memory: Any, block: FusedBlock, norm: Any, x: Tensor, *reader: Any) -> Any:
-    return right(block, norm, x, *reader)[0], x
+def _handed_on_past_the_norm(right: Any, memory: Any, block: FusedBlock, norm: Any, x: Tensor, *consumer: Any) -> Any:
+    return right(block, norm, x, *consumer)[0], x
 
 
 def _detached_input(right: Any, memory: Any, *arguments: Any, **named: Any) -> Any:
@@ -395,11 +395,13 @@ def _detached_input(right: Any, memory: Any, *arguments: Any, **named: Any) -> A
     return y, x.detach()
 
 
-def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], x: Tensor, own: Tensor) -> Any:
+def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], layer: FusedAdapter, x: Any) -> Any:
     """An adapter reads the output that is there for the adapter before it in the block."""
-    before = memory.get("own", own)
-    memory["own"] = own
-    return right(x, before if before.grad_fn is own.grad_fn else own)
+    if isinstance(x, AdapterInput):
+        before = memory.get("own", x.own)
+        memory["own"] = x.own
+        x = replace(x, own=before if before.grad_fn is x.own.grad_fn else x.own)
+    return right(layer, x)
 
 
 # ---- Faults of heads with their losses ----
@@ -530,7 +532,7 @@ def _recomputes_as(**levels: Any) -> Planting:
     """Levels of ``recompute`` do what other levels do: each key what its value does."""
     return with_other(
         recompute,
-        "_READERS_OF_LINEARS",
+        "_CONSUMERS_OF_LINEARS",
         lambda right: {level: right[levels.get(str(level), level)] for level in right},
     )
 
@@ -604,17 +606,25 @@ _IN_LAZY_LOGITS: tuple[tuple[Any, ...], ...] = (
 """Faults of logits that are computed when they are read, as ``_IN_LOSSES``."""
 
 _IN_SUMS: tuple[tuple[Any, ...], ...] = (
-    ("order", _FOR_READERS, _of_readers(lambda dys: dys[::-1])),  # gradients are added up from the first reader on
-    ("early", _FOR_READERS, _of_readers(lambda dys: reduce(add, dys))),  # sums of fp32 gradients are rounded to 16 bits
-    ("late", _FOR_READERS, _of_readers(lambda dys: reduce(add, [dy.float() for dy in dys]))),
-    ("ds-joined", _FOR_READERS[:1], _residual_before_rounding),  # the residual's gradient joins before a rounding
+    (
+        "order",
+        _FOR_CONSUMERS,
+        _of_consumers(lambda dys: dys[::-1]),
+    ),  # gradients are added up from the first consumer on
+    (
+        "early",
+        _FOR_CONSUMERS,
+        _of_consumers(lambda dys: reduce(add, dys)),
+    ),  # sums of fp32 gradients are rounded to 16 bits
+    ("late", _FOR_CONSUMERS, _of_consumers(lambda dys: reduce(add, [dy.float() for dy in dys]))),
+    ("ds-joined", _FOR_CONSUMERS[:1], _residual_before_rounding),  # the residual's gradient joins before a rounding
 )
-"""Faults in the roundings of a sum of gradients that flow into a norm which knows its readers, as ``_IN_BACKWARDS``."""
+"""Faults in the roundings of a sum of gradients of a norm that knows its consumers, as ``_IN_BACKWARDS``."""
 
-_AMONG_READERS: tuple[tuple[Any, ...], ...] = (
-    ("input", fused_block, "for_readers", _last_reads_the_input),  # a linear reads the norm's input
-    ("neighbour", fused_block, "for_readers", _last_reads_the_norm_before),  # a linear reads the norm before
-    ("detached", FusedBlock, "fused_norm_read", _detached_input),  # the input that is handed on has no gradient
+_AMONG_CONSUMERS: tuple[tuple[Any, ...], ...] = (
+    ("input", fused_block, "for_consumers", _last_reads_the_input),  # a linear reads the norm's input
+    ("neighbour", fused_block, "for_consumers", _last_reads_the_norm_before),  # a linear reads the norm before
+    ("detached", FusedBlock, "fused_norm_passthrough", _detached_input),  # the input that is handed on has no gradient
 )
 """Faults in who reads what: the name, the function and its owner, and what is called instead."""
 
@@ -628,7 +638,7 @@ _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     # What is dropped is the same in all adapters.
     ("dropout-same", "lora-dropout", replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first)),
     # An adapter reads another one's output of a norm.
-    ("shared", "lora-alone", replaced_by(linear_inputs, "keep_for_adapter", _adapter_shares_another_ones), ROUNDINGS),
+    ("shared", "lora-alone", replaced_by(FusedAdapter, "forward", _adapter_shares_another_ones), ROUNDINGS),
 )
 """Faults of adapters: the name, the execution, the fault, and why it may be hidden."""
 
@@ -678,7 +688,7 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("scale", (LORA_ADD,), lambda call: call.results(scale=call["scale"] ** 2)),  # the scale is applied twice
     ("rank", (LORA_ADD,), lambda call: call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:])))),
     ("base", (LORA_ADD,), lambda call: call.results(base=torch.zeros_like(call["base"]))),
-    ("copy", _FOR_READERS, _copy_cut_off, "nothing is copied"),  # the copy in 16 bits is cut off, not rounded
+    ("copy", _FOR_CONSUMERS, _copy_cut_off, "nothing is copied"),  # the copy in 16 bits is cut off, not rounded
 )
 """Forms of faults in forwards: the name, the operators, the wrong forward, and why it may be hidden."""
 
@@ -700,10 +710,14 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dw-tile", _WITH_WEIGHTS, _without_rows(lambda rows: 8)),  # dw lacks the last eight rows
     ("dw-share", _WITH_WEIGHTS, _without_rows(lambda rows: rows // 4)),  # dw lacks a quarter of the rows
     ("frozen", _WITH_WEIGHTS, _dx_where_the_weight_is_frozen),  # dx is wrong where the weight is frozen
-    ("dropped", _FOR_READERS, _of_readers(lambda dys: dys[:-1])),  # the gradient of the first reader is missing
-    ("doubled", _FOR_READERS, _of_readers(lambda dys: (2 * dys[0], *dys[1:]))),  # that of the last reader counts twice
-    ("ds", _FOR_READERS, _residual_times(0.0)),  # the gradient of the residual is missing
-    ("ds-twice", _FOR_READERS, _residual_times(2.0)),  # the gradient of the residual counts twice
+    ("dropped", _FOR_CONSUMERS, _of_consumers(lambda dys: dys[:-1])),  # the gradient of the first consumer is missing
+    (
+        "doubled",
+        _FOR_CONSUMERS,
+        _of_consumers(lambda dys: (2 * dys[0], *dys[1:])),
+    ),  # that of the last consumer counts twice
+    ("ds", _FOR_CONSUMERS, _residual_times(0.0)),  # the gradient of the residual is missing
+    ("ds-twice", _FOR_CONSUMERS, _residual_times(2.0)),  # the gradient of the residual counts twice
     ("ds-in-place", _EVERY_BACKWARD, _writes_over_a_gradient),  # a gradient handed to it is written over
 )
 
@@ -729,9 +743,9 @@ def _faults() -> Iterator[Fault]:
         yield Fault(f"{operator.name}-checkpointed", planted, where="checkpointing")
     for name, operators, wrong in _IN_SUMS:
         for operator in operators:
-            yield Fault(f"{operator.name}-{name}", in_backward(operator, wrong), ROUNDINGS, "readers")
-    for name, owner, function, wrong in _AMONG_READERS:
-        yield Fault(f"readers-{name}", replaced_by(owner, function, wrong), where="readers")
+            yield Fault(f"{operator.name}-{name}", in_backward(operator, wrong), ROUNDINGS, "consumers")
+    for name, owner, function, wrong in _AMONG_CONSUMERS:
+        yield Fault(f"consumers-{name}", replaced_by(owner, function, wrong), where="consumers")
     for name, where, planted, *hidden in _IN_ADAPTERS:
         yield Fault(f"adapter-{name}", planted, *hidden, where=where)
     for what_has_it, faults in ((LINEAR_CROSS_ENTROPY.name, _IN_LOSSES), ("lazy_logits", _IN_LAZY_LOGITS)):
@@ -748,15 +762,18 @@ def _faults() -> Iterator[Fault]:
         ("fallback-onto", falls_back(NORM_ADD)),  # runs its parts in silence
         ("fallback-head", _real_logits),  # logits are real in silence
         ("fallback-one-row", one_row),  # runs stock code for one sequence with gradients
-        ("readers-none", replaced_by(fused_block, "wanted_by", lambda *_: None)),  # linears read one tensor in silence
+        (
+            "consumers-none",
+            replaced_by(fused_block, "consumer_spec", lambda *_: None),
+        ),  # linears read one tensor in silence
         # A residual's gradient is added by autograd.
-        ("readers-unjoined", replaced_by(FusedBlock, "fused_norm_read", _not_joined)),
+        ("consumers-unjoined", replaced_by(FusedBlock, "fused_norm_passthrough", _not_joined)),
         # The residual connection reads past the norm.
-        ("readers-past", replaced_by(FusedBlock, "fused_norm_read", _handed_on_past_the_norm)),
+        ("consumers-past", replaced_by(FusedBlock, "fused_norm_passthrough", _handed_on_past_the_norm)),
         # The loss of a step whose labels are counted reads logits.
         ("fallback-counted", replaced_by(LossCall, "_loss", _loss_of_real_logits)),
         # Norms write float32 for linears that read 16 bits.
-        ("readers-wide", never_answers(linear_inputs, "_are_cast")),
+        ("consumers-wide", never_answers(linear_inputs, "_are_cast")),
         ("attention-wide", never_answers(FusedBlock, "fused_norm_read_dtype")),  # queries are written in float32
         ("num-items-unheeded", _num_items_unheeded),  # the number of labels in a step is not heeded
         ("left-stock", left_stock),  # one block has its stock class, and the report says fused

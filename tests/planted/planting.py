@@ -199,7 +199,7 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Results]) -> Pla
 
 
 def _in_all_forms(operator: Operator, wronged: Callable[[Operator, PlantedFault], Any]) -> Planting:
-    """Plant a fault in an operator, and in its forms for readers, which models call."""
+    """Plant a fault in an operator, and in its forms for consumers, which models call."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:

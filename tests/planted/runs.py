@@ -33,7 +33,7 @@ Outcome = Literal["caught", "missed", "hidden", "sound", "invalid"]
 _TOGETHER = 24
 """Faults that share one stock run and its controls."""
 
-_EXECUTION_OF = {"sites": "eager", "readers": "eager"}
+_EXECUTION_OF = {"sites": "eager", "consumers": "eager"}
 """The execution in which faults are planted that no execution of the suite has to itself."""
 
 SOUND = "none"
@@ -119,9 +119,9 @@ class _Checks:
                 record = CallRecord(not_seen=sites_not_seen(sites, calls), not_done=not_done)
             state.add(planted)
             yield record
-        elif fault.where == "readers":
+        elif fault.where == "consumers":
             yield CallRecord(
-                bits=self._trainer.check_bits(faulty(self._trainer.comparison, fault, state), readers=False)
+                bits=self._trainer.check_bits(faulty(self._trainer.comparison, fault, state), consumers=False)
             )
         elif fault.where in (*SECOND_RUNS, *LORA, "loss"):
             record = self._trainer.check(faulty(self._trainer.comparison, fault, state))
@@ -150,7 +150,7 @@ def _run_fault(baseline: Baseline, comparison: Comparison, checks: _Checks, faul
             return FaultResult(fault.name, "caught", result.verdict.reasons)
     if fault.hidden == ROUNDINGS and not calls.bits:
         return FaultResult(fault.name, "hidden", (fault.hidden,))
-    is_checked = bool(calls.bits) if fault.where == "readers" else fault.where != "sites"
+    is_checked = bool(calls.bits) if fault.where == "consumers" else fault.where != "sites"
     if fault.where == "loss" and not state.calls:  # a call that is made again has its labels
         is_checked = False
     if is_checked and state.share <= BY_NAME["call_outputs"].bar:

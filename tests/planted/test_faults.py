@@ -89,7 +89,7 @@ def test_a_fault_that_nothing_calls_has_no_effect(fused):
 def test_every_operator_has_every_fault_that_it_can_have():
     for operator in OPERATORS.values():
         if operator.plain_name:  # a form of another, which gets its faults
-            assert {f"{operator.name}-{fault}" for fault in OF_READERS} <= set(FAULTS)
+            assert {f"{operator.name}-{fault}" for fault in OF_CONSUMERS} <= set(FAULTS)
             continue
         if operator is LORA_LINEAR_4BIT:  # no model of the suite is quantised: test_four_bit compares bits
             continue
@@ -112,7 +112,7 @@ def test_every_operator_has_every_fault_that_it_can_have():
             assert not has_weights or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= mine
 
 
-OF_READERS = ("dropped", "doubled", "order", "early", "late", "ds", "ds-twice", "copy")
+OF_CONSUMERS = ("dropped", "doubled", "order", "early", "late", "ds", "ds-twice", "copy")
 OF_CODES = ("columns", "stale", "unsaturated")
 
 

@@ -30,7 +30,7 @@ def one_fault_of_each_form():
     for turn, (form, operators) in enumerate(forms.items()):
         # Half a last place in the gradients of a few heads is at the limit of what so small a model shows.
         operator = "add_rms_norm" if form == "dx-cut" else operators[turn % len(operators)]
-        in_gemma = operator.removesuffix("_for_readers") in ("qk_norm", "norm_add", "norm_add_norm") or form in (
+        in_gemma = operator.removesuffix("_for_consumers") in ("qk_norm", "norm_add", "norm_add_norm") or form in (
             "sandwich",
             "square",
         )
@@ -50,12 +50,20 @@ def test_no_fault_is_missed(family, precision):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "precision"), [("llama", "mixed"), ("llama", "bf16"), ("gemma3_text", "bf16")])
-def test_faults_of_norms_that_know_their_readers_are_caught_where_they_change_a_number(family, precision):
-    names = [name for name, fault in FAULTS.items() if fault.where == "readers" or "_for_readers-" in name]
+def test_faults_of_norms_that_know_their_consumers_are_caught_where_they_change_a_number(family, precision):
+    names = [name for name, fault in FAULTS.items() if fault.where == "consumers" or "_for_consumers-" in name]
     outcomes = outcomes_of(family, precision, names)
     assert set(outcomes.values()) == {"caught", "hidden"}, outcomes
-    caught = {name.rpartition("_for_readers-")[2] for name, outcome in outcomes.items() if outcome == "caught"}
-    everywhere = {"dropped", "doubled", "ds", "ds-twice", "readers-input", "readers-neighbour", "readers-detached"}
+    caught = {name.rpartition("_for_consumers-")[2] for name, outcome in outcomes.items() if outcome == "caught"}
+    everywhere = {
+        "dropped",
+        "doubled",
+        "ds",
+        "ds-twice",
+        "consumers-input",
+        "consumers-neighbour",
+        "consumers-detached",
+    }
     assert caught - everywhere == ({"early", "copy"} if precision == "mixed" else {"order", "late", "ds-joined"})
     assert caught >= everywhere
 
@@ -64,8 +72,8 @@ def faults_where(execution):
     return [name for name, fault in FAULTS.items() if fault.where == execution]
 
 
-TOO_WIDE = ["readers-wide", "attention-wide"]
-IN_SITES = [*TOO_WIDE, "readers-unjoined", "readers-past", "fallback-counted", "num-items-unheeded"]
+TOO_WIDE = ["consumers-wide", "attention-wide"]
+IN_SITES = [*TOO_WIDE, "consumers-unjoined", "consumers-past", "fallback-counted", "num-items-unheeded"]
 CHECKPOINTED, DROPOUT = ["glu-checkpointed"], ["adapter-dropout-cast", "adapter-dropout-none", "adapter-dropout-same"]
 SOME_HEADS = [f"linear_cross_entropy-{form}" for form in ("few", "dw-chunks", "divided-late", "num-items")]
 

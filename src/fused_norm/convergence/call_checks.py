@@ -199,9 +199,9 @@ class _Repeated:
             self._has_products = _has_products(call)
             self._dtypes = [tensor.dtype for tensor in (*tensors, *outputs)]
             self._dtypes += [torch.bfloat16] if mixed and self._has_products else []
-            # Stock code returns one norm, which each reader reads, and autocast casts.
-            readers = 1 + len(call.dtypes) - len(outputs)
-            outputs[:1] = [outputs[0].view_as(outputs[0]).to(dtype) for dtype in call.dtypes[:readers]]
+            # Stock code returns one norm, which each consumer reads, and autocast casts.
+            consumers = 1 + len(call.dtypes) - len(outputs)
+            outputs[:1] = [outputs[0].view_as(outputs[0]).to(dtype) for dtype in call.dtypes[:consumers]]
         self.outputs = [output.detach() for output in outputs]
         self.changed = share_changed(bound, call.arguments)
         self.gradients: dict[str, Tensor] = {}

@@ -25,7 +25,7 @@ from ..patcher.adapters import FusedAdapter
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
 from ..patcher.lazy_logits import CrossEntropy
-from ..patcher.linear_inputs import outputs_of
+from ..patcher.linear_inputs import tensors_of
 from ..patcher.losses import FusedHead
 from ..patcher.patch_report import Site
 
@@ -60,7 +60,7 @@ _KINDS: Mapping[str, _Kind] = {
     "mlp": _Kind(frozenset({"glu"}), frozenset({"fused_norm_gate", "fused_norm_gate_packed"})),
     "adapter": _Kind(frozenset({"lora_add", _IN_FLOAT32}), frozenset({"forward"})),
     "loss": _Kind(frozenset({"linear_cross_entropy"}), frozenset({"fused_norm_cross_entropy"})),
-    "readers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
+    "consumers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
 }
 
 _SITES_OF_CALL: Mapping[tuple[str, str], int] = {("norm", "norm_add_norm"): 2, ("qk", "qk_norm"): 2}
@@ -72,8 +72,8 @@ register_pytree_node(CrossEntropy, lambda how: ([*vars(how).values()], None), la
 _METHODS: Mapping[type, Sequence[str]] = {
     **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedAdapter), ("forward",)),
     FusedBlock: (
-        *("fused_norm_add", "fused_norm_read", "fused_norm_then_add", "fused_norm_pair"),
-        *sorted(_KINDS["rope"].methods | _KINDS["mlp"].methods | _KINDS["readers"].methods),
+        *("fused_norm_add", "fused_norm_passthrough", "fused_norm_then_add", "fused_norm_pair"),
+        *sorted(_KINDS["rope"].methods | _KINDS["mlp"].methods | _KINDS["consumers"].methods),
     ),
     FusedHead: tuple(_KINDS["loss"].methods),
 }
@@ -218,15 +218,18 @@ class _Watch:
             finally:
                 self._outermost = None
             self.calls.append(call)
-            if not computes(call) and (len(outputs) == len(set(map(id, outputs))) or not outputs[0].requires_grad):
+            tensors = returned(outputs if computes(call) else outputs[1])
+            if not computes(call) and (len(tensors) == len(set(map(id, tensors))) or not tensors[0].requires_grad):
                 call.operators.append(_OWN_INPUTS)
-            if isinstance(positional[0], FusedAdapter) and _multiplies_in_float32(*positional[:2]):
+            if isinstance(positional[0], FusedAdapter) and _multiplies_in_float32(
+                positional[0], tensors_of(positional[1])[0]
+            ):
                 call.operators.append(_IN_FLOAT32)
-            call.dtypes = [output.dtype for output in returned(outputs)]
+            call.dtypes = [tensor.dtype for tensor in tensors]
             call.is_one_node = _are_of_one_node(outputs)
             if self._with_tensors:
                 call.changed = share_changed(given, kept)
-                _keep_gradients(call, returned(outputs))
+                _keep_gradients(call, tensors)
             return outputs
 
         return watch
@@ -282,7 +285,7 @@ def sites_not_compiled(sites: Iterable[Site], graphs: Sequence[Sequence[str]]) -
 
 def computes(call: FusedCall) -> bool:
     """Return whether a call computes something, and does not just hand tensors to linears."""
-    return call.method.__name__ not in _KINDS["readers"].methods
+    return call.method.__name__ not in _KINDS["consumers"].methods
 
 
 def is_tensor(one: Any) -> bool:
@@ -291,13 +294,13 @@ def is_tensor(one: Any) -> bool:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in a tree, without parameters."""
-    return [one for one in tree_leaves(tree) if is_tensor(one)]
+    """The tensors in a tree, without parameters; the first one of a norm's for its consumers."""
+    return [tensor for leaf in tree_leaves(tree) if is_tensor(tensor := tensors_of(leaf)[0])]
 
 
 def returned(found: Any) -> list[Tensor]:
-    """The tensors that a call returned, a norm's for all of its readers among them."""
-    return [each for one in tensors_in(found) for each in outputs_of(one)]
+    """The tensors that a call returned, a norm's for all of its consumers among them."""
+    return [tensor for leaf in tree_leaves(found) for tensor in tensors_of(leaf) if is_tensor(tensor)]
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -307,9 +310,9 @@ def copied(tensor: Tensor) -> Tensor:
 
 def _are_of_one_node(found: Any) -> bool:
     """Return whether the first two tensors that a call returned are outputs of one node of the graph."""
-    if not isinstance(found, tuple) or len(found) < 2 or not all(map(is_tensor, found[:2])):
+    if not isinstance(found, tuple) or len(tensors := tensors_in(found[:2])) < 2:
         return False
-    return found[0].grad_fn is not None and found[0].grad_fn is found[1].grad_fn
+    return tensors[0].grad_fn is not None and tensors[0].grad_fn is tensors[1].grad_fn
 
 
 def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
@@ -334,7 +337,12 @@ def _emptied(tensor: Tensor) -> Tensor:
 def with_arguments(given: inspect.BoundArguments, change: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:
     """The arguments of a call, their tensors changed."""
     changed = inspect.BoundArguments(given.signature, type(given.arguments)(given.arguments))
-    changed.arguments.update(tree_map(lambda one: change(one) if is_tensor(one) else one, dict(given.arguments)))
+
+    def changed_leaf(leaf: Any) -> Any:
+        tensor = tensors_of(leaf)[0]
+        return change(tensor) if is_tensor(tensor) else leaf
+
+    changed.arguments.update(tree_map(changed_leaf, dict(given.arguments)))
     return changed
 
 
@@ -347,7 +355,7 @@ def share_changed(given: inspect.BoundArguments, before: inspect.BoundArguments)
 def _keep_gradients(call: FusedCall, outputs: Sequence[Tensor]) -> None:
     call.gradients = [None] * len(outputs)
 
-    def keep(index: int, gradient: Tensor | None) -> None:  # None for one of several that no reader has read
+    def keep(index: int, gradient: Tensor | None) -> None:  # None for one of several that no consumer has read
         call.gradients[index] = None if gradient is None else gradient.detach().clone()
 
     for index, output in enumerate(outputs):

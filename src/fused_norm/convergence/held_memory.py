@@ -152,7 +152,7 @@ def levels_not_kept(
 def _layers_with_less(model: nn.Module, report: PatchReport, level: RecomputeLevel) -> Iterator[str]:
     """The layers that hold less at a level than at the one below if they do what the rows of the report say."""
     gates = {site.path for site in report.fused if site.kind == "mlp"}
-    blocks = [row for row in report.readers if row.reason is None and _may_be_recomputed(model, row)]
+    blocks = [row for row in report.consumers if row.reason is None and _may_be_recomputed(model, row)]
     for layer in report.recompute or ():
         inside = [row for row in blocks if row.path.startswith(f"{layer.path}.")]
         if layer.reason is None and (level is True or any((row.path in gates) == (level == "mlp") for row in inside)):

@@ -115,7 +115,7 @@ class PairedRuns:
             return CallRecord(bits=bits, not_seen=sites_not_seen(sites, calls, may_be_idle=True), not_done=not_done)
         if self.comparison.execution == "compile":
             return None
-        bits = self.check_bits(fused, readers=False)  # all linears that read a norm read one output
+        bits = self.check_bits(fused, consumers=False)  # all linears that read a norm read one output
         if self.comparison.execution == "loss":
             shares = self.check_bits(fused, loss_of_read_logits, loss=False)  # the head returns logits
             bits |= {f"{name}, of logits that are read": share for name, share in shares.items()}
@@ -231,7 +231,7 @@ class PairedRuns:
                 on_end=lambda trained: final.update(_snapshots(trained)),
             )
         if is_compiled:  # linears read what a stock norm returns, and the head is stock
-            changed = [site for site in changed if site.kind not in ("readers", "loss")]
+            changed = [site for site in changed if site.kind not in ("consumers", "loss")]
             not_seen = sites_not_compiled(changed, seen.graphs)
         else:
             not_seen = sites_not_seen(changed, seen.calls, may_be_idle=True)
@@ -246,7 +246,7 @@ class PairedRuns:
             final=final,
             rounding=torch.finfo(getattr(torch, precision.weights)).eps / 2,
             norm_weights=tuple(name for name in final if name.endswith(norms)),
-            sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, "readers")},
+            sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, "consumers")},
             not_seen=not_seen,
         )
 
@@ -283,7 +283,7 @@ def fused_for(feature: str) -> ModelChange:
     @contextlib.contextmanager
     def fused(model: nn.Module) -> Iterator[Sequence[Site]]:
         report = apply_fused_norm(model, **options_for_feature(feature))
-        yield *report.fused, *(row for row in report.readers if row.reason is None)
+        yield *report.fused, *(row for row in report.consumers if row.reason is None)
 
     return fused
 

@@ -59,16 +59,16 @@ def claims_not_kept(
     for site in sites if mixed else ():
         if not any(torch.float32 in call.dtypes for call in calls if is_call_of(site, call)):
             continue
-        if site.kind == "readers" and not _drops(model, site):
+        if site.kind == "consumers" and not _drops(model, site):
             add(_WIDE_OUTPUT, site.path)
         elif site.kind == "rope" and site.path in casting:
             add(_WIDE_QUERIES, site.path)
     for path, layer in layers_of(model).items():
         if not isinstance(layer, FusedBlock):
             continue
-        parts = {part for one in layer.fused_norm_rewrites if one.pattern == "readings" for part in one.parts}
+        parts = {part for one in layer.fused_norm_rewrites if one.pattern == "consumed_norms" for part in one.parts}
         if (family is not None and family.joins_residual) or "input" in parts:
-            mine = [call for call in calls if call.path == path and call.method.__name__ == "fused_norm_read"]
+            mine = [call for call in calls if call.path == path and call.method.__name__ == "fused_norm_passthrough"]
             if not mine or not all(map(_joins, mine)):
                 add(_NOT_JOINED, path)
     return found

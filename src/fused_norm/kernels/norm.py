@@ -1,7 +1,7 @@
 """RMSNorm and what one kernel computes with it: the residual add, the norm of the branch, an output per consumer.
 
 The linears behind a norm consume the same tensor. Autograd adds up their gradients in kernels of its own, and under
-autocast each of them casts the tensor for itself, and its gradient back. An operator ``..._for_readers`` writes the
+autocast each of them casts the tensor for itself, and its gradient back. An operator ``..._for_consumers`` writes the
 tensor once, in the dtype that its consumers cast it to, and returns one alias of it per consumer, so that its backward
 takes the gradients of all consumers as they are. It adds them as autograd does: in the norm's own dtype, the last
 consumer's first.
@@ -46,7 +46,7 @@ class NormOperator(Operator):
     def __init__(self) -> None:
         super().__init__()
         self._adds, self._has_inner_norm = "residual" in self.tensor_names, "inner_rstd" in self.kept
-        self._has_outer_norm, self._has_consumers = "y" in self.outputs, "readers" in self.options
+        self._has_outer_norm, self._has_consumers = "y" in self.outputs, "consumers" in self.options
 
     def wrong(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
         args = self.by_name(arguments)
@@ -249,29 +249,29 @@ class NormAddNorm(NormOperator):
     gradients = ("dx", "dr", "dinner", "dw")
 
 
-class RMSNormForReaders(RMSNorm):
+class RMSNormForConsumers(RMSNorm):
     """``rms_norm`` with consumers, and x again for the residual connection: both gradients meet in the backward."""
 
-    name = "rms_norm_for_readers"
+    name = "rms_norm_for_consumers"
     plain_name = "rms_norm"
-    options = "int readers, ScalarType? dtype"
+    options = "int consumers, ScalarType? dtype"
     outputs = ("y", "s")
 
 
-class AddRMSNormForReaders(AddRMSNorm):
+class AddRMSNormForConsumers(AddRMSNorm):
     """``add_rms_norm`` with consumers."""
 
-    name = "add_rms_norm_for_readers"
+    name = "add_rms_norm_for_consumers"
     plain_name = "add_rms_norm"
-    options = "float scale, int readers, ScalarType? dtype"
+    options = "float scale, int consumers, ScalarType? dtype"
 
 
-class NormAddNormForReaders(NormAddNorm):
+class NormAddNormForConsumers(NormAddNorm):
     """``norm_add_norm`` with consumers."""
 
-    name = "norm_add_norm_for_readers"
+    name = "norm_add_norm_for_consumers"
     plain_name = "norm_add_norm"
-    options = "int readers, ScalarType? dtype"
+    options = "int consumers, ScalarType? dtype"
 
 
 class RecomputedNorm(Operator):
@@ -307,8 +307,8 @@ class RecomputedNorm(Operator):
 
 
 RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM = RMSNorm(), AddRMSNorm(), NormAdd(), NormAddNorm()
-RMS_NORM_FOR_READERS, ADD_RMS_NORM_FOR_READERS = RMSNormForReaders(), AddRMSNormForReaders()
-NORM_ADD_NORM_FOR_READERS, RECOMPUTED_NORM = NormAddNormForReaders(), RecomputedNorm()
+RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS = RMSNormForConsumers(), AddRMSNormForConsumers()
+NORM_ADD_NORM_FOR_CONSUMERS, RECOMPUTED_NORM = NormAddNormForConsumers(), RecomputedNorm()
 
 
 def rms_norm(

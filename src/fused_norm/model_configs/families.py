@@ -63,6 +63,8 @@ class Family:
         attention: the path within a decoder layer of what rotates queries and keys; None if nothing does.
         mlp: the path within a decoder layer of its MLP, with a gate, or of what holds its experts; None if it has
             neither, or experts that no gate is fused in.
+        variant: attributes of a config that must be set, or not, as in the tiny model's. Models of other configs have
+            other sites, of which the table says nothing.
         joins_residual: the gradient of the residual connection around the attention is added in the backward of a
             layer's first norm. It is not if that norm is behind the attention, nor if the layer writes in place.
         decoder_norms: the norms of a decoder besides those of its layers and the one after the last of them.
@@ -85,6 +87,7 @@ class Family:
     last_layers: tuple[str, Mapping[str, Any]] | None = None
     attention: str | None = "self_attn"
     mlp: str | None = "mlp"
+    variant: tuple[str, ...] = ()
     joins_residual: bool = True
     decoder_norms: tuple[str, ...] = ()
     layers: str = "layers"
@@ -104,6 +107,10 @@ class Family:
             *mlps,
             *self.more_sites,
         )
+
+    def describes(self, config: Any) -> bool:
+        """Whether the sites of a model of this config are those of the row."""
+        return all(bool(getattr(config, name, None)) == bool(self.tiny.get(name)) for name in self.variant)
 
     @property
     def layers_differ(self) -> bool:
@@ -360,6 +367,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 more_sites=(("self_attn.v_norm", "norm"), ("self_attn", "rope"), ("", "mlp")),
                 # The last layers take the keys and values of others.
                 last_layers=("num_kv_shared_layers", {"qk_norms": ("q_norm",), "more_sites": (("", "mlp"),)}),
+                variant=("hidden_size_per_layer_input", "enable_moe_block"),
                 joins_residual=False,  # its layers scale what they return in place
                 decoder_norms=("per_layer_projection_norm",),
                 tiny=_tiny(

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.glu import Activation as GluActivation
+from .code_fingerprint import fingerprint, own_attributes
 from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, cpu_replica
-from .reached_code import own_attributes, reached_by
 from .running_code import RunningCode
 
-Formula = Literal["silu", "gelu", "gelu_tanh"]
+Formula = GluActivation
 
 FORMULAS: Mapping[Formula, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -24,8 +25,7 @@ FORMULAS: Mapping[Formula, Callable[[Tensor], Tensor]] = MappingProxyType(
         "gelu_tanh": partial(torch.ops.aten.gelu.default, approximate="tanh"),
     }
 )
-"""The activations that the fused operator knows, as the operators that PyTorch has for them: ``F.silu`` may have been
-replaced."""
+"""The activations that the fused operator has, as PyTorch's operators: ``F.silu`` may have been replaced."""
 
 _PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
 
@@ -34,7 +34,7 @@ _outcomes: Outcomes[Formula] = Outcomes()
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation whose values are those of a formula.
+    """An activation that computes a known formula.
 
     Attributes:
         formula: a key of ``FORMULAS``.
@@ -51,7 +51,7 @@ class Activation:
     settings: tuple[tuple[str, Any], ...]
 
     def is_now(self, value: Any) -> bool:
-        """Return whether ``value`` is this activation; if it is a module, hooks and wrappers are another question."""
+        """Return whether ``value`` is this activation, apart from hooks and wrappers on it; asked at every call."""
         function: Any = self.function
         if value is not function if self.kind is None else (type(value), type(value).forward) != (self.kind, function):
             return False
@@ -62,32 +62,41 @@ class Activation:
 
 
 def recognise_activation(value: Any) -> Activation:
-    """Return what is known of an activation, a module or a function, that computes one of ``FORMULAS``.
+    """Return the activation that a module or a function computes.
 
     Raises:
-        UnrecognisedError: where it computes something else, or cannot be run to find out.
+        UnrecognisedError: if it computes none of ``FORMULAS``, or cannot be run to find out.
     """
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
         return Activation(_formula_of(value, [value], value.__name__), value, RunningCode(value), None, ())
     if not isinstance(value, nn.Module):
         raise UnrecognisedError(f"its activation is a {type(value).__name__}, neither a module nor a function")
     kind: Any = type(value)
-    if held := [*value._parameters, *value._buffers, *value._modules]:
-        raise UnrecognisedError(f"its activation {kind.__name__} holds {', '.join(held)}")
+    if tensors_or_modules := [*value._parameters, *value._buffers, *value._modules]:
+        raise UnrecognisedError(f"its activation {kind.__name__} holds {', '.join(tensors_or_modules)}")
     own = {name: setting for name, setting in sorted(own_attributes(value).items()) if not name.startswith("_")}
     for name, setting in own.items():
         function = setting.func if isinstance(setting, partial) else setting
         if not isinstance(function, _PLAIN):
             raise UnrecognisedError(f"its activation {kind.__name__} holds {name}, a {type(function).__name__}")
     replicas = [cpu_replica(kind, {**own, "training": training}) for training in (True, False)]
-    calls = [partial(kind.forward, replica) for replica in replicas]
-    formula = _formula_of(replicas[0], calls, kind.__name__)
-    settings = tuple((name, _setting(one)) for name, one in own.items())
+    formula = _formula_of(replicas[0], [partial(kind.forward, replica) for replica in replicas], kind.__name__)
+    settings = tuple((name, _setting(setting)) for name, setting in own.items())
     return Activation(formula, kind.forward, RunningCode(kind.forward), kind, settings)
 
 
+def looks_like_activation(name: str, value: Any) -> bool:
+    """Return whether an object that is called by this name is an activation, by the name or by what it computes."""
+    if isinstance(value, nn.Module) and next(value.parameters(), None) is not None:
+        return False
+    try:
+        return "act" in name.lower() or bool(recognise_activation(value))
+    except UnrecognisedError:
+        return False
+
+
 def _setting(value: Any) -> Any:
-    """An attribute in a form that is equal for equal attributes; a partial function is equal to itself alone."""
+    """An attribute in a form that compares by value: a partial function equals itself alone."""
     if isinstance(value, partial):  # whose arguments are a list to Dynamo of 2.11
         return value.func, tuple(value.args), tuple(value.keywords.items())
     return value
@@ -105,28 +114,15 @@ def _formula_of(code: Any, calls: Sequence[Callable[..., Any]], name: str) -> Fo
         return matches[0]
 
     try:
-        return _outcomes.get_or_compute(reached_by(code), None, find)
+        return _outcomes.get_or_compute(fingerprint(code), None, find)
     except UnrecognisedError:
         raise UnrecognisedError(f"its activation {name} computes none of {', '.join(FORMULAS)}") from None
 
 
 def _cases(calls: Sequence[Callable[..., Any]], gradients: bool) -> Iterator[Case]:
-    """Values of every size; for gradients, of one."""
+    """Calls with values of every magnitude; for gradients, of one."""
     plain = torch.randn(1024, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     scales = torch.tensor([1e-6, 1e-3, 1.0, 4.0, 16.0, 1e3, 1e6, torch.nan])
     values = (plain[:, None] * scales).view(64, -1)
     for call in calls:
         yield from (Case(call, [x]) for x in ([plain] if gradients else [values.to(dtype) for dtype in DTYPES]))
-
-
-def looks_like_activation(name: str, value: Any) -> bool:
-    """Return whether what is called by a name is an activation, by what it computes or by that name."""
-    if isinstance(value, nn.Module) and next(value.parameters(), None) is not None:
-        return False
-    if "act" in name.lower():
-        return True
-    try:
-        recognise_activation(value)
-    except UnrecognisedError:
-        return False
-    return True

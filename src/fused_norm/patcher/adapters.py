@@ -9,6 +9,7 @@ with its adapter, by one operator.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,15 +23,31 @@ from .four_bit import packed_weight
 from .fused_norm_module import explain, is_disabled, run_fused
 from .hooks import are_plain_calls, has_origin_forward, is_idle_dropout, replaced_forward, replaced_linear
 
-_FOR_ADAPTER = "fused_norm_for_adapter"
-"""The attribute of a layer's input with the tensor that its adapter reads, equal and with a gradient of its own."""
-
-_RETURNS_IN = "fused_norm_returns_in"
-"""The attribute of a layer's input with the dtype that it has in stock."""
-
 _PEFTS = "PEFT's LoRA code"
 
 _SCALED = "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"
+
+
+@dataclass(slots=True)
+class AdapterInput:
+    """The input of a fused LoRA layer, in place of one tensor, if a norm gives linear and adapter an output each.
+
+    Only a rewritten forward passes it, to a layer whose call nothing else sees.
+
+    Attributes:
+        x: [..., K], read by the linear.
+        own: equal to x, read by the adapter, with a gradient of its own; or x.
+        dtype: that of x in stock code, in which a layer around a quantised linear returns its result; None if x is
+            of it, or if no linear in the block is quantised.
+    """
+
+    x: Tensor
+    own: Tensor
+    dtype: torch.dtype | None
+
+    def as_in_stock(self) -> Tensor:
+        """The one tensor that the layer reads in stock code."""
+        return self.x if self.dtype is None else self.x.to(self.dtype)
 
 
 class FusedAdapter(nn.Module):
@@ -43,29 +60,32 @@ class FusedAdapter(nn.Module):
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the linear and add its adapter's output, by kernels where they compute what PEFT's layer does.
 
-        ``x`` is [..., K], the result [..., N].
+        ``x`` is [..., K], or an ``AdapterInput``; the result is [..., N].
         """
         layer: Any = self
-        if torch.compiler.is_compiling():  # where norms return what they return in stock
-            return self.fused_norm_origin.forward(self, x, *args, **kwargs)
-        if is_disabled() or type(x) is not Tensor or args or kwargs:
-            return self.fused_norm_origin.forward(self, _as_in_stock(x), *args, **kwargs)
+        given = x if type(x) is AdapterInput else None
+        own = x
+        if given is not None:
+            x, own = given.x, given.own
+        if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
+            return self.fused_norm_origin.forward(self, x if given is None else given.as_in_stock(), *args, **kwargs)
         reason = replaced_linear() or why_stock(layer)
+        dtype = None if reason is not None else autocast_dtype(x)
+        if reason is not None and not _adds_something(layer):
+            reason = ""
+        elif reason is None and dtype is None and self.fused_norm_is_quantised:
+            reason = "its linear is quantised, and autocast is off"
         if reason is not None:
-            explain(self.fused_norm_origin, reason if _adds_something(layer) else None, _PEFTS)
-            return self.fused_norm_origin.forward(self, _as_in_stock(x))
-        dtype = autocast_dtype(x)
-        if dtype is None and self.fused_norm_is_quantised:
-            explain(self.fused_norm_origin, "its linear is quantised, and autocast is off", _PEFTS)
-            return self.fused_norm_origin.forward(self, _as_in_stock(x))
+            explain(self.fused_norm_origin, reason, _PEFTS)
+            return self.fused_norm_origin.forward(self, x if given is None else given.as_in_stock())
         (name,), parts = layer.active_adapters, layer._modules
         first, second = parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
         dropout = parts["lora_dropout"]._modules[name]
         a, b, scale = first.weight, second.weight, layer.scaling[name]
-        own, dropped = vars(x).pop(_FOR_ADAPTER, x), None
+        dropped = None
         if self.fused_norm_is_quantised:
             assert dtype is not None
-            y_dtype = torch.promote_types(vars(x).get(_RETURNS_IN, x.dtype), dtype)
+            y_dtype = torch.promote_types((given and given.dtype) or x.dtype, dtype)
             weight = packed_weight(parts["base_layer"], x, dtype)
             if not isinstance(weight, str):
                 if not is_idle_dropout(dropout):
@@ -78,8 +98,8 @@ class FusedAdapter(nn.Module):
             else:
                 explain(self.fused_norm_origin, weight, "its linear by bitsandbytes' code")
         base = parts["base_layer"](x)
-        if self.fused_norm_is_quantised:
-            base = base.to(vars(x).get(_RETURNS_IN, base.dtype))
+        if self.fused_norm_is_quantised and given is not None and given.dtype is not None:
+            base = base.to(given.dtype)
         if dropped is None:
             is_taken_back = own.dtype == dtype and a.dtype == torch.float32
             if not is_taken_back or not is_idle_dropout(dropout):
@@ -102,22 +122,6 @@ class FusedAdapter(nn.Module):
         if self.fused_norm_is_quantised and torch.is_autocast_enabled():
             return x
         return self.fused_norm_origin._cast_input_dtype(self, x, dtype)
-
-
-def returns_in(x: Tensor, dtype: torch.dtype) -> None:
-    """Have a quantised LoRA layer that gets ``x``, which is of this dtype in stock, return what it returns then."""
-    vars(x)[_RETURNS_IN] = dtype
-
-
-def _as_in_stock(x: Any) -> Any:
-    """The input of a layer in the dtype that it has in stock."""
-    dtype = vars(x).get(_RETURNS_IN) if type(x) is Tensor else None
-    return x if dtype is None else x.to(dtype)
-
-
-def keep_for_adapter(x: Tensor, own: Tensor) -> None:
-    """Have the adapter of the LoRA layer that gets ``x`` read a tensor of its ``own``."""
-    vars(x)[_FOR_ADAPTER] = own
 
 
 def is_lora_layer(module: nn.Module) -> bool:

@@ -14,8 +14,8 @@ from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_forward_replaced, origin_of, stock_class
+from .code_fingerprint import no_code_changes
 from .patch_report import PatchReport, Site
-from .reached_code import no_code_changes
 from .survey import survey
 
 logger = logging.getLogger("fused_norm")
@@ -36,9 +36,10 @@ def apply_fused_norm(
     loss: bool | None = None,
     modules: ModuleFilter | None = None,
     casting: Mapping[str, Casting] | None = None,
-    readers: bool = True,
+    consumers: bool = True,
     recompute: RecomputeLevel = False,
     strict: bool = True,
+    readers: bool | None = None,
 ) -> PatchReport:
     """Make the RMSNorms, residual adds, rotary embeddings, MLP gates, LoRA layers and loss of ``model`` run fused.
 
@@ -51,10 +52,10 @@ def apply_fused_norm(
     model as it is now. If neither has changed it is a no-op.
 
     ``model`` is a transformers model, or any module that holds one, on any device, meta included. All other arguments
-    are the fields of ``FuseOptions``, which describes each.
+    are the fields of ``FuseOptions``, which describes each; ``readers`` is the old name of ``consumers``.
 
     Returns:
-        A row for every site, fused or kept; under ``recompute`` a row for every layer too, and under ``readers`` one
+        A row for every site, fused or kept; under ``recompute`` a row for every layer too, and under ``consumers`` one
         for every block that reads a fused norm.
 
     Raises:
@@ -66,7 +67,7 @@ def apply_fused_norm(
     """
     # In the order of its fields.
     options = FuseOptions(
-        norms, qk, rope, residual, sandwich, mlp, adapter, loss, modules, casting, readers, recompute, strict
+        norms, qk, rope, residual, sandwich, mlp, adapter, loss, modules, casting, consumers, recompute, strict, readers
     )
     _check_is_module(model)
     with no_code_changes():
@@ -151,7 +152,7 @@ def _expected_sites(model: nn.Module) -> Iterator[_Expected]:
     for prefix, decoder in modules.items():
         family = FAMILIES.get(getattr(getattr(decoder, "config", None), "model_type", ""))
         layers = None if family is None else getattr(decoder, family.layers, None)
-        if family is None or not isinstance(layers, nn.ModuleList):
+        if family is None or not isinstance(layers, nn.ModuleList) or not family.describes(decoder.config):
             continue
         sites: list[tuple[str, Kind, Family]] = []
         for index in range(len(layers)):

@@ -76,7 +76,7 @@ class Block:
         fixed: other code has built on its fused class.
         sites: the rows of what may be fused in its forward.
         rewrites: the matches in its forward that are to be fused, added to by those that decide on them.
-        reading: the row on how it reads a norm that is handed to it; None where it is handed none.
+        consumers_row: the row on how its linears read a norm that is passed to it; None if no norm is.
         layer: the row on its recomputing; None where it is no layer with something fused in it, or the option is off.
     """
 
@@ -87,7 +87,7 @@ class Block:
         self.fixed = isinstance(self.module, FusedBlock) and built_upon(self.module)
         self.sites: list[Site] = []
         self.rewrites: list[Rewrite] = []
-        self.reading: Site | None = None
+        self.consumers_row: Site | None = None
         self.layer: Site | None = None
         self._model = model
         self._done: tuple[Rewrite, ...] = ()
@@ -108,11 +108,11 @@ class Block:
         return None if path is None or path in self._model.norm_sites else self._model.block(path)
 
     @property
-    def wants_readers(self) -> bool:
-        """Whether the option ``readers`` is on."""
-        return self._model.options.readers
+    def wants_consumers(self) -> bool:
+        """Whether the option ``consumers`` is on."""
+        return self._model.options.consumers
 
-    def decide_reading(self, index: int, linears: tuple[str, ...], obstacle: str | None) -> bool:
+    def decide_consumers(self, index: int, linears: tuple[str, ...], obstacle: str | None) -> bool:
         """Decide whether the ``linears`` that read argument ``index`` get inputs of their own; it gets a row."""
         rewrite = Rewrite("inputs", index, linears)
         reason = self.owner or obstacle
@@ -120,7 +120,7 @@ class Block:
             reason = reason or "other code has built on its class since that was patched"
         if not self._model.options.selects(self.path, self.module):
             reason = "not selected by modules"
-        self.reading = Site(self.path, "readers", self.origin.__name__, reason=reason)
+        self.consumers_row = Site(self.path, "consumers", self.origin.__name__, reason=reason)
         if reason is None and rewrite not in self.rewrites:
             self.rewrites.append(rewrite)
         return reason is None
@@ -134,9 +134,9 @@ class Block:
         """Leave its forward as it is, and say in its rows why."""
         self.rewrites = []
         self.sites = [row.kept_for(reason, cause) for row in self.sites]
-        self.reading = None if self.reading is None else self.reading.kept_for(reason, None)
+        self.consumers_row = None if self.consumers_row is None else self.consumers_row.kept_for(reason, None)
 
-    def reads_of(self, name: str) -> int:
+    def output_count(self, name: str) -> int:
         """Return the number of tensors that a linear of this name will read as its input; 0 where it is not plain."""
         linear, adapter = self.member(name), FusedAdapter
         if is_lora_layer(linear) or is_quantised_lora_layer(linear):

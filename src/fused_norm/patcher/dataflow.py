@@ -1,4 +1,4 @@
-"""The table of a forward's definitions and reads: which statement gave a name its value, and who reads it.
+"""Definitions and uses of the names in a forward: which statement gives a name its value, and what reads it.
 
 In
 
@@ -8,13 +8,15 @@ In
         hidden = residual + hidden
     return hidden
 
-``hidden`` in the last line has two definitions, one of them made only where ``flag`` holds, and ``residual`` one, which
-is read once. The patterns in a forward are told by such questions, and all of them ask here.
+``hidden`` in the last line has two definitions, one of them only if ``flag`` holds, and ``residual`` has one, which is
+read once. All patterns ask such questions here.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -22,10 +24,10 @@ from typing import Any, TypeGuard
 from .source import cached_by_forward, source_of
 
 Conditions = tuple[tuple[str, bool], ...]
-"""Tests of the module's own settings (``self.config.flag``, ``self.act is None``), and how they have to come out."""
+"""Tests of the module's own settings (``self.config.flag``, ``self.act is None``), each with its outcome."""
 
 _CHANGING = frozenset({"training", "gradient_checkpointing"})
-"""Attributes that are one today and the other tomorrow."""
+"""Attributes that change between calls."""
 
 _CHOICES: Mapping[type, tuple[str, ...]] = {ast.NamedExpr: ("value",), ast.IfExp: ("body", "orelse")}
 _ARITHMETIC: Mapping[type, tuple[str, ...]] = {
@@ -40,21 +42,21 @@ _VIEWS: Mapping[type, tuple[str, ...]] = {
     **dict.fromkeys([ast.Tuple, ast.List], ("elts",)),
     ast.AugAssign: ("target",),
 }
-"""Fields of expressions whose value, arithmetic or memory is that of the expression."""
+"""The fields of an expression whose value, arithmetic or memory it has."""
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """One place that gives a name a value.
+    """A place that gives a name a value.
 
     Attributes:
         name: the name.
-        value: the expression it stands for from then on; for ``a += b`` that statement, for ``a.add_(b)`` that call;
-            a number for an argument that is one by its annotation or its default; None where it is something else: an
-            argument, a loop's variable, a part of what a call returns.
-        statement: the statement that does it, None for an argument.
+        value: the expression whose value the name has from then on; the statement ``a += b`` or the call ``a.add_(b)``
+            itself; a constant for an argument that is a number by its annotation or default; None if it is anything
+            else: another argument, a loop's variable, a part of what a call returns.
+        statement: the statement; None for an argument.
     """
 
     name: str
@@ -66,7 +68,7 @@ Names = dict[str, frozenset[Definition]]
 
 
 class Dataflow:
-    """The definitions and reads of a function's names, its calls and its statements.
+    """The definitions and uses of a function's names, its calls and its statements.
 
     Attributes:
         own: the name of the function's first argument, the instance.
@@ -79,58 +81,58 @@ class Dataflow:
         self.bodies = list(bodies_of(definition))
         self.calls: dict[ast.Call, None] = {}
         self._body_of = {statement: body for body in self.bodies for statement in body}
-        self._made: dict[ast.AST, Definition] = {}
+        self._by_node: dict[ast.AST, Definition] = {}
         self._definitions: dict[ast.Name, frozenset[Definition]] = {}
-        self._reads: dict[Definition, dict[ast.Name, None]] = {}
+        self._loads: dict[Definition, dict[ast.Name, None]] = {}
         self._conditions: dict[ast.AST, Conditions] = {}
         self._current: Conditions = ()
         self._inside: Names = {}  # what the expressions of the statement assign
         inner = [node for node in ast.walk(definition) if isinstance(node, _FUNCTIONS) and node is not definition]
         self._captured = {node.id for function in inner for node in ast.walk(function) if isinstance(node, ast.Name)}
         self._parents = {inner: node for node in ast.walk(definition) for inner in ast.iter_child_nodes(node)}
-        self._given = {name: Definition(name, value, None) for name, value in _arguments(definition.args)}
-        self._run(definition.body, {name: frozenset([one]) for name, one in self._given.items()})
-        self._locals = {*self._given, *(one.name for one in self._made.values())}
+        self._arguments = {name: Definition(name, value, None) for name, value in _arguments(definition.args)}
+        self._run(definition.body, {name: frozenset([argument]) for name, argument in self._arguments.items()})
+        self._locals = {*self._arguments, *(made.name for made in self._by_node.values())}
 
     def definition_of(self, load: ast.AST | None) -> Definition | None:
-        """The definition of what a name holds at this load, where that is only one, in the function itself."""
-        found = self._definitions.get(load, ()) if isinstance(load, ast.Name) else ()
-        return next(iter(found)) if len(found) == 1 else None
+        """The definition of the value that a load reads; None if there are several, or it is of no local name."""
+        definitions = self._definitions.get(load, ()) if isinstance(load, ast.Name) else ()
+        return next(iter(definitions)) if len(definitions) == 1 else None
 
     def made_by(self, statement: ast.stmt) -> list[Definition]:
         """The definitions that a statement makes."""
-        return [one for one in self._made.values() if one.statement is statement]
+        return [definition for definition in self._by_node.values() if definition.statement is statement]
 
     def argument(self, name: str) -> Definition:
         """The definition of an argument."""
-        return self._given[name]
+        return self._arguments[name]
 
     def reads(self, definition: Definition) -> list[ast.Name]:
-        """The loads that may find a definition in the name, ``a`` of ``a += b`` among them; its deletion is none."""
-        return [load for load in self._reads.get(definition, ()) if not isinstance(load.ctx, ast.Del)]
+        """The loads that may read a definition, including ``a`` of ``a += b`` and excluding ``del a``."""
+        return [load for load in self._loads.get(definition, ()) if not isinstance(load.ctx, ast.Del)]
 
     def parent(self, node: ast.AST) -> ast.AST:
         """The expression or statement that a node is a part of."""
         return self._parents[node]
 
     def innermost(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
-        """The innermost node of one of these kinds that a node is a part of; None without one."""
+        """The innermost node of one of these kinds that contains a node, or None."""
         while (node := self._parents.get(node, ast.Pass())) in self._parents:
             if isinstance(node, kinds):
                 return node
         return None
 
     def is_inside(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> bool:
-        """Return whether a node is a part of one of these kinds."""
+        """Return whether a node of one of these kinds contains a node."""
         return self.innermost(node, kinds) is not None
 
-    def is_read_by_alone(self, definition: Definition, *readers: ast.AST) -> bool:
-        """Return whether nothing reads a definition but these expressions; a function inside might, at any time."""
-        inside = {node for reader in readers for node in ast.walk(reader)}
-        return definition.name not in self._captured and all(load in inside for load in self._reads[definition])
+    def is_read_only_in(self, definition: Definition, *parts: ast.AST) -> bool:
+        """Return whether only these expressions use a definition; an inner function might do so at any time."""
+        inside = {node for part in parts for node in ast.walk(part)}
+        return not self.is_captured(definition.name) and inside.issuperset(self._loads[definition])
 
     def is_captured(self, *names: str) -> bool:
-        """Return whether a function inside may read or write one of the names, whenever it is called."""
+        """Return whether an inner function may read or write one of the names, whenever it is called."""
         return not self._captured.isdisjoint(names)
 
     def is_local(self, name: str) -> bool:
@@ -142,66 +144,65 @@ class Dataflow:
         return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.own
 
     def conditions(self, *nodes: ast.AST) -> Conditions:
-        """The conditions under which calls, sums and products are computed, as far as settings of the module decide."""
-        return tuple(dict.fromkeys(one for node in nodes for one in self._conditions.get(node, ())))
+        """The conditions on settings of the module under which calls, sums and products are computed."""
+        return tuple(dict.fromkeys(condition for node in nodes for condition in self._conditions.get(node, ())))
 
-    def between(self, one: ast.stmt | None, other: ast.stmt) -> list[ast.stmt] | None:
-        """The statements between two of the same body; None where ``one`` does not come before in that body."""
-        body = self._body_of[other]
-        if one is None or self._body_of.get(one) is not body or body.index(one) >= body.index(other):
+    def between(self, first: ast.stmt | None, last: ast.stmt) -> list[ast.stmt] | None:
+        """The statements between two of the same body; None if ``first`` is not before ``last`` in that body."""
+        body = self._body_of[last]
+        if first is None or self._body_of.get(first) is not body or body.index(first) >= body.index(last):
             return None
-        return body[body.index(one) + 1 : body.index(other)]
+        return body[body.index(first) + 1 : body.index(last)]
 
     def after(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements after one, in its body."""
+        """The statements that follow another one in its body."""
         body = self._body_of[statement]
         return body[body.index(statement) + 1 :]
 
     def body_of(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The list of statements that a statement is in."""
+        """The list of statements that contains a statement."""
         return self._body_of[statement]
 
     def origins(self, node: ast.AST | None, same: Sequence[str] = ()) -> list[ast.AST]:
-        """The expressions that may have made a value, as they stand: through names, ``a if b else c`` and ``:=``.
+        """The expressions that a value may come from through names, ``a if b else c`` and ``:=``, in source order.
 
         ``same``: methods that may return the tensor that they are called on.
         """
-        seen = self._behind(node, _CHOICES, same)
-        found = [one for one, is_end in seen.items() if is_end and one is not None]
-        return sorted(found, key=lambda one: (getattr(one, "lineno", 0), getattr(one, "col_offset", 0)))
+        sources = self._sources(node, _CHOICES, same)
+        ends = [source for source, is_end in sources.items() if is_end and source is not None]
+        return sorted(ends, key=lambda end: (getattr(end, "lineno", 0), getattr(end, "col_offset", 0)))
 
     def is_number(self, node: ast.AST | None) -> bool:
         """Return whether a value is a number by the source, or of a global name, which no tensor of a model has."""
-        seen = self._behind(node, _ARITHMETIC, ())
-        return all(_is_number_itself(one) for one, is_end in seen.items() if is_end)
+        return all(_is_number(source) for source, is_end in self._sources(node, _ARITHMETIC, ()).items() if is_end)
 
     def may_change(self, tensor: ast.expr, parts: Iterable[ast.AST]) -> bool:
-        """Return whether code may write into a tensor: by an edit in place of any, or in a call that is given it.
+        """Return whether code may write into a tensor: by any edit in place, or in a call that takes the tensor.
 
-        Functions of modules (``torch.cat``) write into nothing, unless their name or their arguments say so.
+        Functions of modules (``torch.cat``) write only if their name or their arguments say so.
         """
         parts = list(parts)
         if any(edits_in_place(part) for part in parts):
             return True
-        held = self._memory(tensor, with_whole=True)
+        memory = self._memory(tensor, with_whole=True)
         return any(
-            held & self._memory(given, with_whole=False)
+            memory & self._memory(argument, with_whole=False)
             for part in parts
             for call in ast.walk(part)
             if isinstance(call, ast.Call) and (self.is_own(call.func) or isinstance(call.func, ast.Name))
-            for given in (*call.args, *(keyword.value for keyword in call.keywords))
+            for argument in (*call.args, *(keyword.value for keyword in call.keywords))
         )
 
     def _memory(self, node: ast.AST, *, with_whole: bool) -> set[Definition | ast.AST | None]:
-        """The expressions, and definitions of names, whose tensor a value may share: of a view, and of an alias.
+        """The expressions and definitions whose memory a value may share, as a view or an alias.
 
-        ``with_whole``: of a part that was unpacked from a call, those of what the call cut as well.
+        ``with_whole``: if the value was unpacked from a call, include what the call cut into parts.
         """
-        seen = self._behind(node, _VIEWS, None, with_whole=with_whole)
-        definitions = (one for name in seen if isinstance(name, ast.Name) for one in self._definitions.get(name, ()))
-        return {*definitions, *seen} - {None}
+        sources = self._sources(node, _VIEWS, None, with_whole=with_whole)
+        names = (name for name in sources if isinstance(name, ast.Name))
+        return {*sources, *(definition for name in names for definition in self._definitions.get(name, ()))} - {None}
 
-    def _behind(
+    def _sources(
         self,
         node: ast.AST | None,
         fields: Mapping[type, tuple[str, ...]],
@@ -209,33 +210,33 @@ class Dataflow:
         *,
         with_whole: bool = False,
     ) -> dict[ast.AST | None, bool]:
-        """All that a value may come from, and whether it is an end, with nothing behind it; None is what is not known.
+        """Everything that a value may come from, each with whether it comes from nothing else; None if unknown.
 
         Args:
             node: the value.
-            fields: of expressions, those that are behind them.
-            methods: those that may return what they are called on; None for any but the module's own.
-            with_whole: what was cut is behind a part that was unpacked.
+            fields: of kinds of expressions, the fields that a value passes through.
+            methods: those that may return what they are called on; None for all but the module's own.
+            with_whole: a part that was unpacked comes from the whole.
         """
         seen: dict[ast.AST | None, bool] = {}
         nodes = [node]
-        for one in nodes:  # grows meanwhile
-            if one in seen:
+        for source in nodes:  # grows meanwhile
+            if source in seen:
                 continue
-            behind: list[ast.AST | None] | None = None
-            match one:
-                case ast.Name() if self.is_local(one.id):
-                    definitions = self._definitions.get(one, ())
-                    cut = (part.statement for part in definitions if with_whole and part.value is None)
-                    behind = [part.value for part in definitions] or [None]
-                    behind += [whole.value for whole in cut if isinstance(whole, ast.Assign)]
-                case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if not self.is_own(one.func):
-                    behind = [tensor] if methods is None or method in methods else None
-                case _ if type(one) in fields:
-                    values = (getattr(one, field) for field in fields[type(one)])
-                    behind = [part for value in values for part in (value if isinstance(value, list) else [value])]
-            seen[one] = behind is None
-            nodes += behind or ()
+            further: list[ast.AST | None] | None = None
+            match source:
+                case ast.Name() if self.is_local(source.id):
+                    definitions = self._definitions.get(source, ())
+                    further = [part.value for part in definitions] or [None]
+                    cuts = (part.statement for part in definitions if with_whole and part.value is None)
+                    further += [cut.value for cut in cuts if isinstance(cut, ast.Assign)]
+                case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if not self.is_own(source.func):
+                    further = [tensor] if methods is None or method in methods else None
+                case _ if type(source) in fields:
+                    values = (getattr(source, field) for field in fields[type(source)])
+                    further = [part for value in values for part in (value if isinstance(value, list) else [value])]
+            seen[source] = further is None
+            nodes += further or ()
         return seen
 
     def _run(self, body: list[ast.stmt], names: Names) -> Names:
@@ -290,7 +291,7 @@ class Dataflow:
         return names | self._inside
 
     def _loop(self, loop: ast.For | ast.AsyncFor | ast.While, names: Names) -> Names:
-        for _ in range(2):  # what one turn leaves in a name, the next one finds
+        for _ in range(2):  # the second turn reads what the first one leaves in names
             inside = names
             if isinstance(loop, ast.While):
                 self._read(loop.test, names)
@@ -323,16 +324,16 @@ class Dataflow:
         return after
 
     def _settings(self, test: ast.expr, truth: bool) -> Conditions:
-        """Return the settings, and how they come out, that follow from a test which comes out like this."""
+        """Return the conditions that follow if a test has this outcome."""
         match test:
             case ast.UnaryOp(op=ast.Not()):
                 return self._settings(test.operand, not truth)
-            case ast.BoolOp() if isinstance(test.op, ast.And) is truth:  # each operand comes out like that
-                return tuple(one for operand in test.values for one in self._settings(operand, truth))
+            case ast.BoolOp() if isinstance(test.op, ast.And) is truth:  # each operand has this outcome
+                return tuple(condition for operand in test.values for condition in self._settings(operand, truth))
         return ((ast.unparse(test), truth),) if self._is_of_settings(test) else ()
 
     def _is_of_settings(self, test: ast.expr) -> bool:
-        """Return whether a test reads nothing but attributes of the module, and constants to compare them with."""
+        """Return whether a test only reads attributes of the module and compares them with constants."""
         match test:
             case ast.Attribute(ast.Name(own), name):
                 return own == self.own and name not in _CHANGING
@@ -371,81 +372,59 @@ class Dataflow:
                 self.calls[node] = None
 
     def _note(self, load: ast.Name, names: Names) -> None:
-        found = names.get(load.id, frozenset())
-        self._definitions[load] = self._definitions.get(load, frozenset()) | found
-        for definition in found:
-            self._reads.setdefault(definition, {})[load] = None
+        definitions = names.get(load.id, frozenset())
+        self._definitions[load] = self._definitions.get(load, frozenset()) | definitions
+        for definition in definitions:
+            self._loads.setdefault(definition, {})[load] = None
 
     def _define(self, key: ast.AST, name: str, value: ast.AST | None, statement: ast.stmt | None) -> Definition:
-        """The definition that a node makes; the same one whenever it is walked through."""
-        made = self._made.setdefault(key, Definition(name, value, statement))
-        self._reads.setdefault(made, {})
-        return made
+        """The definition that a node makes; the same one in every turn of a loop."""
+        definition = self._by_node.setdefault(key, Definition(name, value, statement))
+        self._loads.setdefault(definition, {})
+        return definition
 
     def _store(self, target: ast.expr, value: ast.AST | None, statement: ast.stmt, names: Names) -> Names:
-        """The definitions of names after an assignment; ``value`` is None where it is not known."""
+        """The definitions of names after an assignment; ``value`` is None if it is unknown."""
         match target, value:
             case ast.Name(), _:
                 key = target if isinstance(target.ctx, ast.Store) else value
                 assert key is not None
                 return names | {target.id: frozenset([self._define(key, target.id, value, statement)])}
-            case ((ast.Tuple() | ast.List()), (ast.Tuple() | ast.List())) if len(target.elts) == len(value.elts):
-                if not any(isinstance(one, ast.Starred) for one in (*target.elts, *value.elts)):
-                    for one, its_value in zip(target.elts, value.elts, strict=True):
-                        names = self._store(one, its_value, statement, names)
-                    return names
-        if isinstance(target, (ast.Tuple, ast.List)):
-            for one in target.elts:
-                names = self._store(one.value if isinstance(one, ast.Starred) else one, None, statement, names)
-            return names
+            case ast.Starred(), _:
+                return self._store(target.value, None, statement, names)
+            case ((ast.Tuple() | ast.List()), _):
+                values: Sequence[ast.expr | None] = [None] * len(target.elts)
+                if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
+                    is_starred = any(isinstance(part, ast.Starred) for part in (*target.elts, *value.elts))
+                    values = values if is_starred else value.elts
+                for part, its_value in zip(target.elts, values, strict=True):
+                    names = self._store(part, its_value, statement, names)
+                return names
         self._read(target, names)
         return names
 
 
 @cached_by_forward
 def flow_of(layer: Any) -> Dataflow:
-    """The definitions and reads of the forward that a class has now.
+    """The definitions and uses in the forward that a class has now.
 
     Raises:
-        SourceError: where the source cannot be read, or is not what runs.
+        SourceError: if the source cannot be read, or is not what runs.
     """
     source = source_of(layer)
     return Dataflow(source.definition, source.own)
 
 
-def come_out_so(conditions: Conditions, module: Any) -> bool:
-    """Return whether a module's settings are as conditions have them now; what cannot be told may be so."""
-    return all(_outcome(ast.parse(test, mode="eval").body, module) in (truth, None) for test, truth in conditions)
+def may_hold(conditions: Conditions, module: Any) -> bool:
+    """Return whether conditions hold with a module's settings now, or cannot be evaluated."""
+    for test, truth in conditions:
+        with contextlib.suppress(Exception):  # of a property, or of what a value makes of a comparison
+            if bool(eval(test, {}, defaultdict(lambda: module))) is not truth:  # its only name is the instance
+                return False
+    return True
 
 
-def _outcome(test: ast.expr, module: Any) -> bool | None:
-    """Evaluate a test of a module's settings; return None if that fails."""
-    try:
-        return bool(_value(test, module))
-    except Exception:  # of a property, or of what a value makes of a comparison
-        return None
-
-
-def _value(test: ast.expr, module: Any) -> Any:
-    match test:
-        case ast.Name():  # the instance
-            return module
-        case ast.Attribute(value, name):
-            return getattr(_value(value, module), name)
-        case ast.UnaryOp():
-            return not _value(test.operand, module)
-        case ast.BoolOp(ast.And(), values):
-            return all(_value(one, module) for one in values)
-        case ast.BoolOp(_, values):
-            return any(_value(one, module) for one in values)
-        case ast.Compare(left, [operator], [ast.Constant(constant)]):
-            value = _value(left, module)
-            is_same = value is constant if isinstance(operator, (ast.Is, ast.IsNot)) else value == constant
-            return is_same is isinstance(operator, (ast.Is, ast.Eq))
-    raise AssertionError(ast.unparse(test))
-
-
-def _is_number_itself(node: ast.AST | None) -> bool:
+def _is_number(node: ast.AST | None) -> bool:
     match node:
         case ast.Constant(int() | float()) | ast.Subscript(value=ast.Attribute(attr="shape")) | ast.Name():
             return True
@@ -455,16 +434,16 @@ def _is_number_itself(node: ast.AST | None) -> bool:
 
 
 def _arguments(arguments: ast.arguments) -> Iterator[tuple[str, ast.AST | None]]:
-    """The names of a function's arguments, each with a number where its annotation or its default is one."""
+    """The names of a function's arguments, each with a constant if its annotation or default is a number."""
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: dict[ast.arg, ast.expr | None] = dict(zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
     defaults |= dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
-    for one in (node for node in ast.walk(arguments) if isinstance(node, ast.arg)):
-        match one.annotation, defaults.get(one):
+    for argument in (node for node in ast.walk(arguments) if isinstance(node, ast.arg)):
+        match argument.annotation, defaults.get(argument):
             case (ast.Name("int" | "float"), _) | (_, ast.Constant(int() | float())):
-                yield one.arg, ast.Constant(0)
+                yield argument.arg, ast.Constant(0)
             case _:
-                yield one.arg, None
+                yield argument.arg, None
 
 
 def bodies_of(node: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -480,9 +459,9 @@ def bodies_of(node: ast.AST) -> Iterator[list[ast.stmt]]:
         yield from bodies_of(inner)
 
 
-def _joined(one: Names, other: Names) -> Names:
-    """The definitions of names where two ways through the code meet."""
-    return {name: one.get(name, frozenset()) | other.get(name, frozenset()) for name in one | other}
+def _joined(a: Names, b: Names) -> Names:
+    """The definitions of names after two paths through the code meet."""
+    return {name: a.get(name, frozenset()) | b.get(name, frozenset()) for name in a | b}
 
 
 def mentions(node: ast.AST, *names: str) -> bool:
@@ -520,7 +499,7 @@ def computed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def computes_nothing(test: ast.expr) -> bool:
-    """Return whether a test is of names and attributes, so that nothing happens where it is made twice."""
+    """Return whether a test only reads names and attributes, so that evaluating it twice has no effect."""
     match test:
         case ast.Name() | ast.Constant() | ast.Attribute() | ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
             plain = True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.glu import GLU
-from ..kernels.norm import NORM_ADD, NORM_ADD_NORM, NORM_ADD_NORM_FOR_READERS, RMS_NORM_FOR_READERS
+from ..kernels.norm import NORM_ADD, NORM_ADD_NORM, NORM_ADD_NORM_FOR_CONSUMERS, RMS_NORM_FOR_CONSUMERS
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
 from ..kernels.reference import written
 from ..kernels.sharded import is_plain
@@ -29,9 +29,9 @@ from .fused_norm_module import (
     spec_and_weights,
 )
 from .hooks import is_idle_dropout
-from .linear_inputs import ONE_OUTPUT, for_readers, fused_norm_inputs, wanted_by
+from .linear_inputs import ConsumerSpec, consumer_spec, for_consumers, fused_norm_inputs
 from .rewrite import Rewrite
-from .rotation_recognition import Rotation, full_cos_sin, name_of
+from .rotation_recognition import Rotation, full_cos_sin, function_name
 
 
 class FusedBlock(nn.Module):
@@ -53,21 +53,23 @@ class FusedBlock(nn.Module):
         inner: Any = None,
         dropout: Any = None,
         scale: Any = 1.0,
-        reader: Any = None,
+        consumer: Any = None,
     ) -> tuple[Any, Any]:
-        """``(norm(s), s)`` of ``s = residual + scale * dropout(inner(branch))``; ``reader`` is given the norm alone."""
+        """``(norm(s), s)`` of ``s = residual + scale * dropout(inner(branch))``; ``consumer`` gets the norm."""
         if dropout is not None and not is_idle_dropout(dropout):
             branch, inner = dropout(inner(branch)), None
         if inner is not None:
-            together = _norm_add_norm(norm, residual, branch, inner, reader)
+            together = _norm_add_norm(norm, residual, branch, inner, consumer)
             if together is not None:
                 return together
             branch = inner(branch)
         if type(scale) not in (float, int):
             branch, scale = branch * scale, 1.0
-        wanted = None if reader is None else wanted_by(reader, branch, residual, spec_and_weights(norm)[1])
-        outputs = norm_of_sum(norm, branch, residual, scale, wanted)
-        return outputs if wanted is None else for_readers(outputs, wanted, norm)
+        consumers = None
+        if consumer is not None:
+            consumers = consumer_spec(consumer, branch, residual, spec_and_weights(norm)[1])
+        outputs = norm_of_sum(norm, branch, residual, scale, consumers)
+        return outputs if consumers is None else for_consumers(outputs, consumers, norm)
 
     def fused_norm_add_by_call(self, norm: Any, residual: Any, branch: Any, *, scale: Any = 1.0) -> tuple[Any, Any]:
         """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm (``takes_residual``)."""
@@ -75,14 +77,14 @@ class FusedBlock(nn.Module):
             branch, scale = branch * scale, 1.0
         return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
 
-    def fused_norm_read(self, norm: Any, x: Any, reader: Any = None) -> tuple[Any, Any]:
-        """``norm(x)``, which ``reader`` alone is given, and x for all that read it behind the norm."""
+    def fused_norm_passthrough(self, norm: Any, x: Any, consumer: Any = None) -> tuple[Any, Any]:
+        """Return ``(norm(x), x)``, for ``consumer`` the norm's outputs; the gradient of this x joins the norm's."""
         if not torch.compiler.is_compiling():
             spec, weight = spec_and_weights(norm)
-            wanted = (None if reader is None else wanted_by(reader, x, weight)) or ONE_OUTPUT
-            found, reason = run_fused(RMS_NORM_FOR_READERS, spec, x, weight, *wanted)
+            consumers = (None if consumer is None else consumer_spec(consumer, x, weight)) or ConsumerSpec()
+            outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, spec, x, weight, *consumers)
             if reason is None:
-                return for_readers(found, wanted, norm)
+                return for_consumers(outputs, consumers, norm)
         return norm(x), x
 
     fused_norm_inputs = fused_norm_inputs
@@ -174,7 +176,7 @@ class FusedBlock(nn.Module):
             return None
         if rotation.angles is not full_cos_sin and not is_disabled() and isinstance(q, Tensor) and runs_kernels_on(q):
             if not all(map(is_plain, (q, cos, sin))):
-                what = f"{name_of(rotation.function)} is called with tensors of other kinds than the kernel takes"
+                what = f"{function_name(rotation.function)} is called with tensors of other kinds than the kernel takes"
                 explain(self.fused_norm_origin, what)
                 return None
             cos, sin = rotation.angles(cos, *further), rotation.angles(sin, *further)
@@ -213,18 +215,18 @@ class FusedBlock(nn.Module):
         return act(gate) * up
 
 
-def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, reader: Any) -> tuple[Tensor, Tensor] | None:
+def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) -> tuple[Tensor, Tensor] | None:
     spec, *weights = spec_and_weights(inner, norm)
     if spec is None:
         return None
     arguments = x, residual, *weights
-    wanted = None if reader is None else wanted_by(reader, *arguments)
-    if wanted is not None:
-        found, reason = run_fused(NORM_ADD_NORM_FOR_READERS, spec, *arguments, *wanted)
+    consumers = None if consumer is None else consumer_spec(consumer, *arguments)
+    if consumers is not None:
+        outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, spec, *arguments, *consumers)
         if reason is None:
-            return for_readers(found, wanted, norm)
-    found, _ = run_fused(NORM_ADD_NORM, spec, *arguments)
-    return found
+            return for_consumers(outputs, consumers, norm)
+    outputs, _ = run_fused(NORM_ADD_NORM, spec, *arguments)
+    return outputs
 
 
 def _written(rotated: Any, dtype: torch.dtype | None) -> Any:

@@ -22,7 +22,7 @@ from ..kernels import reference
 from ..kernels.arguments import wrong_eps
 from ..kernels.autocast import autocast_dtype
 from ..kernels.gated_rms_norm import GATED_RMS_NORM
-from ..kernels.norm import ADD_RMS_NORM, ADD_RMS_NORM_FOR_READERS, RMS_NORM
+from ..kernels.norm import ADD_RMS_NORM, ADD_RMS_NORM_FOR_CONSUMERS, RMS_NORM
 from ..kernels.operator import Operator, norm_spec
 from ..kernels.program import Programs
 from ..spec import Casting, GatedNormSpec, NormSpec
@@ -96,16 +96,16 @@ class FusedNorm(nn.Module):
         return y if reason is None else _without_kernel(self, spec, x, weight, reason)
 
 
-def norm_of_sum(norm: FusedNorm, x: Any, residual: Any, scale: float = 1.0, wanted: Any = None) -> tuple[Any, ...]:
+def norm_of_sum(norm: FusedNorm, x: Any, residual: Any, scale: float = 1.0, consumers: Any = None) -> tuple[Any, ...]:
     """``(norm(s), s)`` of ``s = residual + scale * x``, for a norm whose class stands for what runs in stock.
 
-    ``wanted``: what is asked of the norm, as ``wanted_by`` has it; then there is an output for each reader before s.
+    ``consumers``: the spec that ``consumer_spec`` returns; if there is one, an output for each consumer precedes s.
     """
     spec, weight = spec_and_weights(norm)
-    if wanted is None:
+    if consumers is None:
         found, no_add = run_fused(ADD_RMS_NORM, spec, x, residual, weight, None, scale)
     else:
-        found, no_add = run_fused(ADD_RMS_NORM_FOR_READERS, spec, x, residual, weight, scale, *wanted)
+        found, no_add = run_fused(ADD_RMS_NORM_FOR_CONSUMERS, spec, x, residual, weight, scale, *consumers)
     if no_add is None:
         return found
     total = residual + scaled(x, scale)

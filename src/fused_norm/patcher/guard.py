@@ -17,9 +17,9 @@ from torch import nn
 
 from .fused_norm_module import FusedNorm, takes_residual
 from .hooks import are_plain_calls, has_origin_forward, replaced_linear
-from .linear_inputs import called_by, explain_readers
-from .patterns import bypassed_by, rewrites_around, rewritten_forward
-from .patterns.calls import Called
+from .linear_inputs import called_by, explain_consumers, taking_tensors
+from .patterns import bypassed_by, linears_of, rewrites_around, rewritten_forward
+from .patterns.calls import Callee
 from .rewrite import Rewrite
 from .source import SourceError, member_of, namespace_of
 
@@ -42,7 +42,9 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
         SourceError: where the forward cannot be rewritten.
     """
     stock: Any = origin.forward
-    norms, readers, found = bypassed_by(origin, rewrites) if rewrites else ([], [], [])
+    if linears_of(rewrites):
+        stock = taking_tensors(stock)
+    norms, consumers, found = bypassed_by(origin, rewrites) if rewrites else ([], [], [])
     activations = [(act.name, _look_up(origin, act), activation) for act, activation in found]
     straight = finish(rewritten_forward(origin, rewrites) if rewrites else stock)
     variants: dict[frozenset[tuple[str, bool]], Forward] = {frozenset(): straight}
@@ -50,13 +52,13 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
     def other(self: Any, asked: dict[str, list[Any] | None]) -> Forward:
         """The forward for a module that the straight one is not for, as other code sees calls inside."""
         if not has_origin_forward(type(self)):
-            return origin.forward
+            return taking_tensors(origin.forward) if linears_of(rewrites) else origin.forward
         if torch.compiler.is_compiling():
             return stock
         names = [name for name, called in asked.items() if called is None or not are_plain_calls(*called)]
         for name in names:
-            if name in readers:
-                explain_readers(self._modules.get(name))
+            if name in consumers:
+                explain_consumers(self._modules.get(name))
         seen = {name: takes_residual(member_of(self, name)) for name in names}
         key = frozenset(seen.items())
         if key not in variants:
@@ -84,9 +86,9 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
             act = look_up(self)
             called = [] if activation.kind is None else [act]
             asked[name] = called if activation.is_now(act) else None
-        if readers and not torch.compiler.is_compiling():
+        if consumers and not torch.compiler.is_compiling():
             is_replaced = replaced_linear() is not None
-            for name in readers:
+            for name in consumers:
                 asked[name] = None if is_replaced else _called_in(modules.get(name))
         is_known = None not in asked.values()
         if is_known and are_plain_calls(*chain.from_iterable(asked.values()), inside=type(self)):  # type: ignore[arg-type]
@@ -106,7 +108,7 @@ def _called_in(block: Any) -> list[nn.Module] | None:
     return None if called is None else [block, *called]
 
 
-def _look_up(origin: Any, act: Called) -> Callable[[nn.Module], Any]:
+def _look_up(origin: Any, act: Callee) -> Callable[[nn.Module], Any]:
     """The function that looks an activation up in a module, or among the globals of the class's forward."""
     held, _, number = act.name.partition(".")
     source = act.name if act.is_function else f"self.{held}" + (f"[{number}]" if number else "")

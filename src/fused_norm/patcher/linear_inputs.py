@@ -1,12 +1,15 @@
-"""The inputs of linears that read a norm, at the time of a call: what the norm is asked for, and who gets which.
+"""The inputs of linears that consume a norm, at the time of a call: how many outputs a norm has, and who gets which.
 
-A linear that anything else could see reading, a hook or a wrapper, is none of them: it gets the tensor that it would
-get from a stock norm, and so do all that read that norm.
+The rewritten forward of a layer passes what a norm returns on to the attention or MLP that consumes it, in place of the
+one tensor that stock code passes. If other code may see what is passed there, because of a hook or a wrapper on the
+block or on a linear in it, the layer's guard runs another forward, which passes the tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -15,18 +18,10 @@ from torch.nn import Linear, Parameter
 
 from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.triton.memory import norm_dtype
-from ..kernels.triton.norm_backward import MOST_READERS
-from .adapters import FusedAdapter, is_lora_layer, keep_for_adapter, reads_in, returns_in, why_stock, why_unfused
+from ..kernels.triton.norm_backward import MOST_CONSUMERS
+from .adapters import AdapterInput, FusedAdapter, is_lora_layer, reads_in, why_stock, why_unfused
 from .four_bit import why_unreadable
 from .fused_norm_module import explain, is_disabled, spec_and_weights
-
-_OUTPUTS = "fused_norm_outputs"
-"""The attribute of a norm's result with its ``_Outputs``."""
-
-Wanted = tuple[int, torch.dtype | None]
-"""What is asked of a norm: a number of outputs, and the dtype that all their readers cast them to, or None."""
-
-ONE_OUTPUT: Wanted = 1, None
 
 _SINCE = (
     "they have come since the model was patched; apply_fused_norm once more fuses them, if its options do not leave"
@@ -34,24 +29,42 @@ _SINCE = (
 )
 
 
-class _Outputs(NamedTuple):
-    """The further outputs of a norm, and how to compute the norm again, kept with its result for the linears.
+class ConsumerSpec(NamedTuple):
+    """The options of an operator for consumers: the number of outputs, and the dtype that all consumers cast them to.
+
+    The dtype is None if the outputs are of that of stock code.
+    """
+
+    outputs: int = 1
+    dtype: torch.dtype | None = None
+
+
+@dataclass(slots=True)
+class NormOutputs:
+    """What a norm returns to a block whose linears consume it, in place of one tensor.
 
     Attributes:
-        further: the outputs of the other linears.
-        dtype: the one that autocast would have cast the result to; None if the result has the dtype of stock code.
+        tensors: an output for each consumer, in order, all of one memory; without gradients one output.
+        dtype: the one that autocast would have cast them to; None if they have the dtype of stock code.
         norm: the module.
         x: what the norm is of.
     """
 
-    further: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
     dtype: torch.dtype | None
     norm: Any
     x: Tensor
 
+    def as_in_stock(self) -> Tensor:
+        """The one tensor that the block reads in stock code."""
+        if self.dtype is None:
+            return self.tensors[0]
+        with set_autocast(self.x.device.type, self.dtype):  # as it was where the norm was called
+            return self.norm(self.x)
 
-def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
-    """Return what a block's linears ask of a norm that the block alone is given; None for one that is as in stock code.
+
+def consumer_spec(block: Any, *tensors: Any) -> ConsumerSpec | None:
+    """Return the spec for a norm whose only consumer is ``block``; None for one output as in stock code.
 
     The guard of the layer has asked whether the linears are plain (``called_by``).
 
@@ -62,13 +75,13 @@ def wanted_by(block: Any, *tensors: Any) -> Wanted | None:
     dtype = autocast_dtype(tensors[0])
     if dtype is None and not torch.is_grad_enabled():
         return None
-    readers = list(map(block._modules.get, block.fused_norm_linears))
-    count = len(readers)
-    for linear in readers:
+    consumers = list(map(block._modules.get, block.fused_norm_linears))
+    count = len(consumers)
+    for linear in consumers:
         count += type(linear) is not Linear
-    if count > MOST_READERS:
+    if count > MOST_CONSUMERS:
         return None
-    return count, dtype if dtype is not None and _are_cast(readers, tensors, dtype) else None
+    return ConsumerSpec(count, dtype if dtype is not None and _are_cast(consumers, tensors, dtype) else None)
 
 
 def called_by(linears: Iterable[Any], *, adapter: type[nn.Module] = FusedAdapter) -> list[nn.Module] | None:
@@ -93,18 +106,18 @@ def called_by(linears: Iterable[Any], *, adapter: type[nn.Module] = FusedAdapter
     return called
 
 
-def explain_readers(block: Any) -> None:
+def explain_consumers(block: Any) -> None:
     """Log if LoRA layers that no kernel takes are why a block's linears get the result of a norm as it is in stock."""
     for linear in map(block._modules.get, getattr(block, "fused_norm_linears", ())):
         if is_lora_layer(linear) and not isinstance(linear, FusedAdapter) and not is_disabled():
             explain(block.fused_norm_origin, why_unfused(linear) or _SINCE, "LoRA layers as PEFT has them")
 
 
-def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Return whether a norm may be float32, and all readers cast it to autocast's dtype and to no other before it."""
+def _are_cast(consumers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Return whether a norm may be float32, and all consumers cast it to autocast's dtype and to no other before it."""
     if not any(one is not None and one.dtype == torch.float32 for one in tensors):
         return False
-    for linear in readers:
+    for linear in consumers:
         if type(linear) is not Linear:
             if not reads_in(linear, dtype):
                 return False
@@ -118,46 +131,60 @@ def _are_cast(readers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype
     return True
 
 
-def for_readers(found: tuple[Tensor, ...], wanted: Wanted, norm: Any) -> tuple[Tensor, Tensor]:
-    """Return the result of a norm, and its input, from what the operator has returned.
+def for_consumers(outputs: tuple[Tensor, ...], spec: ConsumerSpec, norm: Any) -> tuple[Any, Tensor]:
+    """Return what the consumers of a norm get, and the norm's input, from what the operator has returned."""
+    *tensors, s = outputs
+    if len(tensors) == 1 and spec.dtype is None:
+        return tensors[0], s
+    return NormOutputs(tuple(tensors), spec.dtype, norm, s), s
 
-    The result has the outputs for all linears as an attribute, which ``fused_norm_inputs`` takes off.
+
+def tensors_of(given: Any) -> tuple[Any, ...]:
+    """Return the tensors of what a rewritten forward passes to a block or a LoRA layer; anything else is one itself."""
+    if type(given) is NormOutputs:
+        return given.tensors
+    return (given.x if type(given) is AdapterInput else given,)
+
+
+def taking_tensors(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A stock forward that is called with what a norm returns to its consumers, too."""
+
+    def tensor(given: Any) -> Any:
+        return given.as_in_stock() if type(given) is NormOutputs else given
+
+    @wraps(forward)
+    def taking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *map(tensor, args), **{name: tensor(value) for name, value in kwargs.items()})
+
+    return taking
+
+
+def fused_norm_inputs(block: Any, x: Any) -> tuple[Any, Sequence[Any]]:
+    """Return the tensor that an argument of a block's forward is, and the inputs of the linears that read it.
+
+    ``x``: a tensor, which all linears read, or the outputs of a norm.
     """
-    y, *further, s = found
-    if wanted is not ONE_OUTPUT:
-        y.__dict__[_OUTPUTS] = _Outputs(tuple(further), wanted[1], norm, s)
-    return y, s
-
-
-def outputs_of(y: Tensor) -> tuple[Tensor, ...]:
-    """Return all outputs of the norm that has returned ``y``, that one first, before a block has taken them."""
-    outputs = vars(y).get(_OUTPUTS)
-    return (y,) if outputs is None else (y, *outputs.further)
-
-
-def fused_norm_inputs(block: Any, x: Any) -> Sequence[Any]:
-    """The inputs of the linears that read ``x``, an argument of a block's forward: those that the norm made, or x."""
     linears = block.fused_norm_linears
-    is_asked = type(x) is Tensor and not torch.compiler.is_compiling()
-    outputs = x.__dict__.pop(_OUTPUTS, None) if is_asked else None
-    if outputs is None:
-        return (x,) * len(linears)
-    further, dtype, norm, s = outputs
-    if dtype is not None and autocast_dtype(x) is not dtype:
-        with set_autocast(x.device.type, dtype):  # as it was where the norm was called
-            return (norm(s),) * len(linears)
+    if type(x) is not NormOutputs:
+        return x, (x,) * len(linears)
+    dtype, tensors = x.dtype, x.tensors
+    y = tensors[0]
+    if dtype is not None and autocast_dtype(y) is not dtype:
+        y = x.as_in_stock()
+        return y, (y,) * len(linears)
+    in_stock = None
     if dtype is not None and any(getattr(block._modules[name], "fused_norm_is_quantised", False) for name in linears):
-        spec, weight = spec_and_weights(norm)
-        in_stock = norm_dtype(spec, s.dtype, weight)
-        for tensor in (x, *further):
-            returns_in(tensor, in_stock)
-    if not further:  # without gradients one output serves all
-        return (x,) * len(linears)
-    if len(further) + 1 == len(linears):
-        return (x, *further)
-    every, inputs = iter((x, *further)), []
+        spec, weight = spec_and_weights(x.norm)
+        in_stock = norm_dtype(spec, x.x.dtype, weight)
+    if in_stock is None and len(tensors) in (1, len(linears)):
+        return y, tensors if len(tensors) > 1 else tensors * len(linears)
+    outputs = iter(tensors if len(tensors) > 1 else ())
+    inputs: list[Tensor | AdapterInput] = []
     for name in linears:
-        inputs.append(next(every))
+        own = base = next(outputs, y)
         if isinstance(block._modules[name], FusedAdapter):
-            keep_for_adapter(inputs[-1], next(every))
-    return inputs
+            own = next(outputs, base)
+            inputs.append(AdapterInput(base, own, in_stock))
+        else:
+            inputs.append(base)
+    return y, inputs

@@ -14,7 +14,7 @@ from ..options import RecomputeLevel
 from ..spec import KINDS, Casting, Kind, NormSpec
 
 Cause = Literal["option", "overridden", "unrecognised"]
-RowKind = Kind | Literal["readers", "recompute"]
+RowKind = Kind | Literal["consumers", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Site:
         path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
             that takes the sum, or the layer where none does. ``sandwich``: the norm of the branch. ``rope``: the
             attention. ``mlp``: the module with the product. ``adapter``: the LoRA layer. ``loss``: the head.
-            ``readers``: the attention or MLP. ``recompute``: the layer.
-        kind: one of ``KINDS``; ``readers`` for an attention or MLP that reads a fused norm, each of whose linears gets
-            an output of that norm of its own; ``recompute`` for a layer with something fused in it, which recomputes
-            outputs of fused operators in its backward.
+            ``consumers``: the attention or MLP. ``recompute``: the layer.
+        kind: one of ``KINDS``; ``consumers`` for an attention or MLP that reads a fused norm, each of whose linears
+            gets an output of that norm of its own; ``recompute`` for a layer with something fused in it, which
+            recomputes outputs of fused operators in its backward.
         module: the class of the norm; for the kinds that fuse more than a norm that of the layer, attention, MLP, LoRA
             layer or language model.
         spec: what the norm computes; None where it was not recognised, and for a site without one.
         reason: why it was kept as it was; None where it was fused.
         cause: the source of that reason. ``option``: the caller's options. ``overridden``: other code that has
-            replaced or wrapped it. ``unrecognised``: it does not compute what is fused here. None for ``readers`` and
+            replaced or wrapped it. ``unrecognised``: it does not compute what is fused here. None for ``consumers`` and
             ``recompute``.
         activation: what the activation of an MLP computes; None where it was not recognised.
         replaced: the casting of the stock norm where the caller's options give it another one, which ``spec`` has.
@@ -107,9 +107,9 @@ class PatchReport:
         return tuple(row for row in self.rows if row.kind == "recompute") if self.level else None
 
     @property
-    def readers(self) -> tuple[Site, ...]:
-        """Under ``readers`` the blocks that read fused norms."""
-        return tuple(row for row in self.rows if row.kind == "readers")
+    def consumers(self) -> tuple[Site, ...]:
+        """Under ``consumers`` the blocks that read fused norms."""
+        return tuple(row for row in self.rows if row.kind == "consumers")
 
     @property
     def counts(self) -> dict[Kind, int]:
@@ -118,9 +118,9 @@ class PatchReport:
         return {kind: found[kind] for kind in KINDS}
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The report as JSON: model, model_type, counts, and the rows of fused, kept, recompute and readers."""
+        """The report as JSON: model, model_type, counts, and the rows of fused, kept, recompute and consumers."""
         fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
-        lists = {name: getattr(self, name) for name in ("fused", "kept", "recompute", "readers")}
+        lists = {name: getattr(self, name) for name in ("fused", "kept", "recompute", "consumers")}
         rows = {name: [row.to_dict() for row in found] for name, found in lists.items() if found is not None}
         return json.dumps({**fields, **rows}, indent=indent)
 
@@ -135,7 +135,7 @@ class PatchReport:
 
     def __str__(self) -> str:
         rows = [("fused", row.module, row.what, row.kind, row.path) for row in self.fused]
-        others = [row for row in (*(self.recompute or ()), *self.readers) if row.reason is not None]
+        others = [row for row in (*(self.recompute or ()), *self.consumers) if row.reason is not None]
         rows += [("kept", row.module, row.reason or "", row.kind, row.path) for row in (*self.kept, *others)]
         return "\n".join([_in_80_columns(self.summary()), *_grouped(rows)])
 

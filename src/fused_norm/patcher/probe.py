@@ -1,8 +1,8 @@
-"""Runs code beside known formulas on small tensors on the CPU and compares them bit for bit, to find what it computes.
+"""Finds out what code computes: runs it on small CPU tensors and compares it bit for bit with known formulas.
 
-Each sort of code (norms, rotary embeddings, activations) brings its cases and its formula to a ``Recognizer``. What was
-found is known again by all that the code reaches (``reached_code.py``), so that it is found anew if any of that is
-another, or if it reaches something of which that cannot be told.
+Each kind of code (norms, rotary embeddings, activations) brings its cases and its formula to a ``Recognizer``. Results
+are cached by the fingerprint of the code (``code_fingerprint.py``): if anything that the code reaches changes, or if it
+reaches something that cannot be compared by value, it is run again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .reached_code import Reached
+from .code_fingerprint import Fingerprint
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,35 +27,35 @@ T = TypeVar("T")
 
 
 class UnrecognisedError(Exception):
-    """Code that computes nothing known here, or cannot be run to find out; the message says why."""
+    """Code that computes no known formula, or cannot be run to find out; the message says why."""
 
 
 class NotTakenError(Exception):
-    """Code that does not take arguments which not every code takes; the formula is not compared on them."""
+    """Code does not accept the arguments of a case that not all such code accepts; the case is left out."""
 
 
 class Outcomes(Generic[T]):
-    """The results of probes of one sort, remembered by what code reaches; it keeps no class, function or module."""
+    """A cache of one kind of recognition, by fingerprint. It keeps no class, function or module alive."""
 
     def __init__(self) -> None:
         self._outcomes: dict[Any, tuple[T | None, str]] = {}
 
-    def get_or_compute(self, reached: Reached, asked: Any, find: Callable[[], T]) -> T:
-        """The result of ``find``, or that of an earlier call for what reaches the same code and values.
+    def get_or_compute(self, code: Fingerprint, depends_on: Any, find: Callable[[], T]) -> T:
+        """Return the result of ``find``, or that of an earlier call for code with the same key.
 
-        Without a key the result is remembered for this very ``reached`` alone, as long as that is taken to be true.
+        If the code has no key, its own fingerprint remembers the result.
 
         Args:
-            reached: what the code in question reaches.
-            asked: what the result depends on besides.
+            code: the fingerprint of the code in question.
+            depends_on: what the result depends on besides the code.
             find: runs the code to find out.
 
         Raises:
-            UnrecognisedError: as ``find``, or as it has.
+            UnrecognisedError: as ``find`` does, or did.
         """
-        outcomes, key = self._outcomes, (reached.key, asked)
-        if reached.key is None:
-            outcomes, key = reached.outcomes, (id(self), asked)
+        outcomes, key = self._outcomes, (code.key, depends_on)
+        if code.key is None:
+            outcomes, key = code.results, (id(self), depends_on)
         result = outcomes.get(key)
         if result is None:
             try:
@@ -73,15 +73,14 @@ class Outcomes(Generic[T]):
 
 @contextlib.contextmanager
 def plain_pytorch(*, gradients: bool = False) -> Iterator[None]:
-    """PyTorch on the CPU as it is by itself: no autocast, no mode such as of fake tensors, no warnings.
+    """Run PyTorch on the CPU without autocast, without modes such as fake tensors, without warnings.
 
-    ``gradients``: they are recorded.
+    ``gradients``: whether autograd records.
     """
-    cpu, exact = torch.device("cpu"), torch.autocast("cpu", enabled=False)
     with (
         _disable_current_modes(),
-        cpu,
-        exact,
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
         torch.inference_mode(False),
         torch.set_grad_enabled(gradients),
         warnings.catch_warnings(),
@@ -91,7 +90,7 @@ def plain_pytorch(*, gradients: bool = False) -> Iterator[None]:
 
 
 def cpu_replica(kind: type[nn.Module], attributes: Mapping[str, Any]) -> nn.Module:
-    """A module of a class with these attributes, and nothing else but what every module has."""
+    """Return a module of a class with these attributes, and nothing else but what every module has."""
     replica: nn.Module = object.__new__(kind)
     nn.Module.__init__(replica)
     vars(replica).update(attributes)
@@ -99,125 +98,123 @@ def cpu_replica(kind: type[nn.Module], attributes: Mapping[str, Any]) -> nn.Modu
 
 
 class Case(NamedTuple):
-    """A call of the code in question, and what formulas take besides its arguments.
+    """One call of the code in question.
 
     Attributes:
         code: what is called.
-        given: its arguments.
-        facts: what a formula takes before them.
+        args: its arguments.
+        context: what a formula takes before these arguments.
     """
 
     code: Callable[..., Any]
-    given: Sequence[Tensor]
-    facts: tuple[Any, ...] = ()
+    args: Sequence[Tensor]
+    context: tuple[Any, ...] = ()
 
 
 class Recognizer(Generic[T]):
-    """Tells which formula code computes, bit for bit, in all cases; the code is run once a case, when it is needed."""
+    """Tells which formula code computes, bit for bit, in all cases. The code runs once a case, when it is needed."""
 
     def __init__(self, cases: Iterable[Case], formula: Callable[..., Any], *, gradients: bool = False) -> None:
-        """Compare the code of ``cases`` with ``formula(candidate, *facts, *given)``.
+        """Compare the code of ``cases`` with ``formula(candidate, *context, *args)``.
 
-        ``gradients``: those are compared too, up to roundings.
+        ``gradients``: compare gradients too, up to rounding.
         """
         self._cases, self._formula, self._gradients = iter(cases), formula, gradients
         self._calls: list[tuple[Case, tuple[Tensor, ...]]] = []
 
     def agrees(self, candidate: T) -> bool:
-        """Return whether the code gives the bits of the formula, in all results, and leaves its arguments alone.
+        """Return whether the code gives the bits of the formula in all results and leaves its arguments unchanged.
 
         Raises:
-            UnrecognisedError: as the code; any other error of the code's is no agreement.
+            UnrecognisedError: if the code raises it; code that raises any other error does not agree.
         """
         with plain_pytorch(gradients=self._gradients):
             for case, actual in self._calls_of_code():
-                formula = partial(self._formula, candidate, *case.facts)
-                expected = (*_results(formula, case.given), *case.given)
+                formula = partial(self._formula, candidate, *case.context)
+                expected = (*_results(formula, case.args), *case.args)
                 if len(actual) != len(expected) or not all(map(same_values, actual, expected)):
                     return False
-                if self._gradients and not agrees_in_gradients(case.code, formula, case.given):
+                if self._gradients and not agrees_in_gradients(case.code, formula, case.args):
                     return False
         return True
 
     def _calls_of_code(self) -> Iterator[tuple[Case, tuple[Tensor, ...]]]:
-        """The cases that the code takes, each with its results and its arguments after the call."""
+        """The cases that the code accepts, each with its results and its arguments after the call."""
         yield from self._calls
         for case in self._cases:
-            copies = [one.clone() for one in case.given]
-            try:
-                self._calls.append((case, (*_results(case.code, copies), *copies)))
-            except NotTakenError:
-                continue
-            yield self._calls[-1]
+            args = [arg.clone() for arg in case.args]
+            with contextlib.suppress(NotTakenError):
+                self._calls.append((case, (*_results(case.code, args), *args)))
+                yield self._calls[-1]
 
 
 def agrees_in_gradients(
-    code: Callable[..., Any], formula: Callable[..., Any], given: Sequence[Tensor], learnt: Sequence[Tensor] = ()
+    code: Callable[..., Any], formula: Callable[..., Any], args: Sequence[Tensor], parameters: Sequence[Tensor] = ()
 ) -> bool:
-    """Return whether code and formula have the same gradients, up to roundings: values do not show what is detached.
+    """Return whether code and formula have the same gradients, up to rounding: values do not show a ``detach``.
 
     Args:
         code: gives results that are those of the formula.
         formula: what it is compared with.
-        given: what both take.
-        learnt: what both use besides, and have gradients of.
+        args: the arguments of both.
+        parameters: other tensors that both use and have gradients of.
 
     Raises:
-        UnrecognisedError: if ``code`` reads an attribute of what it is given that tensors do not have by themselves.
+        UnrecognisedError: if ``code`` reads an attribute of an argument that plain tensors lack.
     """
-    leaves = [one.clone().requires_grad_() for one in given]
-    results = [_results(code, [watched(leaf * 1) for leaf in leaves]), _results(formula, [leaf * 1 for leaf in leaves])]
-    if len(results[0]) != len(results[1]):
+    leaves = [arg.clone().requires_grad_() for arg in args]
+    actual = _results(code, [strict(leaf * 1) for leaf in leaves])
+    expected = _results(formula, [leaf * 1 for leaf in leaves])
+    if len(actual) != len(expected):
         return False
-    for actual, wanted in zip(*results, strict=True):
-        if not actual.requires_grad or not torch.allclose(actual, wanted, rtol=1e-4, atol=1e-4):
+    for y, stock in zip(actual, expected, strict=True):
+        if not y.requires_grad or not torch.allclose(y, stock, rtol=1e-4, atol=1e-4):
             return False
-        dy = torch.linspace(-1, 2, wanted.numel(), dtype=torch.float32).view_as(wanted)
-        both = (
-            torch.autograd.grad(y, [*leaves, *learnt], dy, retain_graph=True, materialize_grads=True)
-            for y in (actual, wanted)
+        dy = torch.linspace(-1, 2, stock.numel(), dtype=torch.float32).view_as(stock)
+        grads = (
+            torch.autograd.grad(output, [*leaves, *parameters], dy, retain_graph=True, materialize_grads=True)
+            for output in (y, stock)
         )
-        if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(*both, strict=True)):
+        if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*grads, strict=True)):
             return False
     return True
 
 
-def watched(tensor: Tensor) -> Tensor:
-    """Return a tensor, or a parameter, in the place of another, that refuses code which reads attributes it lacks.
+def strict(tensor: Tensor) -> Tensor:
+    """Return a tensor or parameter that raises UnrecognisedError if code reads an attribute that it lacks.
 
-    The real tensor may have such an attribute, now or later. What is computed of the returned one is a plain tensor.
+    The real tensor may have such an attribute, now or later. What is computed from the returned one is a plain tensor.
     """
     kind, is_parameter = type(tensor), isinstance(tensor, nn.Parameter)
     members = {
         "__torch_function__": torch._C._disabled_torch_function_impl,
-        "__getattr__": _lacks,
+        "__getattr__": _refuse_attribute,
         "_is_param": is_parameter,  # PyTorch asks subclasses
     }
-    sub: type[Tensor] = type(kind.__name__, (kind,), members)
+    subclass: type[Tensor] = type(kind.__name__, (kind,), members)
     if is_parameter:
-        return Tensor._make_subclass(sub, tensor.detach(), tensor.requires_grad)
-    return tensor.as_subclass(sub)
+        return Tensor._make_subclass(subclass, tensor.detach(), tensor.requires_grad)
+    return tensor.as_subclass(subclass)
 
 
-def _lacks(tensor: Tensor, name: str) -> Any:
+def _refuse_attribute(tensor: Tensor, name: str) -> Any:
     if name.startswith("__"):  # PyTorch asks for some
         raise AttributeError(name)
     raise UnrecognisedError(f"reads `{name}` of a tensor, which tensors do not have by themselves")
 
 
-def same_values(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have one dtype, one shape and the same values, NaN among them."""
-    alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have one dtype, one shape and the same values, NaN included."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def _results(code: Callable[..., Any], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors that code returns; none where it raises an error of its own, or returns something else."""
+def _results(code: Callable[..., Any], args: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors that code returns; none if it raises an error of its own or returns something else."""
     try:
-        results = code(*given)
+        results = code(*args)
     except (NotTakenError, UnrecognisedError):
         raise
     except Exception:  # foreign code may raise anything
         return ()
     results = results if isinstance(results, tuple) and len(results) > 1 else (results,)
-    return results if all(isinstance(one, Tensor) for one in results) else ()
+    return results if all(isinstance(result, Tensor) for result in results) else ()

@@ -52,7 +52,7 @@ _VIEWS = frozenset(
 ) | {"SqueezeBackward1", "SqueezeBackward2"}  # fmt: skip
 """The nodes behind tensors that are nothing but views."""
 
-_READERS_OF_LINEARS: Mapping[RecomputeLevel, Sequence[Operator | None]] = {
+_CONSUMERS_OF_LINEARS: Mapping[RecomputeLevel, Sequence[Operator | None]] = {
     False: (),
     True: (),
     "mlp": (GLU,),
@@ -120,10 +120,10 @@ _explain_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  
 class _SavedTensorHook:
     """The hook on tensors that autograd saves while a layer runs; it knows the recomputable outputs, and holds none."""
 
-    __slots__ = ("_operator", "_outputs", "_readers", "_saved_by_operator")
+    __slots__ = ("_consumers", "_operator", "_outputs", "_saved_by_operator")
 
     def __init__(self, level: RecomputeLevel) -> None:
-        self._readers = _READERS_OF_LINEARS[level]
+        self._consumers = _CONSUMERS_OF_LINEARS[level]
         self._outputs: dict[tuple[Any, int], _Output] = {}
         """By their places in the graph: a node, and which of its outputs."""
         self._operator: Operator | None = None
@@ -136,7 +136,7 @@ class _SavedTensorHook:
             return operator.results_of(spec, *arguments)
         hooks = _hooks_in_use()
         is_first = hooks is not None and hooks[0] == self.pack
-        reads_linears = operator in self._readers
+        reads_linears = operator in self._consumers
         saved: list[Tensor] = []
         if is_first and not reads_linears:  # it keeps tensors as they are, sooner if no hook sees them
             autograd: Any = torch._C._autograd
@@ -174,7 +174,7 @@ class _SavedTensorHook:
         if recompute is not None and not any(map(_is_gathered_for_its_module, recompute.arguments)):
             call = recompute.operator, recompute.spec
             recipe = Recipe.of(lambda *operands: Recompute(*call, operands).outputs(), *recompute.arguments)
-            feeds_linears = recompute.operator is RECOMPUTED_NORM and bool(self._readers)
+            feeds_linears = recompute.operator is RECOMPUTED_NORM and bool(self._consumers)
             recomputed = _Recomputed(recipe, feeds_linears=feeds_linears)
             for place, tensors in enumerate(handed_out[: len(recompute.operator.outputs)]):
                 for output in tensors:
@@ -188,7 +188,7 @@ class _SavedTensorHook:
             self._saved_by_operator.append(tensor)
         if base is not None and base.is_leaf:  # such as a weight, transposed
             return Kept(tensor.detach(), tensor._version)
-        if self._outputs and _is_computed(tensor) and (operator is None or operator in self._readers):
+        if self._outputs and _is_computed(tensor) and (operator is None or operator in self._consumers):
             recipe = self._recomputed(tensor)
             if recipe is not None:
                 return recipe
@@ -205,7 +205,7 @@ class _SavedTensorHook:
         is_cast = output is None and name == CAST
         if is_cast:
             output = self._outputs.get(node.next_functions[0])
-        if output is None and self._operator in self._readers:
+        if output is None and self._operator in self._consumers:
             output, is_cast = self._linear_output(node, tensor), False
         recipe = None if output is None else output.seen_as(tensor, is_cast)
         if recipe is None and self._operator is not None:

@@ -9,14 +9,14 @@ from .activation_recognition import Activation
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A match in a forward that is to be fused.
+    """A match of a pattern in a forward that is to be fused.
 
     Attributes:
-        pattern: the matches it is one of: ``adds``, ``readings``, ``inputs``, ``heads``, ``rotations`` or ``gates``.
-        index: its number among these.
-        parts: what of it: of an add ``norm``, ``inner``, ``dropout`` and ``readers``, and ``called`` for a norm whose
-            call other code sees; of a reading ``readers`` and ``input``; of norms of heads ``rotation``, or nothing; of
-            inputs the attributes of the linears.
+        pattern: the list in ``Patterns`` that has the match, such as ``adds``.
+        index: the match's index in that list.
+        parts: what of it is fused. Of an add: ``norm``, ``inner``, ``dropout``, ``consumers``, and ``called`` for a
+            norm whose call other code sees; of a consumed norm: ``consumers``, ``input``; of heads: ``rotation``; of
+            inputs: the attributes of the linears.
         activation: that of a gate.
     """
 

@@ -1,8 +1,8 @@
 """The recognition of a rotary embedding by what it computes, bit for bit, over pairs of dtypes.
 
-Rotary embeddings take cos and sin in several forms: for each element, for one half, as a table, by sections. A form is
-a function ``form(angles, *further)``: of cos, or of sin, and of what the rotary embedding takes after sin, it makes
-[batch, tokens, width], which is unsqueezed at the dimension of the heads.
+Rotary embeddings take cos and sin in several forms: full, half of them, as a table, in sections. A form is a function
+``form(angles, *extra_args)``: from cos or sin, and from what the rotary embedding takes after sin, it makes
+[batch, tokens, width], which is then unsqueezed at the dimension of the heads.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ..kernels import reference
 from ..kernels.program import Programs
 from ..spec import RotaryLayout
+from .code_fingerprint import fingerprint
 from .hooks import has_hooks
 from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, plain_pytorch
-from .reached_code import reached_by
 from .running_code import RunningCode
 
 _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
@@ -44,7 +44,7 @@ _outcomes: Outcomes[Rotation] = Outcomes()
 
 
 def full_cos_sin(angles: Tensor) -> Tensor:
-    """[batch, tokens, width] as it is."""
+    """[batch, tokens, width], unchanged."""
     return angles
 
 
@@ -59,7 +59,7 @@ def indexed_cos_sin(angles: Tensor, positions: Any) -> Tensor:
 
 
 def mrope_cos_sin(angles: Tensor, sections: Any) -> Tensor:
-    """Sections of [3, batch, tokens, width], which are those of time, height and width by turns (Qwen2-VL)."""
+    """Sections of [3, batch, tokens, width], alternately of time, height and width (Qwen2-VL)."""
     if angles.dim() != 4:
         return angles
     parts = angles.split(sections * 2, dim=-1)
@@ -67,7 +67,7 @@ def mrope_cos_sin(angles: Tensor, sections: Any) -> Tensor:
 
 
 def unindexed_cos_sin(angles: Tensor, positions: Any) -> Tensor:
-    """[batch, tokens, width] as it is; positions are taken, and not used."""
+    """[batch, tokens, width], unchanged; the positions are ignored."""
     return angles
 
 
@@ -83,19 +83,19 @@ class Rotation:
     """A function ``rotate(q, k, cos, sin)`` that computes a rotation of pairs, or ``rotate(x, cos, sin)``.
 
     Attributes:
-        function: the function, or the module that Hugging Face's ``kernels`` makes of it where it is installed.
+        function: the function, or the module that Hugging Face's ``kernels`` makes of it.
         running: the code of the function, or of the module's forward, that was compared.
-        arguments: how many it takes by position: 3, 4, or 5 where something comes after sin that tells the angles.
+        arguments: how many it takes by position: 3, 4, or 5 with positions or sections after sin.
         dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as ``rope`` does.
-        single_rounding_dtypes: further pairs, for which it computes in fp32 and rounds nothing but the result.
-        partial: it takes cos and sin narrower than a head, and leaves the rest of the head as it is.
+        single_rounding_dtypes: other pairs, for which it computes in fp32 and rounds only the result.
+        partial: it also takes cos and sin that are narrower than a head, and leaves the rest of the head unchanged.
         tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
-            tokens, width], the latter or both of them perhaps without the batch.
+            tokens, width]; both, or cos and sin alone, may lack the batch.
         angles: the form of its cos and sin.
         layout: which elements of a head are a pair, see ``rope``.
         angles_by_pair: cos and sin in that form have the angles of pairs in their first halves.
-        programs: of the calls of ``ROPE`` that are known to rotate as it does.
-        programs_with_norms: those of ``QK_NORM``.
+        programs: calls of ``ROPE`` that compute what it computes.
+        programs_with_norms: such calls of ``QK_NORM``.
     """
 
     function: Any
@@ -117,7 +117,7 @@ class Rotation:
             return False
         if type(value) is FunctionType:
             return self.running.is_in(value)
-        return _runs_its_own_forward(value) and not has_hooks(value) and self.running.is_in(type(value).forward)
+        return _has_forward_of_class(value) and not has_hooks(value) and self.running.is_in(type(value).forward)
 
     @property
     def fits_qk_norm(self) -> bool:
@@ -127,68 +127,69 @@ class Rotation:
     def unlike_qk_norm(
         self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, heads_dim: int, dtype: Any
     ) -> str | None:
-        """The reason not to replace norms and this rotation by a call of ``QK_NORM``, whose arguments these are."""
-        normed = [torch.promote_types(q.dtype, one.dtype) for one in (q_weight, k_weight) if one is not None]
+        """Why ``QK_NORM`` with these arguments may differ from the norms and this rotation, or None."""
+        normed = [torch.promote_types(q.dtype, weight.dtype) for weight in (q_weight, k_weight) if weight is not None]
         return self._unlike((q.dtype, *normed), self.dtypes, q, cos, heads_dim)
 
     def unlike_rope(
         self, q: Any, k: Any, cos: Any, sin: Any, heads_dim: int, single_rounding: bool, *options: Any
     ) -> str | None:
-        """The reason not to replace this rotation by a call of ``ROPE``, whose arguments these are."""
+        """Why ``ROPE`` with these arguments may differ from this rotation, or None."""
         compared = self.single_rounding_dtypes if single_rounding else self.dtypes
         return self._unlike((q.dtype,), compared, q, cos, heads_dim)
 
     def _unlike(
         self, rotated: Sequence[torch.dtype], pairs: Sequence[DtypePair], q: Tensor, cos: Tensor, heads_dim: int
     ) -> str | None:
-        """The reason that the rotation was not compared on such tensors, ``rotated`` being the dtypes of heads."""
+        """Why such tensors were not compared, or None; ``rotated`` are the dtypes of the heads."""
         compared = (
             cos.dim() == 3
             and cos.shape[1] == q.shape[3 - heads_dim]
             and (cos.shape[2] == q.shape[3] or self.partial)
             and all((dtype, cos.dtype) in pairs for dtype in rotated)
         )
-        return None if compared else f"{name_of(self.function)} is called with shapes or dtypes that were not compared"
+        name = function_name(self.function)
+        return None if compared else f"{name} is called with shapes or dtypes that were not compared"
 
 
 def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
-    """Return what is known of a rotary embedding that rotates pairs of elements, called with so many arguments.
+    """Return the rotation of pairs that a function computes if it is called with so many positional arguments.
 
     Raises:
-        UnrecognisedError: if it computes none of these rotations, or is no Python over PyTorch.
+        UnrecognisedError: if it computes anything else, or runs code that is not Python over PyTorch.
     """
     if not isinstance(function, FunctionType) and not _is_function_as_module(function):
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
-    reached = reached_by(function)
-    if reached.foreign is not None:  # a kernel of others may write beyond a tensor of a shape it does not expect
-        raise UnrecognisedError(f"{name_of(function)} runs {reached.foreign}, which is not tried")
+    code = fingerprint(function)
+    if code.native is not None:  # a foreign kernel may write out of bounds for shapes that it does not expect
+        raise UnrecognisedError(f"{function_name(function)} runs {code.native}, which is not tried")
     try:
-        found = _outcomes.get_or_compute(reached, arguments, lambda: _find(function, arguments))
+        rotation = _outcomes.get_or_compute(code, arguments, lambda: _compare(function, arguments))
     except UnrecognisedError:
         what = "one tensor" if arguments == 3 else "q and k"
-        raise UnrecognisedError(f"{name_of(function)} does not compute a rotation of pairs of {what}") from None
+        raise UnrecognisedError(f"{function_name(function)} does not compute a rotation of pairs of {what}") from None
     forward = function if isinstance(function, FunctionType) else type(function).forward
-    return replace(found, function=function, running=RunningCode(forward))
+    return replace(rotation, function=function, running=RunningCode(forward))
 
 
-def name_of(rotation: Any) -> str:
+def function_name(rotation: Any) -> str:
     """The name of a rotation's function, or of the module's class."""
     return getattr(rotation, "__name__", type(rotation).__name__)
 
 
 def _is_function_as_module(value: Any) -> bool:
-    return isinstance(value, nn.Module) and next(value.parameters(), None) is None and _runs_its_own_forward(value)
+    return isinstance(value, nn.Module) and next(value.parameters(), None) is None and _has_forward_of_class(value)
 
 
-def _runs_its_own_forward(module: nn.Module) -> bool:
-    """Return whether a module's forward is its class's; ``kernelize`` binds even that to the instance."""
+def _has_forward_of_class(module: nn.Module) -> bool:
+    """Return whether a module runs the forward of its class, which ``kernelize`` may bind to the instance."""
     forward = vars(module).get("forward")
     return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
-def _find(function: Any, arguments: int) -> Rotation:
-    """The rotation, without its function and the code of that."""
-    # No hook is to see the samples.
+def _compare(function: Any, arguments: int) -> Rotation:
+    """The rotation, without its function and its code."""
+    # A forward is called by itself: no hook may see the samples.
     rotate = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
     tensors = min(arguments - 2, 2)
     forms = [(form, False) for form in _FORMS[arguments - 2 - tensors]]
@@ -225,7 +226,7 @@ def _find(function: Any, arguments: int) -> Rotation:
 def _computes(case: Case) -> bool:
     """Return whether code takes such arguments."""
     with plain_pytorch(), suppress(Exception):  # foreign code may raise anything
-        case.code(*case.given)
+        case.code(*case.args)
         return True
     return False
 
@@ -238,9 +239,9 @@ def _cases(
     dtypes: DtypePair,
     rotary: int = _WIDTH,
 ) -> Iterator[Case]:
-    """Calls with so many tensors, in every layout that the rotary embedding has, and cos and sin as formulas take them.
+    """Calls with so many tensors, in all layouts of the rotary embedding; formulas take cos and sin.
 
-    Their cos, sin and what comes after them tell a form from every other.
+    No other form makes the same angles of these cos, sin and extra arguments.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -248,31 +249,35 @@ def _cases(
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
     heads = [random(_BATCH, number, _TOKENS, _WIDTH, dtype=dtypes[0]) for number in (_HEADS, 1)[:tensors]]
-    turned, half = [x.transpose(1, 2) for x in heads], rotary // 2
+    transposed, half = [x.transpose(1, 2) for x in heads], rotary // 2
     for batch in (_BATCH, 1):
         positions = torch.arange(batch * _TOKENS).view(batch, _TOKENS) * 3 % _TABLE
         shape: tuple[int, ...] = batch, _TOKENS, half if form is half_cos_sin else rotary
-        all_further: list[tuple[Any, ...]] = [()]
+        extra_args: list[tuple[Any, ...]] = [()]
         if form is indexed_cos_sin:
-            shape, all_further = (_TABLE, rotary), [(positions,)]
+            shape, extra_args = (_TABLE, rotary), [(positions,)]
         elif form is mrope_cos_sin:
-            shape, all_further = (3, *shape), [([half - 2, 1, 1],), ([1, 2, half - 3],)]
+            shape, extra_args = (3, *shape), [([half - 2, 1, 1],), ([1, 2, half - 3],)]
         elif form is unindexed_cos_sin:
-            all_further = [(None,), (positions,)]
-        for further in all_further:
+            extra_args = [(None,), (positions,)]
+        for extra in extra_args:
             cos, sin = random(*shape), random(*shape)
             calls: list[tuple[list[Tensor], tuple[Any, ...], int, dict[str, int]]]
             if tokens_first:
-                alike = cos[0], sin[0]
-                calls = [(turned, (cos, sin), 2, {}), (turned, alike, 1, {}), ([x[0] for x in turned], alike, 1, {})]
+                unbatched = cos[0], sin[0]
+                calls = [
+                    (transposed, (cos, sin), 2, {}),
+                    (transposed, unbatched, 1, {}),
+                    ([x[0] for x in transposed], unbatched, 1, {}),
+                ]
             else:
-                calls = [(heads, (cos, sin), 1, {}), (turned, (cos, sin), 2, {"unsqueeze_dim": 2})]
-            for given, angles, heads_dim, named in calls:
-                code = partial(_called, function, (*angles, *further), named)
-                yield Case(code, given, tuple(form(one, *further).unsqueeze(heads_dim) for one in angles))
+                calls = [(heads, (cos, sin), 1, {}), (transposed, (cos, sin), 2, {"unsqueeze_dim": 2})]
+            for inputs, angles, heads_dim, named in calls:
+                code = partial(_call, function, (*angles, *extra), named)
+                yield Case(code, inputs, tuple(form(angle, *extra).unsqueeze(heads_dim) for angle in angles))
 
 
-def _called(function: Callable[..., Any], angles: tuple[Any, ...], named: dict[str, int], *heads: Tensor) -> Any:
+def _call(function: Callable[..., Any], angles: tuple[Any, ...], named: dict[str, int], *heads: Tensor) -> Any:
     return function(*heads, *angles, **named)
 
 

@@ -1,50 +1,51 @@
-"""The code that a function runs at a time, which may be swapped inside it: IPython's ``%autoreload 2`` does so."""
+"""The code that a function runs now, which may be swapped inside it, as IPython's ``%autoreload 2`` does."""
 
 from __future__ import annotations
 
 import weakref
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
 
 class Identity:
-    """A thing as itself: equal to the identity of this very thing while it lives, whatever ``==`` and hash it has.
+    """The identity of an object, whatever its ``==`` and hash are; it equals only that of the same living object.
 
-    It keeps the thing alive only if that takes no weak references, as numbers and containers do not.
+    It keeps the object alive only if that takes no weak references, as numbers and containers do not.
     """
 
-    __slots__ = "_number", "_of", "_reference"
+    __slots__ = "_id", "_reference", "_value"
 
-    def __init__(self, thing: Any) -> None:
-        self._number, self._of = id(thing), None
+    def __init__(self, value: Any) -> None:
+        self._id, self._value = id(value), None
         try:
-            self._reference: weakref.ref[Any] | None = weakref.ref(thing)
+            self._reference: weakref.ref[Any] | None = weakref.ref(value)
         except TypeError:
-            self._reference, self._of = None, thing
+            self._reference, self._value = None, value
 
     @property
-    def thing(self) -> Any:
-        """The thing; None if it is gone."""
-        return self._of if self._reference is None else self._reference()
-
-    def is_of(self, thing: Any) -> bool:
-        """Return whether this is the identity of ``thing``."""
-        return self.thing is thing
+    def value(self) -> Any:
+        """The object; None if it is gone."""
+        return self._value if self._reference is None else self._reference()
 
     def __eq__(self, other: object) -> bool:
         if self is other or type(other) is not Identity:
             return self is other
-        mine = self.thing
-        return self._number == other._number and (self._reference is None or mine is not None) and other.is_of(mine)
+        value = self.value
+        return self._id == other._id and (self._reference is None or value is not None) and other.value is value
 
     def __hash__(self) -> int:
-        return self._number
+        return self._id
 
 
 class RunningCode:
-    """The code and the defaults of a function, with what it closes over, and those of the function that it wraps.
+    """The code and the defaults of a function, what it closes over, and those of the function that it wraps.
 
     ``__class__``, which ``super()`` closes over, is left out. Functions and classes are not kept alive.
+
+    Attributes:
+        quick: if there is no more than code and positional defaults, what callers on a hot path compare themselves:
+            ``running.quick == (function.__code__, id(function.__defaults__), function.__kwdefaults__)``; else None.
     """
 
     __slots__ = "_code", "_defaults", "_function", "_others", "_wrapped", "quick"
@@ -56,16 +57,14 @@ class RunningCode:
         self._others = tuple(map(Identity, _others(function)))
         wrapped = getattr(function, "__wrapped__", None)
         self._wrapped = None if wrapped is None else RunningCode(wrapped)
-        # What ``is_in`` compares where there is no more than this; who asks at every call compares it first, by
-        # ``running.quick == (function.__code__, id(function.__defaults__), function.__kwdefaults__)``.
         is_all = not self._others and wrapped is None and self._code is not None
         self.quick = (self._code, id(self._defaults), None) if is_all else None
 
     def is_in(self, function: Any) -> bool:
-        """Return whether a function, most often the one that this was made of, runs this code; asked at each call."""
+        """Return whether a function, usually the original one, runs this code; asked at each call."""
         if self._code is None:
             return True
-        code = getattr(function, "__code__", None)  # another one's forward may be no function
+        code = getattr(function, "__code__", None)  # a forward may be no function
         if code is not self._code:
             if code != self._code:
                 return False
@@ -78,7 +77,7 @@ class RunningCode:
         if len(others) != len(self._others):
             return False
         for known, other in zip(self._others, others, strict=True):
-            if (known._of if known._reference is None else known._reference()) is not other:
+            if (known._value if known._reference is None else known._reference()) is not other:
                 return False
         return self._wrapped is None or self._wrapped.is_in(function.__wrapped__)
 
@@ -89,8 +88,8 @@ class RunningCode:
         return self
 
     def __reduce__(self) -> Any:
-        """Pickle as the code of the same function, if that still runs it; otherwise as code that none runs."""
-        function = self._function.thing
+        """Pickle as the code of the same function if that still runs it, else as code that no function runs."""
+        function = self._function.value
         return RunningCode, (function if self._code is None or self.is_in(function) else _run_by_none,)
 
     def __eq__(self, other: object) -> bool:
@@ -106,22 +105,18 @@ class RunningCode:
 
 
 def _run_by_none() -> None:
-    """Have a code that no other function has."""
+    """Its code is that of no other function."""
 
 
 def _others(function: Any) -> list[Any]:
-    """The named defaults of a function, what it closes over, and the function that it wraps."""
+    """The keyword defaults of a function, what it closes over, and the function that it wraps."""
     if not isinstance(function, FunctionType):
         return []
-    found: list[Any] = []
-    for name, value in (function.__kwdefaults__ or {}).items():
-        found += name, value
+    others: list[Any] = [*chain(*(function.__kwdefaults__ or {}).items())]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
             try:
-                found.append(cell.cell_contents)
+                others.append(cell.cell_contents)
             except ValueError:
-                found.append(ValueError)  # it is empty
-    if "__wrapped__" in vars(function):
-        found.append(vars(function)["__wrapped__"])
-    return found
+                others.append(ValueError)  # it is empty
+    return others + [value for name, value in vars(function).items() if name == "__wrapped__"]

@@ -1,4 +1,4 @@
-"""The source of a module's forward: read once, compared with the code that runs, and compiled again after a change."""
+"""The source of a forward: read once, compared with the code that runs, and compiled again after a change."""
 
 from __future__ import annotations
 import __future__
@@ -24,27 +24,27 @@ from .running_code import RunningCode
 
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
-_OF_CODE = ("firstlineno", "code", "names", "varnames", "freevars", "cellvars")
+_CODE_FIELDS = ("firstlineno", "code", "names", "varnames", "freevars", "cellvars")
 _SEE_NAMES = frozenset({"eval", "exec", "locals"})
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class SourceError(Exception):
-    """A forward that cannot be rewritten; the message says why."""
+    """A forward cannot be rewritten; the message says why."""
 
 
 class WrappedError(SourceError):
-    """A forward that other code has wrapped."""
+    """Other code has wrapped a forward."""
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The source of a forward, which is kept and never changed: changes are made to a copy.
+    """The source of a forward. It is cached and never changed: changes are made to a copy.
 
     Attributes:
         definition: its definition, with the decorators that wrap it.
-        around: the class whose private names (``self.__name``) it means; ``_``, which has none, where there is none.
+        around: the class whose private names (``self.__name``) it means, or ``_``, which has none.
         own: the name of its first argument, the instance.
     """
 
@@ -53,33 +53,33 @@ class Source:
     own: str
 
 
-_made: WeakKeyDictionary[Any, tuple[RunningCode, dict[Any, tuple[Any, type[SourceError], str | None]]]] = (
+_cache: WeakKeyDictionary[Any, tuple[RunningCode, dict[Any, tuple[Any, type[SourceError], str | None]]]] = (
     WeakKeyDictionary()
 )
-"""By forward, its code and all that was made of that: what was made of other code is dropped together."""
+"""By forward, its code and all results for that code, which are dropped together if the code changes."""
 
 
-def cached_by_forward(make: Callable[[Any], Made]) -> Callable[[Any], Made]:
-    """Remember what a function makes of a class's forward, or the SourceError it raises, while that runs the same code.
+def cached_by_forward(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
+    """Cache what a function returns for a class, or the SourceError it raises, while its forward runs the same code.
 
-    What it makes must not hold the class or the forward, or neither would ever be freed.
+    The result must not hold the class or the forward, or neither would ever be freed.
     """
 
-    @wraps(make)
-    def cached(layer: Any) -> Made:
+    @wraps(function)
+    def cached(layer: Any) -> Result:
         forward = layer.forward
-        if forward not in _made or not _made[forward][0].is_in(forward):
-            _made[forward] = RunningCode(forward), {}
-        _, made = _made[forward]
-        if make not in made:
+        if forward not in _cache or not _cache[forward][0].is_in(forward):
+            _cache[forward] = RunningCode(forward), {}
+        _, results = _cache[forward]
+        if function not in results:
             try:
-                made[make] = make(layer), SourceError, None
+                results[function] = function(layer), SourceError, None
             except SourceError as error:
-                made[make] = None, type(error), str(error)
-        result, kind, message = made[make]
+                results[function] = None, type(error), str(error)
+        result, kind, message = results[function]
         if message is not None:
             raise kind(message)
-        return cast(Made, result)
+        return cast(Result, result)
 
     return cached
 
@@ -89,75 +89,73 @@ def source_of(layer: Any) -> Source:
     """The source of the forward that a class has now.
 
     Raises:
-        SourceError: where the source cannot be read, or is not the code that runs.
+        SourceError: if the source cannot be read, or is not the code that runs.
     """
     function, wrappers = _unwrap(layer.forward)
     if outer := [name for name in function.__code__.co_freevars if name != "__class__"]:
         raise SourceError(f"its forward closes over {', '.join(outer)}")
-    code, place = function.__code__, None
+    code, in_file = function.__code__, None
     try:
         lines, _ = inspect.findsource(function)
         with suppress(SyntaxError, ValueError):  # a whole file takes long, and is compiled only if this fails
-            place = _definition_in(_without_others(lines, code.co_firstlineno), code)
-        place = place or _definition_in("".join(lines), code)
+            in_file = _definition_in(_without_others(lines, code.co_firstlineno), code)
+        in_file = in_file or _definition_in("".join(lines), code)
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         raise SourceError(f"the source of its forward cannot be read: {error}") from error
-    if place is None:
+    if in_file is None:
         raise SourceError("the source of its forward is not the code that runs")
-    found, around = place
-    for call in ast.walk(found):
+    stock, around = in_file
+    for call in ast.walk(stock):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _SEE_NAMES:
             raise SourceError(f"its forward calls {call.func.id}, which sees the names of all that is fused")
-    definition = copy.copy(found)
-    definition.decorator_list = list(_decorators_of(wrappers, found, function))
+    definition = copy.copy(stock)
+    definition.decorator_list = list(_decorators_of(wrappers, stock, function))
     return Source(definition, around, function.__code__.co_varnames[0])
 
 
 def _without_others(lines: list[str], line: int) -> str:
-    """A file with empty lines in place of its classes and functions, but for the one that a line is in.
+    """A file with empty lines in place of its classes and functions, except the one that contains a line.
 
-    What is left has the imports, which the code depends on that Python compiles.
+    It keeps the imports, on which the compiled code depends.
     """
     starts = [number for number, text in enumerate(lines) if text[:1].isalpha() or text[:1] in ("@", "_")]
     starts = [now for before, now in pairwise([0, *starts]) if not lines[before].startswith("@")]
-    kept = list(lines)
+    blanked = list(lines)
     for start, end in pairwise([*starts, len(lines)]):
         if not start < line <= end and lines[start].startswith(("class ", "def ", "async ", "@")):
-            kept[start:end] = ["\n"] * (end - start)
-    return "".join(kept)
+            blanked[start:end] = ["\n"] * (end - start)
+    return "".join(blanked)
 
 
 def _definition_in(text: str, code: CodeType) -> tuple[ast.FunctionDef, str] | None:
     """The function that code was compiled from, and the name of the class around it; None if the text has another."""
     definitions, codes = _parsed(text, code.co_flags & _FUTURE_FLAGS)
     line = code.co_firstlineno
-    return definitions.get(line) if any(one.co_firstlineno == line and _same_code(one, code) for one in codes) else None
+    is_there = any(other.co_firstlineno == line and _same_code(other, code) for other in codes)
+    return definitions.get(line) if is_there else None
 
 
 @lru_cache(maxsize=4)
 def _parsed(text: str, flags: int) -> tuple[dict[int, tuple[ast.FunctionDef, str]], tuple[CodeType, ...]]:
-    """The functions of a file by first line, each with the name of the class around it, and all code in the file.
-
-    Nobody changes them: several methods of a class are read once.
-    """
+    """The functions of a file by first line, each with the name of the class around it, and all code in the file."""
     tree = ast.parse(text)
     functions: dict[int, tuple[ast.FunctionDef, str]] = {}
     nodes: list[tuple[ast.AST, str]] = [(tree, "_")]
     for node, around in nodes:  # from the outside in
         if isinstance(node, ast.FunctionDef):  # whose code starts with its first decorator, if it has one
-            functions.setdefault(min([node.lineno, *(one.lineno for one in node.decorator_list)]), (node, around))
+            functions.setdefault(min([node.lineno, *(part.lineno for part in node.decorator_list)]), (node, around))
         inside = node.name if isinstance(node, ast.ClassDef) else around
         nodes += ((child, inside) for child in ast.iter_child_nodes(node))
     return functions, tuple(_codes(compile(tree, "<source>", "exec", flags=flags, dont_inherit=True)))
 
 
 def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..., Any]:
-    """``definition``, a changed copy of that of the class's forward, as a function again.
+    """Compile ``definition``, a changed copy of that of the class's forward.
 
-    It lives in the namespace of the layer's own module, which gains no name by it.
+    The function has the namespace of the layer's own module, which gains no name.
 
     Raises:
-        SourceError: where it does not run again.
+        SourceError: if it does not run again.
     """
     function, _ = _unwrap(layer.forward)
     around = source_of(layer).around
@@ -166,7 +164,7 @@ def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..
     assert isinstance(tree.body[0], ast.ClassDef)
     tree.body[0].body = [definition]
     text = ast.unparse(ast.fix_missing_locations(tree))
-    # One name for each text: a class may be rewritten in several ways.
+    # A name for each text: a class may be rewritten in several ways.
     name = f"{layer.__module__}.{layer.__qualname__}.forward"
     filename = f"<fused_norm {name}#{zlib.crc32(text.encode()):08x}>"
     # Tracebacks, debuggers and inspect show the rewritten lines.
@@ -181,23 +179,22 @@ def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..
     forward.__qualname__ = function.__qualname__
     innermost = _unwrap(forward)[0]
     innermost.__defaults__, innermost.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    own, stock = (cells_of(one).get("__class__") for one in (innermost, function))
-    if own is not None and stock is not None:
-        own.cell_contents = stock.cell_contents  # the class that super() means
+    cell, stock_cell = (cells_of(either).get("__class__") for either in (innermost, function))
+    if cell is not None and stock_cell is not None:
+        cell.cell_contents = stock_cell.cell_contents  # the class that super() means
     return forward
 
 
 def source_of_rewritten(layer: type[nn.Module]) -> str:
-    """Return the source of a class's forward, which ``compiled`` has made."""
+    """Return the source of a class's forward that ``compiled`` has made."""
     return "".join(linecache.getlines(_unwrap(layer.forward)[0].__code__.co_filename))
 
 
 def _blank_defaults(arguments: ast.arguments) -> None:
-    """Put None in the place of defaults that would be evaluated again, and might be something else by now."""
-    arguments.defaults = [one if _is_literal(one) else ast.Constant(None) for one in arguments.defaults]
-    arguments.kw_defaults = [
-        one if one is None or _is_literal(one) else ast.Constant(None) for one in arguments.kw_defaults
-    ]
+    """Replace by None the defaults that would be evaluated again, and might have other values by now."""
+    both: tuple[list[Any], list[Any]] = arguments.defaults, arguments.kw_defaults
+    for defaults in both:
+        defaults[:] = [node if node is None or _is_literal(node) else ast.Constant(None) for node in defaults]
 
 
 def _is_literal(node: ast.expr) -> bool:
@@ -209,7 +206,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:
-    """The variables of functions and classes around it that a function uses."""
+    """The variables of enclosing functions and classes that a function uses."""
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
@@ -223,8 +220,10 @@ def _decorators_of(
         decorator = next((decorator for decorator in decorators if _module_of(decorator, function) == module), None)
         if decorator is None:
             raise WrappedError(f"its forward is wrapped by {module}, which its source does not show")
-        given = [*decorator.args, *(one.value for one in decorator.keywords)] if isinstance(decorator, ast.Call) else []
-        if not all(map(_is_literal, given)):
+        arguments: list[ast.expr] = []
+        if isinstance(decorator, ast.Call):
+            arguments = [*decorator.args, *(keyword.value for keyword in decorator.keywords)]
+        if not all(map(_is_literal, arguments)):
             raise SourceError(f"its decorator {ast.unparse(decorator)} may be given something else by now")
         yield decorator
 
@@ -260,7 +259,7 @@ def _unwrap(forward: Any) -> tuple[FunctionType, list[FunctionType]]:
 
 
 def names_in(layer: Any) -> frozenset[str]:
-    """The names of globals and attributes that a forward uses; none where it is no function."""
+    """The names of globals and attributes that a forward uses; none if it is no function."""
     try:
         function, _ = _unwrap(layer.forward)
     except SourceError:
@@ -270,7 +269,7 @@ def names_in(layer: Any) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Helper:
-    """A method or a function that a forward calls; it stands for a class wherever the source of a forward is read.
+    """A method or a function that a forward calls; its source is read in the place of a class.
 
     Attributes:
         forward: itself.
@@ -284,54 +283,51 @@ class Helper:
 def helpers_of(layer: Any) -> dict[str, Helper]:
     """Return what a forward uses by name: methods of its class, functions of their file, and what these use in turn.
 
-    They come in the same order in every process, and so do rows of the report.
+    The order is the same in every process, and so is that of rows in the report.
     """
-    found: dict[str, Helper] = {}
-    used: list[Any] = [layer]
-    for user in used:  # grows meanwhile
+    helpers: dict[str, Helper] = {}
+    users: list[Any] = [layer]
+    for user in users:  # grows meanwhile
         for name in sorted(names_in(user)):
-            if name in found or hasattr(nn.Module, name):
+            if name in helpers or hasattr(nn.Module, name):
                 continue
-            method, function = getattr(layer, name, None), global_of(user, name)
-            if isinstance(method, FunctionType):
-                found[name] = Helper(method, is_method=True)
-            elif isinstance(function, FunctionType) and function.__module__ == layer.__module__:
-                found[name] = Helper(function, is_method=False)
-            else:
-                continue
-            used.append(found[name])
-    return found
+            is_method = isinstance(getattr(layer, name, None), FunctionType)
+            function = getattr(layer, name) if is_method else global_of(user, name)
+            if is_method or (isinstance(function, FunctionType) and function.__module__ == layer.__module__):
+                helpers[name] = Helper(function, is_method)
+                users.append(helpers[name])
+    return helpers
 
 
 def namespace_of(layer: Any) -> dict[str, Any]:
     """The globals of a class's forward.
 
     Raises:
-        SourceError: where the forward is no function.
+        SourceError: if the forward is no function.
     """
     return _unwrap(layer.forward)[0].__globals__
 
 
 def global_of(layer: Any, name: str) -> Any:
-    """Return the object that a forward means by a global name, or by ``module.name``; None where there is none.
+    """Return the object that a forward means by a global name or by ``module.name``, or None.
 
     Raises:
-        SourceError: where the forward is no function.
+        SourceError: if the forward is no function.
     """
     first, *rest = name.split(".")
-    found = namespace_of(layer).get(first)
+    value = namespace_of(layer).get(first)
     for part in rest:
-        found = getattr(found, part, None) if isinstance(found, ModuleType) else None
-    return found
+        value = getattr(value, part, None) if isinstance(value, ModuleType) else None
+    return value
 
 
 def member_of(module: nn.Module, name: str) -> Any:
-    """Return an attribute of a module, or with ``name.0`` a module in a list that is one; None where there is none."""
+    """Return an attribute of a module, or with ``name.0`` a module in a list of modules; or None."""
     first, *rest = name.split(".")
-    found = getattr(module, first, None)
+    value = getattr(module, first, None)
     for part in rest:
-        found = found._modules.get(part) if isinstance(found, nn.Module) else None
-    return found
+        value = value._modules.get(part) if isinstance(value, nn.Module) else None
+    return value
 
 
 def returns_sum(value: Any) -> bool:
@@ -354,11 +350,11 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _same_code(one: CodeType, other: CodeType) -> bool:
+def _same_code(a: CodeType, b: CodeType) -> bool:
     """Return whether two code objects were compiled from the same source."""
 
-    def facts(code: CodeType) -> list[Any]:
+    def fields(code: CodeType) -> list[Any]:
         constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
-        return [constants, *(getattr(code, f"co_{name}") for name in _OF_CODE)]
+        return [constants, *(getattr(code, f"co_{name}") for name in _CODE_FIELDS)]
 
-    return [facts(code) for code in _codes(one)] == [facts(code) for code in _codes(other)]
+    return [fields(code) for code in _codes(a)] == [fields(code) for code in _codes(b)]

@@ -97,7 +97,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     while not all(plan_block(block, known) for block in known.blocks.values()):
         layers = decide_recompute(known, rows())
     losses = survey_losses(known)
-    about_blocks = [layer.layer for layer in layers] + [block.reading for block in known.blocks.values()]
+    about_blocks = [layer.layer for layer in layers] + [block.consumers_row for block in known.blocks.values()]
     return [*rows(), *losses, *(row for row in about_blocks if row is not None)], [*known.changes.values()]
 
 

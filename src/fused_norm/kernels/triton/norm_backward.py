@@ -1,8 +1,8 @@
 """The backward of RMSNorm in Triton, by itself or with the add in front of it and the norm in front of that.
 
 ``language`` has the names that kernels use; ``ds`` is what flows into the sum besides the norm's own part, ``dy1`` and
-on are the gradients of further readers of y, ``_tail`` is a row's second piece, where the first alone does not hold it,
-and ``inner`` belongs to the norm in front of the add.
+on are the gradients of further consumers of y, ``_tail`` is a row's second piece, if the first alone does not hold it,
+and ``inner`` belongs to the norm before the add.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .launch import launch
 from .memory import INT32_LIMIT, as_strided_rows, bytes_of, contiguous, empty_rows_like, norm_dtype
 from .weight_grad import empty_partials, reduce_partials
 
-MOST_READERS = 6
-"""The gradients of readers that a kernel adds up."""
+MOST_CONSUMERS = 6
+"""The gradients of consumers that a kernel adds up."""
 
 _GRID_LIMIT = 65_535
 """Programs along the second axis of a CUDA grid."""
@@ -42,7 +42,7 @@ _GRID_LIMIT = 65_535
 
 @triton.jit
 def _load_dy(dys, stride, row, col, live, DTYPE: tl.constexpr):
-    """The gradient of y: those of its readers, each rounded sum of two added to the next one, as autograd does it."""
+    """The gradient of y: those of its consumers, each rounded sum of two added to the next one, as autograd does it."""
     dy = load_tile((dys[0], stride), row, col, live)
     if dys[1] is not None:
         dy = round_to(dy + load_tile((dys[1], stride), row, col, live), DTYPE)
@@ -269,8 +269,8 @@ class NormSaved(NamedTuple):
     """The tensors that a backward reads: of a norm of s and, where x is there, of the norm of x before the add.
 
     Attributes:
-        dy: [..., N], the gradient of the norm; of several readers those of each, at most ``MOST_READERS``, in the order
-            in which they are added up.
+        dy: [..., N], the gradient of the norm; of several consumers those of each, at most ``MOST_CONSUMERS``, in the
+            order in which they are added up.
         ds: what else flows into s, or None.
         s: what was normalised, or its FP8 codes, whose rows are at most ``plans.WIDEST_BACKWARD`` wide.
         weight: [N] or None.
@@ -330,7 +330,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
         saved.s, dy, saved.ds, saved.x, dx, dr, saved.s_scale, saved.rstd, saved.inner_rstd
     )
     s, dy, ds, x, dx, dr, s_scale, rstd, inner_rstd = arranged  # type: ignore[assignment]
-    dys = dy, *more, *[None] * (MOST_READERS - 1 - len(more))
+    dys = dy, *more, *[None] * (MOST_CONSUMERS - 1 - len(more))
     weight, inner_weight = contiguous(saved.weight), contiguous(saved.inner_weight)
     read = *dys, ds, s, x, inner_weight, weight
     # Scales of codes are one more tensor in flight, as a residual's gradient is.
@@ -371,7 +371,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
 
 
 def _in_same_places(s: Tensor, dys: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    """Gradients of several readers with their rows in the same places, as those of linears have them."""
+    """Gradients of several consumers with their rows in the same places, as those of linears have them."""
     if s.is_contiguous() and all(dy.is_contiguous() for dy in dys):
         return dys
     return [empty_rows_like(s, dy.dtype).copy_(dy) for dy in dys]

@@ -1,4 +1,4 @@
-"""The patterns in a module's forward that can be fused: found in its source, and the forward with them rewritten."""
+"""The patterns in a forward that can be fused, the rows that they give, and the forward after they are rewritten."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from ..rotation_recognition import Rotation
 from ..source import Helper, SourceError, cached_by_forward, compiled, helpers_of, source_of
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .attentions import find_attentions
-from .calls import Called, EditedForward, Missed
+from .calls import Callee, EditedForward, Missed
+from .consumers import ConsumedNorm, Inputs, find_consumed_norms, find_inputs
 from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
-from .readers import Inputs, Reading, find_inputs, find_readings
 from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations, rotation_of
 
 
 @dataclass
 class Patterns:
-    """The patterns found in a forward, with the nodes of its tree that they are made of.
+    """The patterns in a forward, made of the nodes of its tree.
 
     Attributes:
         adds: residual adds with a norm before or after them.
-        readings: norms without an add in front of them, whose result one module reads.
+        consumed_norms: norms without an add before them, whose result one module reads.
         inputs: the arguments of the forward itself.
         heads: pairs of norms of queries and keys.
         rotations: calls of rotary embeddings.
         gates: products of something with what may be an activation.
-        missed_adds, missed_gates: those that are written in another way than is rewritten.
+        missed_adds, missed_gates: those that are written in a way that is not rewritten.
     """
 
     adds: list[Add]
-    readings: list[Reading]
+    consumed_norms: list[ConsumedNorm]
     inputs: list[Inputs]
     heads: list[Heads]
     rotations: list[RotationCall]
@@ -52,22 +52,26 @@ class Patterns:
     missed_gates: list[Missed]
 
     def decide(self, block: Block) -> Iterator[Site]:
-        """The rows of all of them in a module with this forward; those to be fused are added to its rewrites."""
+        """The rows of all of them in a module with this forward; it adds those to be fused to the block's rewrites."""
         for index, add in enumerate(self.adds):
             yield from add.decide(block, index)
         for missed in self.missed_adds:
             yield from decide_missed_add(missed, block)
         with_norms = [heads.decide(block, index, self._taken(block)) for index, heads in enumerate(self.heads)]
-        for index, reading in enumerate(self.readings):
-            reading.decide(block, index, self._taken(block))
+        for index, norm in enumerate(self.consumed_norms):
+            norm.decide(block, index, self._taken(block))
         yield from decide_rotations(self.rotations, with_norms, block)
         yield from decide_gates(self.gates, self.missed_gates, block)
 
     def _taken(self, block: Block) -> set[ast.Call]:
-        """The calls of norms that are part of a rewrite by now: none is part of two."""
-        adds = (self.adds[one.index].calls(one.parts) for one in block.rewrites if one.pattern == "adds")
-        heads = (self.heads[one.index].calls for one in block.rewrites if one.pattern == "heads")
-        return {call for calls in (*adds, *heads) for call in calls}
+        """The calls of norms that are already part of a rewrite: none is part of two."""
+        taken: set[ast.Call] = set()
+        for rewrite in block.rewrites:
+            if rewrite.pattern == "adds":
+                taken.update(self.adds[rewrite.index].calls(rewrite.parts))
+            elif rewrite.pattern == "heads":
+                taken.update(self.heads[rewrite.index].calls)
+        return taken
 
 
 @cached_by_forward
@@ -75,19 +79,16 @@ def patterns_of(layer: Any) -> Patterns:
     """The patterns in the forward that a class has now.
 
     Raises:
-        SourceError: where the source cannot be read, or is not what runs.
+        SourceError: if the source cannot be read, or is not what runs.
     """
     source, flow = source_of(layer), flow_of(layer)
     attentions = find_attentions(flow)
     adds, heads, gates = find_adds(flow), find_heads(flow, attentions), find_gates(flow)
-    rotated = {one.rotation[1]: index for index, one in enumerate(heads) if one.rotation is not None}
+    rotated = {pair.rotation[1]: index for index, pair in enumerate(heads) if pair.rotation is not None}
     rotations = find_rotations(source.definition, flow, rotated, attentions)
-    readings = find_readings(flow, [add.after.call for add in adds if add.after is not None])
+    consumed_norms = find_consumed_norms(flow, [add.after.call for add in adds if add.after is not None])
     missed = find_missed_adds(flow, adds), find_missed_gates(source.definition, flow, gates)
-    return Patterns(adds, readings, find_inputs(layer), heads, rotations, gates, *missed)
-
-
-_IN_A_HELPER = "which its forward calls, and which is not rewritten"
+    return Patterns(adds, consumed_norms, find_inputs(layer), heads, rotations, gates, *missed)
 
 
 @cached_by_forward
@@ -97,27 +98,27 @@ def _missed_in(helper: Helper) -> tuple[list[RotationCall], list[Missed]]:
     gates = find_missed_gates(definition, flow, [])
     if helper.is_method:
         return find_rotations(definition, flow, {}, {}), gates
-    return [], [replace(one, conditions=()) for one in gates]  # which are not of a module's settings
+    return [], [replace(gate, conditions=()) for gate in gates]  # a function has no settings of a module
 
 
 def decide_helpers(block: Block) -> Iterator[Site]:
-    """The rows of what is written in methods and functions that a module's forward calls, which are not rewritten."""
+    """The rows of what methods and functions compute that a module's forward calls; they are not rewritten."""
     for name, helper in helpers_of(block.origin).items():
         with contextlib.suppress(SourceError):
             rotations, gates = _missed_in(helper)
-            reason = f"is in {name}, {_IN_A_HELPER}"
+            reason = f"is in {name}, which its forward calls, and which is not rewritten"
             yield from decide_missed_rotations(rotations, block, helper, reason)
             yield from decide_missed_gates(gates, block, helper, reason)
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:
-    """The forward of a class, rewritten so that these patterns are fused.
+    """The forward of a class with these patterns fused.
 
     Raises:
-        SourceError: where the forward cannot be rewritten.
+        SourceError: if the forward cannot be rewritten.
     """
     source = source_of(layer)
-    # Copied together, so that the copied matches are made of the copied definition's nodes.
+    # Copied together, so that the copied matches consist of nodes of the copied definition.
     definition, patterns = copy.deepcopy((source.definition, patterns_of(layer)))
     forward = EditedForward(definition, source.own)
     for rewrite in rewrites:
@@ -126,7 +127,7 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
 
 
 def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, ...]:
-    """The rotations that ``rewrites`` fuse; one that is no longer a rotation is left out, and called as it is."""
+    """The rotations that ``rewrites`` fuse. A function that is no longer a rotation is left out and called as it is."""
     patterns = patterns_of(layer)
     calls = []
     for rewrite in rewrites:
@@ -135,41 +136,41 @@ def rotations_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[Rotation, .
             calls.append((call.rotate, call.arguments))
         elif "rotation" in rewrite.parts:
             calls.append((patterns.heads[rewrite.index].rotate or "", 4))
-    found = []
+    rotations = []
     for name, arguments in dict.fromkeys(calls):
         with contextlib.suppress(UnrecognisedError):
-            found.append(rotation_of(layer, name, arguments))
-    return tuple(found)
+            rotations.append(rotation_of(layer, name, arguments))
+    return tuple(rotations)
 
 
 def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
-    """The attributes of the linears that get inputs of their own by ``rewrites``."""
-    return next((one.parts for one in rewrites if one.pattern == "inputs"), ())
+    """The attributes of the linears that get an input of their own by ``rewrites``."""
+    return next((rewrite.parts for rewrite in rewrites if rewrite.pattern == "inputs"), ())
 
 
 def bypassed_by(
     layer: Any, rewrites: tuple[Rewrite, ...]
-) -> tuple[list[str], list[str], list[tuple[Called, Activation]]]:
-    """What the forward of a class with these rewrites takes to be plain, by the names of a module's attributes.
+) -> tuple[list[str], list[str], list[tuple[Callee, Activation]]]:
+    """What the forward of a class with these rewrites assumes to be plain, by the names of a module's attributes.
 
-    Those are norms that it computes without a call, blocks whose linears read a norm, and activations.
+    These are norms that it computes without a call, blocks whose linears read a norm, and activations.
     """
     patterns = patterns_of(layer)
     norms: dict[str, None] = {}
-    readers: dict[str, None] = {}
-    activations: dict[tuple[Called, Activation], None] = {}
+    consumers: dict[str, None] = {}
+    activations: dict[tuple[Callee, Activation], None] = {}
     for rewrite in rewrites:
         match = getattr(patterns, rewrite.pattern)[rewrite.index]
         if rewrite.activation is not None:
             activations[match.act, rewrite.activation] = None
         else:
             for part, name in match.bypassed(rewrite.parts):
-                (readers if part == "readers" else norms)[name] = None
-    return list(norms), list(readers), list(activations)
+                (consumers if part == "consumers" else norms)[name] = None
+    return list(norms), list(consumers), list(activations)
 
 
 def rewrites_around(layer: Any, rewrites: tuple[Rewrite, ...], seen: Mapping[str, bool]) -> Iterator[Rewrite]:
-    """What is left of rewrites if other code sees the calls of some modules.
+    """The rewrites that remain if other code sees the calls of some modules.
 
     ``seen``: their names, and whether each is a norm that may be called with a residual.
     """
@@ -180,9 +181,9 @@ def rewrites_around(layer: Any, rewrites: tuple[Rewrite, ...], seen: Mapping[str
         if gone.get("norm"):
             yield replace(rewrite, parts=("norm", "called"))
         elif "" not in gone:
-            gone |= {also: False for part, also in (("inner", "dropout"), ("norm", "readers")) if part in gone}
+            gone |= {also: False for part, also in (("inner", "dropout"), ("norm", "consumers")) if part in gone}
             parts = tuple(part for part in rewrite.parts if part not in gone)
             yield from [replace(rewrite, parts=parts)] if parts or not gone else []
         elif "rotation" in rewrite.parts:
-            numbers = (index for index, one in enumerate(patterns.rotations) if one.heads == rewrite.index)
-            yield from (Rewrite("rotations", index) for index in numbers)
+            indices = (index for index, call in enumerate(patterns.rotations) if call.heads == rewrite.index)
+            yield from (Rewrite("rotations", index) for index in indices)

@@ -1,10 +1,10 @@
-"""Calls of an instance's own modules and methods: told from other calls, made, and put in the place of others."""
+"""Calls of an instance's own modules and methods, and how patterns recognise and edit them in a forward."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..block import Block
@@ -13,56 +13,66 @@ from ..source import global_of
 
 
 @dataclass(frozen=True)
-class Called:
-    """What a call is of: an attribute of the module, ``norms.0`` for one in a list, or a global function.
+class Callee:
+    """What a call calls: an attribute of the module, ``norms.0`` for a module in a list, or a global function.
 
     Attributes:
         name: its name; ``norms.-1`` counts from the end, ``norms.*`` is any of the list.
-        is_function: it is a global function's.
-        is_written_out: there is no call, and the name is an expression that computes what such a function does.
+        is_function: it is a global function.
+        is_written_out: there is no call: the name is an expression that computes what such a function does.
     """
 
     name: str
     is_function: bool = False
     is_written_out: bool = False
 
-    def found_in(self, block: Block) -> Any:
-        """What it is of in this module."""
-        return global_of(block.origin, self.name) if self.is_function else block.member(self.name)
+    def resolve(self, block: Block, function: Any = None) -> Any:
+        """What the name stands for in a module; a global name is one of ``function``, or of the module's forward."""
+        return global_of(function or block.origin, self.name) if self.is_function else block.member(self.name)
 
 
 @dataclass(frozen=True)
 class Missed:
-    """What cannot be fused as it is written: a sum that reaches a norm, or a product with what may be an activation.
+    """Something that is not fused as it is written: a sum that reaches a norm, or a product with an activation.
 
     Attributes:
-        source: the sum or the product, as it is written.
-        called: the norm that it reaches; the activation that made a factor.
-        conditions: those under which it is made, and the norm called, as far as attributes of the module decide it.
-        function: the global name of what is called, where it is a sum only if that function returns one; else None.
+        source: the sum or the product.
+        callee: the norm that the sum reaches; the activation that makes a factor.
+        conditions: those on settings of the module under which it is computed, and the norm called.
+        function: the global name of a called function, if this is a sum only if that function returns one.
         attributes: those of the module that are operands of the sum.
     """
 
     source: str
-    called: Called
+    callee: Callee
     conditions: Conditions = ()
     function: str | None = None
     attributes: tuple[str, ...] = ()
 
 
 class Match:
-    """Base of what is found in a forward, and may be rewritten."""
+    """Base of what a pattern matches in a forward; it prints its nodes as source."""
 
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
-        """The modules that a rewrite of these parts takes to be plain: for each, the part that needs it, and its name.
+        """The modules that a rewrite of these parts assumes to be plain: the part that needs it, and its name.
 
-        They are norms and activations that are not called, and who reads a norm. The empty part is all of them.
+        They are norms and activations that are not called, and the consumer of a norm. The empty part means all parts.
         """
         return []
 
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return f"`{ast.unparse(value)}`" if isinstance(value, ast.AST) else repr(value)
+
 
 def call_of_own(node: ast.AST | None, own: str) -> ast.Call | None:
-    """``node`` where it is ``self.<name>(argument)`` or ``self.<name>[<number>](argument)``, else None."""
+    """``node`` if it is ``self.<name>(argument)`` or ``self.<name>[<number>](argument)``, else None."""
     match node:
         case ast.Call(
             ast.Attribute(ast.Name(instance)) | ast.Subscript(ast.Attribute(ast.Name(instance)), ast.Constant(int())),
@@ -73,15 +83,14 @@ def call_of_own(node: ast.AST | None, own: str) -> ast.Call | None:
     return None
 
 
-def called(call: ast.Call) -> str:
+def callee_name(call: ast.Call) -> str:
     """``<name>`` or ``<name>.<number>`` of such a call."""
-    held = call.func
-    if isinstance(held, ast.Subscript):
-        assert isinstance(held.slice, ast.Constant)
-        assert isinstance(held.value, ast.Attribute)
-        return f"{held.value.attr}.{held.slice.value!r}"
-    assert isinstance(held, ast.Attribute)
-    return held.attr
+    match call.func:
+        case ast.Subscript(ast.Attribute(attr=name), ast.Constant(number)):
+            return f"{name}.{number!r}"
+        case ast.Attribute(attr=name):
+            return name
+    raise AssertionError(ast.unparse(call))
 
 
 def is_name(node: ast.AST | None, name: str) -> bool:
@@ -92,33 +101,38 @@ def is_name(node: ast.AST | None, name: str) -> bool:
 def operands_of(
     node: ast.AST | None, kind: type[ast.operator], methods: Sequence[str], flow: Dataflow
 ) -> list[ast.expr]:
-    """``[a, b]`` of ``a + b``, ``a += b``, ``a.add(b)`` and ``torch.add(a, b)``; none where it is something else.
+    """``[a, b]`` of ``a + b``, ``a += b``, ``a.add(b)`` and ``torch.add(a, b)``, or an empty list.
 
     Args:
         node: an expression or statement.
         kind: the operator, here ``ast.Add``.
         methods: the methods and functions of PyTorch that do the same, here ``add``.
-        flow: of the function that it is in.
+        flow: of the forward that contains it.
     """
     match node:
         case ast.BinOp(left, operator, right) | ast.AugAssign(left, operator, right) if isinstance(operator, kind):
             return [left, right]
-        case ast.Call(ast.Attribute(tensor, method) as func, [*given]) if method in methods and not flow.is_own(func):
-            found = given if is_name(tensor, "torch") else [tensor, *given]
-            return found if len(found) == 2 else []
+        case ast.Call(ast.Attribute(tensor, method) as func, [*args]) if method in methods and not flow.is_own(func):
+            operands = args if is_name(tensor, "torch") else [tensor, *args]
+            return operands if len(operands) == 2 else []
     return []
 
 
-def make_call(own: str, method: str, arguments: list[ast.expr], keywords: list[ast.keyword] | None = None) -> ast.Call:
-    """``self.<method>(*arguments, **keywords)``."""
-    return ast.Call(ast.Attribute(ast.Name(own, ast.Load()), method, ast.Load()), arguments, keywords or [])
+class _Fill(ast.NodeTransformer):
+    """Puts nodes in the place of names."""
+
+    def __init__(self, nodes: Mapping[str, ast.expr]) -> None:
+        self._nodes = nodes
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._nodes.get(node.id, node)
 
 
 @dataclass(frozen=True)
 class EditedForward:
     """A copy of a forward's definition, which rewrites edit one after the other.
 
-    An edit may move an expression to another statement, so a later edit looks up where the expression is by then.
+    An edit may move an expression to another statement, so every edit looks up where its expression is.
 
     Attributes:
         definition: the copy.
@@ -128,8 +142,14 @@ class EditedForward:
     definition: ast.FunctionDef
     own: str
 
+    def code(self, source: str, **nodes: ast.expr) -> Any:
+        """Parse an expression or a statement, with nodes in the place of their names; ``self`` is the instance."""
+        (statement,) = ast.parse(source).body
+        filled = _Fill({**nodes, "self": ast.Name(self.own, ast.Load())}).visit(statement)
+        return filled.value if isinstance(filled, ast.Expr) else filled
+
     def insert_before(self, node: ast.AST, *statements: ast.stmt) -> None:
-        """Insert statements before the one that is ``node``, or has it in an expression."""
+        """Insert statements before the one that is ``node``, or contains it in an expression."""
         body, index = self._place_of(node)
         body[index:index] = statements
 
@@ -144,7 +164,7 @@ class EditedForward:
         del body[index]
 
     def replace(self, old: ast.expr, new: ast.expr) -> None:
-        """Put ``new`` in every place that ``old`` is in."""
+        """Put ``new`` in every place of ``old``."""
         for node in ast.walk(self.definition):
             for field, value in ast.iter_fields(node):
                 if value is old:
@@ -153,7 +173,7 @@ class EditedForward:
                     value[:] = [new if item is old else item for item in value]
 
     def _place_of(self, node: ast.AST) -> tuple[list[ast.stmt], int]:
-        """The list with the innermost statement that is ``node``, or has it in an expression, and its number there."""
+        """The body with the innermost statement that is or contains ``node``, and that statement's index."""
         *_, place = (
             (body, index)
             for body in bodies_of(self.definition)

@@ -14,8 +14,8 @@ becomes, whatever the names are,
     cos, sin = position_embeddings
     query, key = self.fused_norm_rotated(self.q_norm, self.k_norm, rotate, query, key, cos, sin)
 
-A norm of the last dimension may come after leading dimensions have changed places. Norms that no rotation follows
-directly are computed together as soon as both inputs are there, by ``fused_norm_pair``.
+The norm of the last dimension may be computed after leading dimensions are transposed. If no rotation follows directly,
+both norms are computed by ``fused_norm_pair`` as soon as both inputs are there.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ..dataflow import Dataflow, edits_in_place, mentions
 from ..patch_report import Site
 from ..rewrite import Rewrite
 from .attentions import Attention
-from .calls import EditedForward, Match, call_of_own, called, make_call
+from .calls import EditedForward, Match, call_of_own, callee_name
 from .rotations import unless_unrecognised
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
 """The names of norms of queries and keys."""
 
 
-@dataclass
-class HeadNorm:
+@dataclass(repr=False)
+class HeadNorm(Match):
     """The statement ``name = self.<q or k norm>(expression)``, and the call in it."""
 
     statement: ast.Assign
@@ -47,15 +47,14 @@ class HeadNorm:
     name: str
 
 
-@dataclass
+@dataclass(repr=False)
 class Heads(Match):
     """The norms of one attention's queries and keys.
 
     Attributes:
-        norms: the norm of one, and that of the other.
-        rotation: the call ``rotate(q, k, cos, sin)`` that takes both normed tensors next, and its statement; None
-            where there is none.
-        attention: what follows that rotation, and alone reads its results; None where it is something else.
+        norms: the two norms, in the order of the source.
+        rotation: the call ``rotate(q, k, cos, sin)`` that takes both normed tensors next, and its statement; or None.
+        attention: the attention that follows that rotation and alone reads its results, or None.
     """
 
     norms: tuple[HeadNorm, HeadNorm]
@@ -63,16 +62,14 @@ class Heads(Match):
     attention: Attention | None
 
     @property
-    def names(self) -> tuple[str, str]:
-        """The attributes of the attention that hold the norms."""
-        one, other = self.calls
-        return called(one), called(other)
+    def calls(self) -> list[ast.Call]:
+        """The calls of the norms."""
+        return [norm.call for norm in self.norms]
 
     @property
-    def calls(self) -> tuple[ast.Call, ast.Call]:
-        """The calls of the norms."""
-        one, other = self.norms
-        return one.call, other.call
+    def names(self) -> list[str]:
+        """The attributes of the attention that hold the norms."""
+        return [callee_name(call) for call in self.calls]
 
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
@@ -80,14 +77,14 @@ class Heads(Match):
 
     @property
     def rotate(self) -> str | None:
-        """The global name of the function that rotates, None where none does."""
+        """The global name of the function that rotates, or None."""
         if self.rotation is None:
             return None
         assert isinstance(self.rotation[1].func, ast.Name)
         return self.rotation[1].func.id
 
     def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> Site | None:
-        """The row of the rotation, where it is fused with the norms before it; None where the norms at most are.
+        """The row of the rotation if it is fused with the norms before it; None if at most the norms are fused.
 
         ``taken``: the calls of norms that are part of another rewrite.
         """
@@ -109,32 +106,32 @@ class Heads(Match):
         rows = [block.norm_row(name, "rope", already, option) for name in self.names]
         row = replace(next((row for row in rows if row.reason is not None), rows[0]), path=block.path)
         weights = [getattr(block.member(name), "weight", None) for name in self.names]
-        one, other = (getattr(weight, "ds_shape", getattr(weight, "shape", None)) for weight in weights)
-        if not alike(*rows) or one != other:
+        q_shape, k_shape = (getattr(weight, "ds_shape", getattr(weight, "shape", None)) for weight in weights)
+        if not alike(*rows) or q_shape != k_shape:
             row = row.kept_for("its q and k norms differ in more than the weight")
         return row
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
-        """Put the fused calls in the place of the norms."""
-        own, arguments = forward.own, [norm.call.func for norm in self.norms]
-        for norm in self.norms:
-            forward.replace(norm.call, norm.call.args[0])
+        """Replace the norms, and the rotation, by the fused call."""
+        (q, k), (q_norm, k_norm) = (norm.name for norm in self.norms), (call.func for call in self.calls)
+        for call in self.calls:
+            forward.replace(call, call.args[0])
         if "rotation" in rewrite.parts:
             assert self.rotation is not None
             statement, rotate = self.rotation
             if self.attention is not None:
-                self.attention.edit(rotate, forward)
-            arguments += [rotate.func, *rotate.args]
-            statement.value = make_call(own, "fused_norm_rotated", arguments, rotate.keywords)
-            return
-        arguments += [ast.Name(norm.name, ast.Load()) for norm in self.norms]
-        results: list[ast.expr] = [ast.Name(norm.name, ast.Store()) for norm in self.norms]
-        both = ast.Assign([ast.Tuple(results, ast.Store())], make_call(own, "fused_norm_pair", arguments))
-        forward.insert_after(self.norms[1].statement, both)
+                self.attention.edit_before(rotate, forward)
+            source = "self.fused_norm_rotated(Q_NORM, K_NORM, ROTATE)"
+            fused = forward.code(source, Q_NORM=q_norm, K_NORM=k_norm, ROTATE=rotate.func)
+            fused.args, fused.keywords = [*fused.args, *rotate.args], rotate.keywords
+            statement.value = fused
+        else:
+            source = f"{q}, {k} = self.fused_norm_pair(Q_NORM, K_NORM, {q}, {k})"
+            forward.insert_after(self.norms[1].statement, forward.code(source, Q_NORM=q_norm, K_NORM=k_norm))
 
 
 def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list[Heads]:
-    """The pairs of q and k norms, in order; none that a function inside may read, whenever that is called."""
+    """The pairs of q and k norms, in order, except those whose names an inner function may read."""
     return [
         heads
         for body in flow.bodies
@@ -146,46 +143,40 @@ def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list
 def _heads_in(flow: Dataflow, body: list[ast.stmt], attentions: Mapping[ast.Call, Attention]) -> Iterator[Heads]:
     first: HeadNorm | None = None
     for statement in body:
-        found = _head_norm(statement, flow.own)
+        norm = _head_norm(statement, flow.own)
         if first is not None and (mentions(statement, first.name) or edits_in_place(statement)):
             first = None
-        if first is not None and found is not None and not _writes_input(flow, first, found):
-            rotation = _rotation(flow, found.statement, (first.name, found.name))
-            attention = None if rotation is None else attentions.get(rotation[1])
-            yield Heads((first, found), rotation, attention)
-            first = None
-        elif found is not None:
-            first = found
-
-
-def _writes_input(flow: Dataflow, first: HeadNorm, second: HeadNorm) -> bool:
-    """Return whether what comes after the first norm, and now would come before, may write into what it takes."""
-    between = flow.between(first.statement, second.statement) or []
-    return flow.may_change(first.call.args[0], [*between, *second.call.args])
+        if norm is None:
+            continue
+        if first is None:
+            first = norm
+            continue
+        # After fusing, the first norm comes after what is between them, and after the argument of the second.
+        between = flow.between(first.statement, statement) or []
+        if flow.may_change(first.call.args[0], [*between, *norm.call.args]):
+            first = norm
+            continue
+        rotation = _rotation(flow, statement, (first.name, norm.name))
+        yield Heads((first, norm), rotation, None if rotation is None else attentions.get(rotation[1]))
+        first = None
 
 
 def _head_norm(statement: ast.stmt, own: str) -> HeadNorm | None:
-    """The norm that a statement computes, where that is all it does, perhaps with ``.transpose(1, 2)``."""
+    """The norm that a statement computes, perhaps with ``.transpose(1, 2)``, and nothing else."""
     match statement:
-        case ast.Assign(
-            targets=[ast.Name(name)],
-            value=ast.Call(
-                func=ast.Attribute(value, "transpose"), args=[ast.Constant(1), ast.Constant(2)], keywords=[]
-            ),
-        ):
+        case ast.Assign([ast.Name(name)], value):
+            match value:
+                case ast.Call(ast.Attribute(normed, "transpose"), [ast.Constant(1), ast.Constant(2)], []):
+                    value = normed
             call = call_of_own(value, own)
-        case ast.Assign(targets=[ast.Name(name)]):
-            call = call_of_own(statement.value, own)
-        case _:
-            return None
-    assert isinstance(statement, ast.Assign)
-    return HeadNorm(statement, call, name) if call is not None and QK_NAME.fullmatch(called(call)) else None
+            return HeadNorm(statement, call, name) if call and QK_NAME.fullmatch(callee_name(call)) else None
+    return None
 
 
 def _rotation(flow: Dataflow, second: ast.stmt, names: tuple[str, str]) -> tuple[ast.Assign, ast.Call] | None:
-    """``q, k = rotate(q, k, cos, sin)``, perhaps with a constant ``unsqueeze_dim``, the first to read q or k."""
-    touching = (one for one in flow.after(second) if mentions(one, *names) or edits_in_place(one))
-    match next(touching, None):
+    """``q, k = rotate(q, k, cos, sin)``, perhaps with a constant ``unsqueeze_dim``, if it reads q and k first."""
+    using = (statement for statement in flow.after(second) if mentions(statement, *names) or edits_in_place(statement))
+    match next(using, None):
         case (
             ast.Assign(
                 targets=[ast.Tuple([ast.Name(q), ast.Name(k)])],
@@ -193,6 +184,6 @@ def _rotation(flow: Dataflow, second: ast.stmt, names: tuple[str, str]) -> tuple
             ) as statement
         ) if (q, k) == (q_given, k_given) == names and len(angles) == 2:
             plain = not any(isinstance(argument, ast.Starred) or mentions(argument, *names) for argument in angles)
-            if plain and all(one.arg == "unsqueeze_dim" and isinstance(one.value, ast.Constant) for one in keywords):
+            if plain and all(word.arg == "unsqueeze_dim" and isinstance(word.value, ast.Constant) for word in keywords):
                 return statement, call
     return None

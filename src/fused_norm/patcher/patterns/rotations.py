@@ -12,7 +12,7 @@ become, whatever the names are and wherever the calls stand,
     query, key = self.fused_norm_rope(rotate, query, key, cos, sin, positions)
     query = self.fused_norm_rope_one(rotate, query, cos, sin, unsqueeze_dim=2)
 
-Every argument is computed where it was, and what ``rotate`` stands for is looked up at each call.
+The arguments are evaluated at the same place, and ``rotate`` is looked up at every call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from torch import nn
 
 from ..block import Block
-from ..dataflow import Conditions, Dataflow, come_out_so
+from ..dataflow import Conditions, Dataflow, may_hold
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
@@ -41,18 +41,18 @@ ROTATION_NAME = re.compile(r"(?<![a-z])(rot|rope)", re.IGNORECASE)
 """Part of the names of rotary embeddings: ``apply_rotary_pos_emb``, ``rotate_half_of_queries``, ``apply_rope``."""
 
 _ARGUMENTS = (3, 4, 5)
-"""The numbers of positional arguments of calls that can be fused: x, cos, sin; q, k, cos, sin; and one more."""
+"""How many positional arguments calls have that can be fused: x, cos, sin; q, k, cos, sin; and one more."""
 
 
-@dataclass
+@dataclass(repr=False)
 class RotationCall(Match):
-    """One call of a rotary embedding.
+    """A call of a rotary embedding.
 
     Attributes:
         call: the call.
-        heads: the number of the q and k norms whose results it takes next, None without any.
-        attention: what alone reads its results; None where it is something else.
-        conditions: those under which it is made, as far as settings of the module decide it.
+        heads: the index of the q and k norms whose results it takes next, or None.
+        attention: the attention that alone reads its results, or None.
+        conditions: those on settings of the module under which it is called.
     """
 
     call: ast.Call
@@ -68,26 +68,26 @@ class RotationCall(Match):
 
     @property
     def arguments(self) -> int:
-        """The number of its positional arguments; 0 where it takes others than can be fused."""
-        plain = not any(isinstance(argument, ast.Starred) for argument in self.call.args)
-        plain = plain and all(keyword.arg == "unsqueeze_dim" for keyword in self.call.keywords)
-        return len(self.call.args) if plain and len(self.call.args) in _ARGUMENTS else 0
+        """The number of its positional arguments; 0 if it takes others than can be fused."""
+        is_starred = any(isinstance(argument, ast.Starred) for argument in self.call.args)
+        is_plain = not is_starred and all(keyword.arg == "unsqueeze_dim" for keyword in self.call.keywords)
+        return len(self.call.args) if is_plain and len(self.call.args) in _ARGUMENTS else 0
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
-        """Put the fused call in the rotation's place."""
+        """Replace the call by the fused call."""
         method = "fused_norm_rope_one" if self.arguments == 3 else "fused_norm_rope"
         if self.attention is not None:
-            self.attention.edit(self.call, forward)
+            self.attention.edit_before(self.call, forward)
         self.call.args.insert(0, self.call.func)
-        self.call.func = ast.Attribute(ast.Name(forward.own, ast.Load()), method, ast.Load())
+        self.call.func = forward.code(f"self.{method}")
 
 
 def decide_rotations(
     rotations: Sequence[RotationCall], with_norms: Sequence[Site | None], block: Block
 ) -> Iterator[Site]:
-    """The rows of rotations, but for those that the module's settings never run.
+    """The rows of rotations, except those that the module's settings never call.
 
-    ``with_norms``: the rows of norms of queries and keys that are fused with a rotation after them.
+    ``with_norms``: for each pair of q and k norms, the row of the rotation that is fused with them, or None.
     """
     for index, rotation in enumerate(rotations):
         row = None if rotation.heads is None else with_norms[rotation.heads]
@@ -95,27 +95,24 @@ def decide_rotations(
             row = block.own_row("rope", block.done("rotations", index) is not None)
             row = unless_unrecognised(row, rotation.rotate, rotation.arguments, block)
             block.rewrites += [Rewrite("rotations", index)] if row.reason is None else []
-        if come_out_so(rotation.conditions, block.module):
+        if may_hold(rotation.conditions, block.module):
             yield row
 
 
 def decide_missed_rotations(
     rotations: Sequence[RotationCall], block: Block, function: Any, reason: str
 ) -> Iterator[Site]:
-    """The rows of rotations that cannot be fused, for a ``reason``.
-
-    ``function``: what they are called in, a class for its forward.
-    """
+    """The rows of rotations in a ``function``, or in the forward of a class, that are not fused for a ``reason``."""
     for rotation in rotations:
         with suppress(UnrecognisedError):
-            if rotation.arguments and come_out_so(rotation.conditions, block.module):
+            if rotation.arguments and may_hold(rotation.conditions, block.module):
                 rotation_of(function, rotation.rotate, rotation.arguments)
                 row = block.own_row("rope", already=False)
                 yield row.kept_for(f"its {rotation.rotate} {reason}", in_helper=function is not block.origin)
 
 
 def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) -> Site:
-    """``row``, or one that says why the function called by this name, with so many arguments, is not fused."""
+    """``row``, or one with the reason why a call of ``rotate`` with so many arguments is not fused."""
     if row.reason is not None:
         return row
     if not arguments:
@@ -133,14 +130,14 @@ def rotation_of(layer: Any, name: str, arguments: int = 4) -> Rotation:
     """The rotation that a forward calls by this global name, with so many arguments.
 
     Raises:
-        SourceError: where the forward is no function.
-        UnrecognisedError: where the name stands for something else.
+        SourceError: if the forward is no function.
+        UnrecognisedError: if the name stands for something else.
     """
     return recognise_rotation(global_of(layer, name), arguments)
 
 
 def _owner_of(function: Any, origin: type[nn.Module]) -> str | None:
-    """The name of a function of another package than that of the class which calls it; None for one of its own."""
+    """The name of a function that is not of the package of the class which calls it, or None."""
     if isinstance(function, nn.Module):  # with another forward bound to it, as `kernelize` does
         function = getattr(vars(function).get("forward"), "__func__", None)
     if not isinstance(function, FunctionType):
@@ -153,7 +150,7 @@ def _owner_of(function: Any, origin: type[nn.Module]) -> str | None:
 def find_rotations(
     definition: ast.FunctionDef, flow: Dataflow, after: Mapping[ast.Call, int], attentions: Mapping[ast.Call, Attention]
 ) -> list[RotationCall]:
-    """The calls of rotary embeddings, and those ``after`` norms of queries and keys, whose number is given."""
+    """The calls of rotary embeddings, by name, and any calls ``after`` norms of queries and keys, with their index."""
     return [
         RotationCall(call, after.get(call), attentions.get(call), flow.conditions(call))
         for call in ast.walk(definition)

@@ -1,14 +1,14 @@
-"""A key for what a function or a module computes, made of all that its code can reach: equal keys, equal results.
+"""A fingerprint of a function or a module, made of all that its code can reach: equal keys, equal results.
 
-From the function or module, the root, everything is followed that code reaches by name: variables of functions around,
-defaults, globals and the attributes of modules among them, methods and other members of the root's class and of its
-bases, attributes of the instance, which may hide those. What is reached is described in full: a function by its code
-and what that reaches in turn, a container by its contents, a class by its members, an immutable value by itself.
+Everything is followed that code reaches by name: variables of enclosing functions, defaults, globals, attributes of
+modules, members of the root's class and its bases, and attributes of the instance, which may hide those. A function is
+described by its code and by what that reaches in turn, a container by its contents, a class by its members, an
+immutable value by itself.
 
-A thing that cannot be described so is unknown: an object of somebody's class, what reads the environment, a flag of
-PyTorch, or a name that is computed. Then there is no key. Only functions that are listed here, and the operators of
-PyTorch, are taken for what they are; those flags of PyTorch that change what operators compute are in every key.
-No key holds a class, module or function alive, and comparing keys runs no code of what they describe.
+If something cannot be described so, there is no key: an object of somebody's class, what reads the environment, a flag
+of PyTorch, a name that is computed. Only the functions listed here and the operators of PyTorch are trusted to depend
+on nothing but their arguments; the flags of PyTorch that change what operators compute are in every key. No key keeps a
+class, module or function alive, and comparing keys runs no code of what they describe.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _DUNDERS = frozenset({"__class__", "__dict__", "__call__", "__getattr__", "__get
 _COMPUTED = frozenset({"getattr", "hasattr", "__getattribute__", "__getattr__", "__dict__"})
 """Names by which code can read attributes that it does not name."""
 
-_DOORS = frozenset({
+_UNFOLLOWED = frozenset({
     "gi_frame", "cr_frame", "ag_frame",
     "bernoulli", "bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_",
 })  # fmt: skip
@@ -131,58 +131,50 @@ _OF_TORCH = {
 }
 
 
-class Reached(NamedTuple):
+class Fingerprint(NamedTuple):
     """The code and values that a function or module reaches.
 
     Attributes:
-        key: equal for what would compute the same; None if something is reached that no value tells from another.
-        foreign: the name of the first thing that is no Python over PyTorch: a Triton kernel, an extension's function,
-            another's autograd function; None without one.
-        unknown: the name of the first thing that keeps it from having a key; None if it has one.
-        outcomes: what was found out about it, for as long as it is known to be the same: in ``no_code_changes``.
+        key: equal for roots that compute the same; None if something is reached that cannot be compared by value.
+        native: the name of the first thing that is not Python over PyTorch (a Triton kernel, a function of an
+            extension, an autograd function of others), or None.
+        unknown: the name of the first thing that prevents a key, or None.
+        results: what recognition found out about this root. Used if there is no key, within ``no_code_changes``.
     """
 
     key: Any
-    foreign: str | None
+    native: str | None
     unknown: str | None
-    outcomes: dict[Any, Any]
+    results: dict[Any, Any]
 
 
-_seen: ContextVar[dict[Any, tuple[Any, Reached]] | None] = ContextVar("fused_norm_reached", default=None)
-"""The results of ``reached_by`` in ``no_code_changes``, by ``_kind_of_root``, each with its root.
-
-While that root lives, no other one has its identity.
-"""
+_cache: ContextVar[dict[Any, tuple[Any, Fingerprint]] | None] = ContextVar("fused_norm_fingerprints", default=None)
+"""The fingerprints within ``no_code_changes``, each with its root, which keeps that root's ``id`` from being reused."""
 
 
-def reached_by(root: Any) -> Reached:
-    """Return what a function or a module uses when it is called, but for parameters, buffers and hooks."""
-    seen = _seen.get()
-    if seen is None:
-        return _Walk(root).reached()
-    alike = _kind_of_root(root)
-    if alike not in seen:
-        seen[alike] = root, _Walk(root).reached()
-    return seen[alike][1]
+def fingerprint(root: Any) -> Fingerprint:
+    """Return what a function or a module uses when it is called, except parameters, buffers and hooks."""
+    cache = _cache.get()
+    if cache is None:
+        return _Traversal(root).fingerprint()
+    cache_key: Any = id(root)
+    if issubclass(type(root), nn.Module):
+        own = {name: value_of(value) for name, value in own_attributes(root).items()}
+        if None not in own.values():  # modules of one class with equal plain attributes reach the same
+            cache_key = id(type(root)), tuple(own.items())
+    if cache_key not in cache:
+        cache[cache_key] = root, _Traversal(root).fingerprint()
+    return cache[cache_key][1]
 
 
 @contextlib.contextmanager
 def no_code_changes() -> Iterator[None]:
-    """Look at a function once within this ``with``, in which no code is replaced, and at one of modules alike."""
-    token = _seen.set({})
+    """Cache fingerprints while no code is replaced: one for each function, and for each kind of module."""
+    token = _cache.set({})
     try:
         yield
     finally:
-        _seen.reset(token)
-
-
-def _kind_of_root(root: Any) -> Any:
-    """Return what is equal for modules that use the same at any one time: of one class, with equal plain attributes."""
-    if issubclass(type(root), nn.Module):
-        own = {name: value_of(value) for name, value in own_attributes(root).items()}
-        if all(value is not None for value in own.values()):
-            return id(type(root)), tuple(own.items())
-    return id(root)
+        _cache.reset(token)
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -205,48 +197,47 @@ def value_of(thing: Any) -> tuple[str, Any] | None:
     return None
 
 
-class _Walk:
-    """Numbers all that a root reaches, and describes each of these things; in a description others are numbers."""
+class _Traversal:
+    """Describes everything that a root reaches. Things are numbered; a description refers to other things by number."""
 
     def __init__(self, root: Any) -> None:
         self._unknown: str | None = None
-        self._foreign: str | None = None
+        self._native: str | None = None
         own = _changeable_bases(type(root)) if issubclass(type(root), nn.Module) else []
-        self._places = [(base, _members_of(base)) for base in (Tensor, *own)]
+        self._classes = [(base, _members_of(base)) for base in (Tensor, *own)]
         self._things = [root]
         self._numbers = {id(root): 0}
 
-    def reached(self) -> Reached:
-        """The descriptions of all things, the root's first, with PyTorch's flags, as the key."""
-        found: list[Any] = [_flags_of_torch(), self._unnamed_members()]
-        if found[0] is None:
-            self._meet_unknown("a mode of PyTorch, or a global hook")
-        for thing in self._things:  # grows meanwhile
-            if len(self._things) > _MOST_THINGS:
-                self._meet_unknown(f"more than {_MOST_THINGS} things")
-                break
-            try:
-                found.append(self._describe(thing))
-            except Exception:  # what others define may answer the simplest question with anything
-                self._meet_unknown(_name_of(thing))
-        key = tuple(found)
-        try:
-            hash(key)
-        except TypeError:  # of code, whose constants can be replaced
-            self._meet_unknown("an unhashable constant")
-        return Reached(key if self._unknown is None else None, self._foreign, self._unknown, {})
-
-    def _unnamed_members(self) -> Any:
-        """The methods that operators and Python itself call, although no code names them."""
-        return tuple([
-            (number, name, self._of(member))
-            for number, (base, members) in enumerate(self._places)
+    def fingerprint(self) -> Fingerprint:
+        """The key: PyTorch's flags, then the descriptions of all things, the root's first."""
+        flags = _flags_of_torch()
+        if flags is None:
+            self._note_unknown("a mode of PyTorch, or a global hook")
+        # Methods that operators and Python itself call, although no code names them.
+        implicit = [
+            (number, name, self._ref(member))
+            for number, (base, members) in enumerate(self._classes)
             for name, member in _unusual(base, members)
             if _is_dunder(name) and name not in _MAKE
-        ])  # fmt: skip
+        ]
+        descriptions: list[Any] = [flags, tuple(implicit)]
+        for thing in self._things:  # grows meanwhile
+            if len(self._things) > _MOST_THINGS:
+                self._note_unknown(f"more than {_MOST_THINGS} things")
+                break
+            try:
+                descriptions.append(self._describe(thing))
+            except Exception:  # code of others may answer the simplest question with anything
+                self._note_unknown(_name_of(thing))
+        key = tuple(descriptions)
+        try:
+            hash(key)
+        except TypeError:  # code whose constants were replaced
+            self._note_unknown("an unhashable constant")
+        return Fingerprint(key if self._unknown is None else None, self._native, self._unknown, {})
 
-    def _of(self, thing: Any) -> Any:
-        """An immutable value as such; of anything else its number, which a new thing gets here."""
+    def _ref(self, thing: Any) -> Any:
+        """An immutable value as such; the number of anything else, which is described later."""
         if (value := value_of(thing)) is not None:
             return value
         if id(thing) not in self._numbers:
@@ -254,167 +245,158 @@ class _Walk:
             self._things.append(thing)
         return self._numbers[id(thing)]
 
-    def _all_of(self, things: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple([self._of(thing) for thing in things])
+    def _refs(self, *things: Any) -> tuple[Any, ...]:
+        return tuple([self._ref(thing) for thing in things])
 
-    def _items_of(self, things: Iterable[tuple[Any, Any]]) -> tuple[Any, ...]:
-        return tuple([(self._of(name), self._of(thing)) for name, thing in things])
+    def _items(self, things: Iterable[tuple[Any, Any]]) -> tuple[Any, ...]:
+        return tuple([self._refs(*item) for item in things])
 
     def _describe(self, thing: Any) -> Any:
-        """Describe a thing by values that can be compared; it is asked for its type, and nothing else.
-
-        A class that derives from one of these types may do anything, so it is another.
-        """
+        """Describe a thing by comparable values. Only its exact type is asked: a subclass may do anything."""
         kind: Any = type(thing)
         if kind is FunctionType:
-            return self._of_function(thing)
+            return self._function(thing)
         if kind is MethodType:
-            return "method", self._of(thing.__func__), self._of(thing.__self__)
+            return "method", *self._refs(thing.__func__, thing.__self__)
         if kind is BuiltinFunctionType:
-            return self._of_builtin(thing)
+            return self._builtin(thing)
         if kind in (tuple, list, set, frozenset):
-            return kind.__name__, self._all_of(thing)
+            return kind.__name__, self._refs(*thing)
         if kind is dict:
-            return "dict", self._items_of(thing.items())
+            return "dict", self._items(thing.items())
         if kind is staticmethod or kind is classmethod:
-            return kind.__name__, self._of(thing.__func__)
+            return kind.__name__, self._ref(thing.__func__)
         if kind is property:
-            return "property", self._all_of((thing.fget, thing.fset, thing.fdel))
+            return "property", self._refs(thing.fget, thing.fset, thing.fdel)
         if kind is functools.partial:
-            given = self._of(thing.func), self._all_of(thing.args), self._items_of(thing.keywords.items())
-            return "partial", *given, self._items_of(vars(thing).items())
+            items = self._items(thing.keywords.items()), self._items(vars(thing).items())
+            return "partial", self._refs(thing.func, *thing.args), items
         if kind in _OF_C and _is_immutable(thing.__objclass__):
             return kind.__name__, thing.__qualname__
         if issubclass(kind, nn.Module):
-            return self._of_module(thing)
+            if thing is not self._things[0]:
+                self._note_unknown(_name_of(thing))  # with a training flag, hooks and parameters
+            return "module", self._ref(kind.forward), self._items(own_attributes(thing).items())
         if issubclass(kind, type):
-            return self._of_class(thing)
-        return self._meet_object(thing)
+            return self._class(thing)
+        place = _module_of(kind)
+        if isinstance(place, str) and place.partition(".")[0] == "triton":
+            self._note_native(kind)
+        if kind is functools._lru_cache_wrapper:  # what it remembers is in no key
+            self._ref(thing.__wrapped__)
+        self._note_unknown(_name_of(thing))
+        return None
 
-    def _of_function(self, function: FunctionType) -> Any:
+    def _function(self, function: FunctionType) -> Any:
         code = function.__code__
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        given = (
-            self._all_of(function.__defaults__ or ()),
-            self._items_of((function.__kwdefaults__ or {}).items()),
-            self._items_of(vars(function).items()),
+        own = (
+            self._refs(*(function.__defaults__ or ())),
+            self._items((function.__kwdefaults__ or {}).items()),
+            self._items(vars(function).items()),
         )
         if function in _FUNCTIONS or _is_method_of_torch(function):
-            return "given", code, *given
-        if _is_given(function.__globals__.get("__name__")):
-            self._meet_unknown(f"{function.__globals__['__name__']}.{code.co_qualname}")
+            return "trusted", code, *own
+        if _is_of_python_or_torch(function.__globals__.get("__name__")):
+            self._note_unknown(f"{function.__globals__['__name__']}.{code.co_qualname}")
             return None
         names = _names_in(code)
-        if names.door is not None:
-            self._meet_unknown(names.door)
+        if names.unfollowed is not None:
+            self._note_unknown(names.unfollowed)
         variables = [self._variable(function, cells, chain, names) for chain in names.chains]
         members = []
-        for number, (base, place) in enumerate(self._places):
+        for number, (base, place) in enumerate(self._classes):
             read = [name for name in names.attributes if name in place]
             if names.computes:
                 read += [name for name, _ in _unusual(base, place)]
-            members += [(number, name, self._of(place[name])) for name in read]
-        return "function", code, *given, tuple(variables), tuple(members)
+            members += [(number, name, self._ref(place[name])) for name in read]
+        return "function", code, *own, tuple(variables), tuple(members)
 
     def _variable(self, function: Any, cells: Mapping[str, CellType], chain: tuple[str, ...], names: _Names) -> Any:
-        """What a variable holds, or in a module the attribute that code reads at once, with the names of both."""
+        """A variable's value, or of a module the attribute that is read from it at once, with the names of both."""
         name = chain[0]
         if name in cells:
             try:
                 value = cells[name].cell_contents
             except ValueError:
                 return chain, "empty"
-            if name == "__class__" and any(value is base for base, _ in self._places):
+            if name == "__class__" and any(value is base for base, _ in self._classes):
                 return chain, "own"  # its members are followed by the names that code uses
         else:
             value = function.__globals__.get(name, function.__builtins__.get(name, _ABSENT))
             if value is _ABSENT:
                 return chain, "absent"
-        for place, attribute in enumerate(chain[1:], 2):
+        for length, attribute in enumerate(chain[1:], 2):
             if not issubclass(type(value), ModuleType):
-                break  # what is no module is described with its attributes
+                break  # anything else is described with its attributes
             members = vars(value)
-            computed = [*map(_members_of, _changeable_bases(type(value)))]
-            if attribute not in members or any(attribute in one for one in computed):
-                self._meet_unknown(".".join(chain[:place]))  # code of the module tells what it is
+            computed = map(_members_of, _changeable_bases(type(value)))
+            if attribute not in members or any(attribute in place for place in computed):
+                self._note_unknown(".".join(chain[:length]))  # code of the module computes it
                 return chain, "computed"
             value = members[attribute]
         if issubclass(type(value), ModuleType):
-            self._meet_module(value, ".".join(chain), names.attributes)
+            self._module(value, ".".join(chain), names.attributes)
             return chain, "module"
         if (_module_of(type(value)), type(value).__qualname__) == _REGISTRY and chain in names.subscripted:
-            found = self._of_registry(value, names.subscripted[chain], function)
-            if found is not None:
-                return chain, found
-        return chain, self._of(value)
+            item = self._registry_item(value, names.subscripted[chain], function)
+            if item is not None:
+                return chain, item
+        return chain, self._ref(value)
 
-    def _meet_module(self, module: ModuleType, name: str, attributes: tuple[str, ...]) -> None:
-        """A module by itself: code may read any attribute of it, and is followed where it names one."""
-        self._meet_unknown(name)
+    def _module(self, module: ModuleType, name: str, attributes: tuple[str, ...]) -> None:
+        """A Python module by itself has no key, as any attribute may be read; those that code names are followed."""
+        self._note_unknown(name)
         places = [vars(module)]
         for place in places:  # grows meanwhile
-            for found in (place[one] for one in attributes if one in place):
-                self._of(found)
-                if issubclass(type(found), ModuleType) and all(vars(found) is not one for one in places):
-                    places.append(vars(found))
+            for value in (place[attribute] for attribute in attributes if attribute in place):
+                self._ref(value)
+                if issubclass(type(value), ModuleType) and all(vars(value) is not place for place in places):
+                    places.append(vars(value))
 
-    def _of_registry(self, registry: Any, attribute: str, function: FunctionType) -> Any:
-        """What a registry makes of the string in an attribute of the root; None if it is another's, or no string."""
+    def _registry_item(self, registry: Any, attribute: str, function: FunctionType) -> Any:
+        """The item of a registry that a string attribute of the root names; None if it is no such string."""
         root = self._things[0]
         is_method = issubclass(type(root), nn.Module) and type(root).forward is function
         name = own_attributes(root).get(attribute) if is_method else None
-        if type(name) is not str or any(attribute in members for _, members in self._places):
+        if type(name) is not str or any(attribute in members for _, members in self._classes):
             return None
-        return name, self._of(type(registry)), self._of(dict.get(registry, name))
+        return name, *self._refs(type(registry), dict.get(registry, name))
 
-    def _of_builtin(self, function: BuiltinFunctionType) -> Any:
+    def _builtin(self, function: BuiltinFunctionType) -> Any:
         """A function of C by its name, if it reads nothing but its arguments."""
         owner: Any = function.__self__
         place = function.__module__ or "builtins"
         operator = getattr(torch._C._VariableFunctions, function.__name__, None)
         if operator is function or id(owner) in _MODULES:
             if any(part in function.__name__ for part in _RANDOM):
-                self._meet_unknown(function.__name__)
+                self._note_unknown(function.__name__)
         elif issubclass(type(owner), type) and _is_immutable(owner):  # such as dict.fromkeys
             place = owner.__module__
         elif function not in _FUNCTIONS:
-            self._meet_unknown(f"{place}.{function.__qualname__}")
-            if not _is_given(place):
-                self._meet_foreign(function)
+            self._note_unknown(f"{place}.{function.__qualname__}")
+            if not _is_of_python_or_torch(place):
+                self._note_native(function)
         return "builtin", place, function.__qualname__
 
-    def _of_module(self, module: nn.Module) -> Any:
-        if module is not self._things[0]:
-            self._meet_unknown(_name_of(module))  # with a training flag, hooks and parameters
-        return "module", self._of(type(module).forward), self._items_of(own_attributes(module).items())
-
-    def _of_class(self, found: Any) -> Any:
-        """A class as itself, with all members of its own, of its bases and of its metaclass."""
-        place = _module_of(found)
-        if found is Tensor or (_is_immutable(found) and place in ("builtins", "torch")):
-            return "class", place, found.__qualname__
-        if issubclass(found, torch.autograd.Function) and not _is_given(place):
-            self._meet_foreign(found)
-        bases = _changeable_bases(found)
-        followed = [base for base in bases if base is nn.Module or not _is_given(_module_of(base))]
+    def _class(self, cls: Any) -> Any:
+        """A class by its identity, with all members of its own, of its bases and of its metaclass."""
+        place = _module_of(cls)
+        if cls is Tensor or (_is_immutable(cls) and place in ("builtins", "torch")):
+            return "class", place, cls.__qualname__
+        if issubclass(cls, torch.autograd.Function) and not _is_of_python_or_torch(place):
+            self._note_native(cls)
+        bases = _changeable_bases(cls)
+        followed = [base for base in bases if base is nn.Module or not _is_of_python_or_torch(_module_of(base))]
         if followed != bases or not followed:
-            self._meet_unknown(f"{place}.{found.__qualname__}")
-        return "class", Identity(found), tuple([self._items_of(_unusual(base, _members_of(base))) for base in followed])
+            self._note_unknown(f"{place}.{cls.__qualname__}")
+        return "class", Identity(cls), tuple([self._items(_unusual(base, _members_of(base))) for base in followed])
 
-    def _meet_object(self, thing: Any) -> None:
-        """An object whose inside is not looked at."""
-        place = _module_of(type(thing))
-        if isinstance(place, str) and place.partition(".")[0] == "triton":
-            self._meet_foreign(type(thing))
-        if type(thing) is functools._lru_cache_wrapper:  # what it remembers is in no key
-            self._of(thing.__wrapped__)
-        self._meet_unknown(_name_of(thing))
+    def _note_native(self, thing: Any) -> None:
+        self._native = self._native or f"{thing.__module__}.{thing.__qualname__}"
+        self._note_unknown(self._native)
 
-    def _meet_foreign(self, thing: Any) -> None:
-        self._foreign = self._foreign or f"{thing.__module__}.{thing.__qualname__}"
-        self._meet_unknown(self._foreign)
-
-    def _meet_unknown(self, name: str) -> None:
+    def _note_unknown(self, name: str) -> None:
         self._unknown = self._unknown or name
 
 
@@ -443,8 +425,8 @@ def _name_of(thing: Any) -> str:
     return f"an object of {type.__dict__['__name__'].__get__(type(thing))}"
 
 
-def _is_given(place: Any) -> bool:
-    """Return whether a module is Python's or PyTorch's, whose code is not followed: not that of PyTorch's layers."""
+def _is_of_python_or_torch(place: Any) -> bool:
+    """Return whether a module is of Python or PyTorch, whose code is not followed, other than PyTorch's layers."""
     if type(place) is not str:
         return False
     top, _, inner = place.partition(".")
@@ -452,27 +434,29 @@ def _is_given(place: Any) -> bool:
     return top in sys.stdlib_module_names or (top == "torch" and not layers)
 
 
-def _is_immutable(found: Any) -> bool:
+def _is_immutable(cls: Any) -> bool:
     """Return whether no attribute of a class can be set."""
-    return bool(_flags_of(found) & _IMMUTABLE_TYPE)
+    return bool(_flags_of(cls) & _IMMUTABLE_TYPE)
 
 
-def _changeable_bases(found: type) -> list[type]:
-    """The classes in which an attribute of a class or its instances is looked up, but for those that never change."""
-    metaclass = () if type(found) is ABCMeta else _bases_of(type(found))
-    return [base for base in (*_bases_of(found), *metaclass) if not _is_immutable(base)]
+def _changeable_bases(cls: type) -> list[type]:
+    """The mutable classes in which an attribute of a class or its instances is looked up."""
+    metaclass = () if type(cls) is ABCMeta else _bases_of(type(cls))
+    return [base for base in (*_bases_of(cls), *metaclass) if not _is_immutable(base)]
 
 
 def _unusual(base: type, members: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The members of a class that code may use without naming them; of PyTorch's those that others have put there."""
-    found = [(name, one) for name, one in members.items() if name not in _INERT and not _is_of_dynamo(one)]
-    if base is not Tensor and base is not nn.Module:
-        return found
-    known = [_OF_TORCH[base].get(name, (_ABSENT, None)) for name, _ in found]
+    """The members of a class that code may use without naming them; of PyTorch's classes, those that others added."""
+    stock_members = _OF_TORCH[base] if base is Tensor or base is nn.Module else {}
+
+    def is_stock(name: str, member: Any) -> bool:
+        stock, code = stock_members.get(name, (_ABSENT, None))
+        return stock is member and (code is None or member.__code__ is code)
+
     return [
-        one
-        for one, (member, code) in zip(found, known, strict=True)
-        if one[1] is not member or (code is not None and member.__code__ is not code)
+        (name, member)
+        for name, member in members.items()
+        if name not in _INERT and not _is_of_dynamo(member) and not is_stock(name, member)
     ]
 
 
@@ -489,36 +473,36 @@ class _Names(NamedTuple):
     """The names that code uses.
 
     Attributes:
-        chains: variables that are no local ones, each with the attributes that are read off it at once.
+        chains: variables that are not local, each with the attributes that are read from it at once.
         attributes: all attributes, and all strings that may be some, as ``getattr`` takes them.
         computes: it may read attributes that it does not name.
-        subscripted: by a chain, the attribute of the first argument that code looks up in it: ``TABLE[self.name]``.
-        door: a name that leads to what is not followed, or to random numbers; None without one.
+        subscripted: by chain, the attribute of the first argument that code looks up in it: ``TABLE[self.name]``.
+        unfollowed: a name that leads to what is not followed, or to random numbers; or None.
     """
 
     chains: tuple[tuple[str, ...], ...]
     attributes: tuple[str, ...]
     computes: bool
     subscripted: dict[tuple[str, ...], str]
-    door: str | None
+    unfollowed: str | None
 
 
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: CodeType) -> _Names:
     """Return the names that a code object, or one inside it, uses."""
     codes = [code]
-    for one in codes:  # grows meanwhile
-        codes += [constant for constant in one.co_consts if isinstance(constant, CodeType)]
+    for inner in codes:  # grows meanwhile
+        codes += [constant for constant in inner.co_consts if isinstance(constant, CodeType)]
     chains: dict[tuple[str, ...], str | None] = {}
     imported = None
-    for one in codes:
-        ops = [(op.opname, op.argval) for op in dis.get_instructions(one) if op.opname != "EXTENDED_ARG"]
+    for inner in codes:
+        ops = [(op.opname, op.argval) for op in dis.get_instructions(inner) if op.opname != "EXTENDED_ARG"]
         for place, (kind, name) in enumerate(ops):
             if kind in _LOAD_VARIABLE:
                 read = [value for _, value in itertools.takewhile(lambda op: op[0] in _READ, ops[place + 1 :])]
                 kinds, values = zip(*ops[place + len(read) + 1 :][:3], strict=True)
                 subscripted = (
-                    one is code
+                    inner is code
                     and kinds == ("LOAD_FAST", "LOAD_ATTR", "BINARY_SUBSCR")
                     and values[0] == code.co_varnames[0]
                     and ("STORE_FAST", values[0]) not in ops
@@ -527,16 +511,16 @@ def _names_in(code: CodeType) -> _Names:
                 chains[chain] = values[1] if subscripted and chains.get(chain, values[1]) == values[1] else None
             elif kind == "IMPORT_NAME":
                 imported = name
-    strings = [constant for one in codes for constant in one.co_consts if type(constant) is str]
-    attributes = [*(name for one in codes for name in one.co_names), *filter(str.isidentifier, strings)]
-    first = {chain[0] for chain in chains}
-    if "type" in first or "__class__" in attributes:  # which may be called
+    strings = [constant for inner in codes for constant in inner.co_consts if type(constant) is str]
+    attributes = [*(name for inner in codes for name in inner.co_names), *filter(str.isidentifier, strings)]
+    variables = {chain[0] for chain in chains}
+    if "type" in variables or "__class__" in attributes:  # which may be called
         attributes += _MAKE
-    doors = (name for name in attributes if name in _DOORS or (_is_dunder(name) and name not in _DUNDERS))
+    unfollowed = (name for name in attributes if name in _UNFOLLOWED or (_is_dunder(name) and name not in _DUNDERS))
     return _Names(
         tuple(chains),
         tuple(dict.fromkeys(attributes)),
-        not _COMPUTED.isdisjoint([*first, *attributes]),
+        not _COMPUTED.isdisjoint([*variables, *attributes]),
         {chain: name for chain, name in chains.items() if name is not None},
-        imported or next(doors, None),
+        imported or next(unfollowed, None),
     )

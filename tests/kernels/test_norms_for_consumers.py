@@ -1,4 +1,4 @@
-"""Norms that give each reader an output of its own: the same bits as one output that all of them read."""
+"""Norms that give each consumer an output of its own: the same bits as one output that all of them read."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fused_norm.kernels.norm import (
-    ADD_RMS_NORM_FOR_READERS,
-    NORM_ADD_NORM_FOR_READERS,
-    RMS_NORM_FOR_READERS,
+    ADD_RMS_NORM_FOR_CONSUMERS,
+    NORM_ADD_NORM_FOR_CONSUMERS,
+    RMS_NORM_FOR_CONSUMERS,
 )
 from fused_norm.kernels.operator import OPERATORS, Operator
 from fused_norm.kernels.plans import BackwardPlan
-from fused_norm.kernels.triton.norm_backward import MOST_READERS
+from fused_norm.kernels.triton.norm_backward import MOST_CONSUMERS
 from fused_norm.spec import NormSpec
 
 from .numerics import BF16, FP16, FP32, assert_same
 
 GEMMA, LLAMA = NormSpec("gemma", True), NormSpec("llama")
 PLAIN: dict[str, tuple[Any, ...]] = {"rms_norm": (None,), "add_rms_norm": (None, 0.5), "norm_add_norm": ()}
-"""The operators that have a form for readers, with the options of a call."""
+"""The operators that have a form for consumers, with the options of a call."""
 DTYPES = {"bf16": (BF16, BF16, None), "autocast": (FP32, FP32, BF16), "mixed": (BF16, FP32, FP16)}
-"""Of the rows, of the weight, and of what readers cast to."""
+"""Of the rows, of the weight, and of what consumers cast to."""
 
 NAMES = pytest.mark.parametrize("name", PLAIN)
 
@@ -43,17 +43,17 @@ def is_exact(tensors: Sequence[Tensor]) -> bool:
     return not tensors[0].is_cuda or all(one.dtype == BF16 for one in tensors)
 
 
-def for_readers(name: str) -> Operator:
-    operators = RMS_NORM_FOR_READERS, ADD_RMS_NORM_FOR_READERS, NORM_ADD_NORM_FOR_READERS
+def for_consumers(name: str) -> Operator:
+    operators = RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS
     return dict(zip(PLAIN, operators, strict=True))[name]
 
 
-def options_of(name: str, readers: int, dtype: torch.dtype | None) -> tuple[Any, ...]:
-    return (*PLAIN[name][1:], readers, dtype)
+def options_of(name: str, consumers: int, dtype: torch.dtype | None) -> tuple[Any, ...]:
+    return (*PLAIN[name][1:], consumers, dtype)
 
 
 def read(ys: Sequence[Tensor], s: Tensor, unread: Sequence[int] = ()) -> Tensor:
-    """A number that depends on y by readers like linears, and on s."""
+    """A number that depends on y by consumers like linears, and on s."""
     generator = torch.Generator().manual_seed(1)
     total = s.float().square().sum()
     for place, y in enumerate(ys):
@@ -63,17 +63,17 @@ def read(ys: Sequence[Tensor], s: Tensor, unread: Sequence[int] = ()) -> Tensor:
     return total
 
 
-def stock(name: str, spec: NormSpec, tensors: Sequence[Tensor], readers: int, dtype: torch.dtype | None) -> Any:
-    """The outputs of the plain operator, cast by each reader for itself as autocast does; autograd adds up."""
+def stock(name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, dtype: torch.dtype | None) -> Any:
+    """The outputs of the plain operator, cast by each consumer for itself as autocast does; autograd adds up."""
     x = tensors[0] * 1
     found = OPERATORS[name](spec, x, *tensors[1:], *PLAIN[name])
     y, s = (found, x) if name == "rms_norm" else found
     is_cast = dtype is not None and y.dtype == FP32
-    return [y.to(dtype) if is_cast else y for _ in range(readers)], s
+    return [y.to(dtype) if is_cast else y for _ in range(consumers)], s
 
 
-def fused(name: str, spec: NormSpec, tensors: Sequence[Tensor], readers: int, dtype: torch.dtype | None) -> Any:
-    *ys, s = for_readers(name)(spec, tensors[0] * 1, *tensors[1:], *options_of(name, readers, dtype))
+def fused(name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, dtype: torch.dtype | None) -> Any:
+    *ys, s = for_consumers(name)(spec, tensors[0] * 1, *tensors[1:], *options_of(name, consumers, dtype))
     return ys, s
 
 
@@ -86,14 +86,14 @@ def results(call: Callable[..., Any], tensors: Sequence[Tensor], *how: Any, unre
 
 @NAMES
 @pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("readers", [1, 2, 3, MOST_READERS])
+@pytest.mark.parametrize("consumers", [1, 2, 3, MOST_CONSUMERS])
 @pytest.mark.parametrize("spec", [LLAMA, GEMMA], ids=["llama", "gemma"])
 def test_every_bit_is_that_of_one_output_that_all_read(
-    name: str, dtypes: str, readers: int, spec: NormSpec, device: str
+    name: str, dtypes: str, consumers: int, spec: NormSpec, device: str
 ) -> None:
     rows, weight, dtype = DTYPES[dtypes]
     tensors = tensors_of(name, device, rows, weight)
-    how = name, spec, tensors, readers, dtype
+    how = name, spec, tensors, consumers, dtype
     expected = results(stock, tensors, *how)
     for _ in range(3):  # recorded, and repeated
         assert_same(results(fused, tensors, *how), expected, exact=is_exact(tensors))
@@ -112,7 +112,7 @@ def test_another_order_of_the_sum_has_other_bits(device: str) -> None:
 
 @NAMES
 @pytest.mark.parametrize("unread", [(0,), (2,), (0, 1), (0, 1, 2)], ids=str)
-def test_a_reader_that_does_not_run_adds_nothing(name: str, unread: tuple[int, ...], device: str) -> None:
+def test_a_consumer_that_does_not_run_adds_nothing(name: str, unread: tuple[int, ...], device: str) -> None:
     tensors = tensors_of(name, device, BF16, BF16)
     how = name, LLAMA, tensors, 3, None
     expected, found = (results(call, tensors, *how, unread=unread) for call in (stock, fused))
@@ -191,7 +191,7 @@ def test_calls_that_are_not_trained_return_one_output_and_the_sum(name: str, dev
     expected, s = stock(name, LLAMA, tensors, 1, BF16)
     for _ in range(2):
         with torch.no_grad():
-            found = for_readers(name)(LLAMA, *tensors, *options_of(name, 3, BF16))
+            found = for_consumers(name)(LLAMA, *tensors, *options_of(name, 3, BF16))
         assert_same(found, [expected[0].detach(), s.detach()], exact=is_exact(tensors))
         assert not any(one.requires_grad for one in found if one is not tensors[0])
 
@@ -199,7 +199,7 @@ def test_calls_that_are_not_trained_return_one_output_and_the_sum(name: str, dev
 def test_a_frozen_input_is_handed_on_without_a_gradient(device: str) -> None:
     x, weight = tensors_of("rms_norm", device, BF16, BF16)
     for _ in range(2):
-        *ys, s = for_readers("rms_norm")(LLAMA, x.detach(), weight, 2, None)
+        *ys, s = for_consumers("rms_norm")(LLAMA, x.detach(), weight, 2, None)
         assert not s.requires_grad
         (found,) = torch.autograd.grad(read(ys, s), [weight])
         ys, s = stock("rms_norm", LLAMA, (x.detach(), weight), 2, None)
@@ -209,7 +209,7 @@ def test_a_frozen_input_is_handed_on_without_a_gradient(device: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_only_float32_is_left_out(dtype: torch.dtype, device: str) -> None:
     x, weight = tensors_of("rms_norm", device, BF16, BF16)
-    y, *_ = for_readers("rms_norm")(LLAMA, x, weight, 2, dtype)
+    y, *_ = for_consumers("rms_norm")(LLAMA, x, weight, 2, dtype)
     assert y.dtype == BF16
 
 

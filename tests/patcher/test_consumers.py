@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import fused_norm
 from fused_norm.model_configs import build
-from fused_norm.patcher.patterns.readers import find_inputs
+from fused_norm.patcher.patterns.consumers import find_inputs
 
 from .models import assert_gradients_near, fused_copy, gradients_of, relative, tokens
 
@@ -81,9 +81,9 @@ def pair(family: str, how: str, device: str, **options: Any) -> tuple[nn.Module,
     """A fused model whose linears read one tensor, and one whose linears have inputs of their own."""
     without = model_of(family, how, device)
     within = copy.deepcopy(without)
-    fused_norm.apply_fused_norm(without, readers=False)
+    fused_norm.apply_fused_norm(without, consumers=False)
     report = fused_norm.apply_fused_norm(within, **options)
-    assert [row.reason for row in report.readers] == [None] * 2 * within.config.num_hidden_layers
+    assert [row.reason for row in report.consumers] == [None] * 2 * within.config.num_hidden_layers
     return without, within
 
 
@@ -135,9 +135,11 @@ def test_adapters_of_the_other_16_bits_round_their_input_to_these_first(device: 
         if "lora_" in name:
             weight.data = weight.data.bfloat16()
     logits = []
-    for readers in (False, True):
+    for consumers in (False, True):
         fused = copy.deepcopy(model)
-        assert not [row for row in fused_norm.apply_fused_norm(fused, readers=readers).readers or () if row.reason]
+        assert not [
+            row for row in fused_norm.apply_fused_norm(fused, consumers=consumers).consumers or () if row.reason
+        ]
         with torch.no_grad(), torch.autocast(device, torch.float16):
             logits.append(fused(input_ids=tokens(device), use_cache=False).logits)
     assert torch.equal(*logits)
@@ -237,7 +239,7 @@ def test_switched_off_and_removed_all_read_one_tensor(device: str) -> None:
     assert read() == 3
     with fused_norm.disabled():
         assert read() == 1
-    fused_norm.apply_fused_norm(model, readers=False)
+    fused_norm.apply_fused_norm(model, consumers=False)
     assert read() == 1
     fused_norm.apply_fused_norm(model)
     assert read() == 3
@@ -248,11 +250,11 @@ def test_switched_off_and_removed_all_read_one_tensor(device: str) -> None:
 
 def test_a_block_that_reads_a_norm_otherwise_has_a_row_with_the_reason(device: str) -> None:
     report = fused_norm.apply_fused_norm(build("qwen3_moe", seed=0, device=device))
-    reasons = {row.path.rpartition(".")[2]: row.reason for row in report.readers if row.reason is not None}
+    reasons = {row.path.rpartition(".")[2]: row.reason for row in report.consumers if row.reason is not None}
     assert reasons.keys() == {"mlp"}
     assert reasons["mlp"].startswith("its forward reads hidden_states in hidden_states.")
     assert reasons["mlp"] in " ".join(str(report).split())
-    assert '"readers": [' in report.to_json()
+    assert '"consumers": [' in report.to_json()
 
 
 class Attention(nn.Module):
@@ -296,7 +298,7 @@ class ByAFunctionInside(Attention):
 
 
 @pytest.mark.parametrize(
-    ("block", "readers", "other"),
+    ("block", "consumers", "other"),
     [
         (ByLinears, ("q", "k", "k"), None),
         (ByAView, ("q",), "x.view"),
@@ -305,9 +307,9 @@ class ByAFunctionInside(Attention):
         (ByAFunctionInside, ("q", "k"), "a function inside"),
     ],
 )
-def test_who_reads_an_argument(block: type[nn.Module], readers: tuple[str, ...], other: str | None) -> None:
+def test_who_reads_an_argument(block: type[nn.Module], consumers: tuple[str, ...], other: str | None) -> None:
     first = find_inputs(block)[0]
-    assert (first.readers, first.other) == (readers, other)
+    assert (first.consumers, first.other) == (consumers, other)
 
 
 class Rounding(TorchFunctionMode):
@@ -444,7 +446,7 @@ class NormInside(Layer):
         return residual + hidden.repeat(1, 1, 8)
 
 
-class ReaderInside(Layer):
+class ConsumerInside(Layer):
     """A norm, and what reads it in a context."""
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -470,7 +472,7 @@ class Entered(Layer):
 
 PLACES = [
     (Layer, Inside), (Layer, ByCalls), (Layer, ByCall), (Layer, Decorated),
-    (NormInside, Plain), (ReaderInside, Plain), (Entered, Plain),
+    (NormInside, Plain), (ConsumerInside, Plain), (Entered, Plain),
 ]  # fmt: skip
 
 

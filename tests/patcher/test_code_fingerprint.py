@@ -18,8 +18,8 @@ from transformers.models.llama import modeling_llama
 
 import fused_norm
 from fused_norm.model_configs import build, tiny_config
-from fused_norm.patcher import reached_code
-from fused_norm.patcher.reached_code import reached_by
+from fused_norm.patcher import code_fingerprint
+from fused_norm.patcher.code_fingerprint import fingerprint
 
 from .models import relative, tokens
 
@@ -52,7 +52,7 @@ class DerivedNorm(Norm):
 
 def turned(x):
     """Half of each row turned, by a function of the module, with a number and a setting of it."""
-    first, second = (one * SCALE / 2 for one in x.chunk(2, dim=-1))
+    first, second = (half * SCALE / 2 for half in x.chunk(2, dim=-1))
     return torch.cat((-second, first), dim=-1) ** (SETTINGS["power"] - 1)
 
 
@@ -76,7 +76,7 @@ class Half:
 
 
 @pytest.mark.parametrize(
-    ("root", "where", "name", "value"),
+    ("root", "place", "name", "value"),
     [
         (rotate, "global", "turned", lambda x: x),
         (rotate, "global", "SCALE", 3.0),
@@ -96,26 +96,26 @@ class Half:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_code_reaches_by_name_is_in_its_key(root, where, name: str, value, monkeypatch) -> None:
-    before = reached_by(root).key
+def test_what_code_reaches_by_name_is_in_its_key(root, place, name: str, value, monkeypatch) -> None:
+    before = fingerprint(root).key
     assert before is not None
-    assert before == reached_by(root).key
+    assert before == fingerprint(root).key
     with monkeypatch.context() as patched:
-        patched.setattr(sys.modules[__name__] if where == "global" else where, name, value)
-        assert reached_by(root).key != before
-    assert reached_by(root).key == before
+        patched.setattr(sys.modules[__name__] if place == "global" else place, name, value)
+        assert fingerprint(root).key != before
+    assert fingerprint(root).key == before
 
 
 def test_attributes_of_an_instance_are_in_its_key_and_may_hide_those_of_its_class() -> None:
     norm = Norm()
-    before = reached_by(norm).key
-    assert reached_by(Norm()).key == before, "parameters are not"
+    before = fingerprint(norm).key
+    assert fingerprint(Norm()).key == before, "parameters are not"
     for name, value in (("rounded", True), ("rounded", 0), ("eps", 1e-5), ("centered", False)):
         other = Norm()
         setattr(other, name, value)
-        assert reached_by(other).key != before, name
+        assert fingerprint(other).key != before, name
     norm.root = types.MethodType(Norm.root, norm)
-    assert reached_by(norm).key != before
+    assert fingerprint(norm).key != before
 
 
 def test_of_norms_alike_an_apply_looks_at_one_and_at_each_that_differs(monkeypatch) -> None:
@@ -125,12 +125,14 @@ def test_of_norms_alike_an_apply_looks_at_one_and_at_each_that_differs(monkeypat
         return made
 
     differing = ({}, {"rounded": 0}, {"rounded": True}, {"eps": 1e-5}, {"sizes": (1,)}, {"sizes": (2,)})
-    keys = [reached_by(norm(**attributes)).key for attributes in differing]
-    with reached_code.no_code_changes():
-        assert [reached_by(norm(**attributes)).key for attributes in differing] == keys
+    keys = [fingerprint(norm(**attributes)).key for attributes in differing]
+    with code_fingerprint.no_code_changes():
+        assert [fingerprint(norm(**attributes)).key for attributes in differing] == keys
     looked_at = []
-    walk = reached_code._Walk
-    monkeypatch.setattr(reached_code, "_Walk", lambda root: looked_at.append(type(root).__name__) or walk(root))
+    walk = code_fingerprint._Traversal
+    monkeypatch.setattr(
+        code_fingerprint, "_Traversal", lambda root: looked_at.append(type(root).__name__) or walk(root)
+    )
     model = nn.Sequential(*(norm() for _ in range(4)), norm(rounded=True), DerivedNorm())
     for times in (1, 2):
         fused_norm.apply_fused_norm(model)
@@ -141,17 +143,17 @@ def test_numbers_of_functions_around_are_in_its_key() -> None:
     def times(scale: float) -> Callable:
         return lambda x: x * scale
 
-    assert reached_by(times(2.0)).key == reached_by(times(2.0)).key
-    assert reached_by(times(2.0)).key != reached_by(times(3.0)).key
+    assert fingerprint(times(2.0)).key == fingerprint(times(2.0)).key
+    assert fingerprint(times(2.0)).key != fingerprint(times(3.0)).key
 
 
 def test_what_has_no_value_has_no_key() -> None:
     norm = Norm()
     norm.config = Half()
-    assert reached_by(norm).key is None
-    assert reached_by(lambda x: x * SCALE).key is not None
+    assert fingerprint(norm).key is None
+    assert fingerprint(lambda x: x * SCALE).key is not None
     constant = torch.ones(2)
-    assert reached_by(lambda x: x * constant).key is None
+    assert fingerprint(lambda x: x * constant).key is None
 
 
 def test_a_class_defined_again_has_the_key_of_the_first() -> None:
@@ -162,7 +164,7 @@ def test_a_class_defined_again_has_the_key_of_the_first() -> None:
 
         return Scaled()
 
-    assert reached_by(define()).key == reached_by(define()).key
+    assert fingerprint(define()).key == fingerprint(define()).key
 
 
 def _replaced_rotation() -> tuple[object, str, Callable]:
@@ -264,7 +266,7 @@ def test_classes_defined_again_and_again_do_not_stay_alive() -> None:
 
     defined = [define() for _ in range(3)]
     gc.collect()
-    assert not any(one() is not None for one in defined)
+    assert [reference() for reference in defined] == [None] * 3
 
 
 class OfOthers(torch.autograd.Function):

@@ -9,14 +9,14 @@ import torch
 
 import fused_norm
 from fused_norm.patcher.patterns import patterns_of
-from fused_norm.patcher.patterns.readers import find_inputs
+from fused_norm.patcher.patterns.consumers import find_inputs
 
 from .forwards import layer_of
 from .random_forwards import GLOBALS, TOKENS, WIDTH, Block, Model, layer_with
 
 PLAIN = "return self.q(x) + self.k(x)"
 
-LAYERS_WITHOUT_A_READER = {
+LAYERS_WITHOUT_A_CONSUMER = {
     "behind *args": "rest = (a,)\nc = self.norm(b)\nd = self.attention(*rest, c)",
     "as *args": "c = self.norm(b)\nd = self.attention(*c)",
     "in a loop": "c = self.norm(b)\nfor _ in range(2):\n    d = self.attention(c)",
@@ -29,19 +29,19 @@ LAYERS_WITHOUT_A_READER = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS_WITHOUT_A_READER)
-def test_a_norm_has_no_reader_that_is_not_plain(name: str) -> None:
-    layer = layer_with(f"{LAYERS_WITHOUT_A_READER[name]}\nreturn a, b, d", PLAIN, PLAIN)
-    assert [one for one in patterns_of(layer).readings if one.reader is not None] == []
+@pytest.mark.parametrize("name", LAYERS_WITHOUT_A_CONSUMER)
+def test_a_norm_has_no_consumer_that_is_not_plain(name: str) -> None:
+    layer = layer_with(f"{LAYERS_WITHOUT_A_CONSUMER[name]}\nreturn a, b, d", PLAIN, PLAIN)
+    assert [one for one in patterns_of(layer).consumed_norms if one.consumer is not None] == []
 
 
-def test_a_plain_reader_is_found() -> None:
+def test_a_plain_consumer_is_found() -> None:
     layer = layer_with("c = self.norm(b)\nd = self.attention(c)\nreturn a, b, d", PLAIN, PLAIN)
-    (reading,) = [one for one in patterns_of(layer).readings if one.reader is not None]
-    assert (reading.reader.module.attr, reading.reader.argument) == ("attention", 0)
+    (consumed,) = [one for one in patterns_of(layer).consumed_norms if one.consumer is not None]
+    assert (consumed.consumer.module.attr, consumed.consumer.argument) == ("attention", 0)
 
 
-BLOCKS_WITH_ANOTHER_READER = {
+BLOCKS_WITH_ANOTHER_CONSUMER = {
     "in a loop": "for _ in range(2):\n    q = self.q(x)\nreturn q",
     "in a comprehension": "return sum(self.q(x) for _ in range(2))",
     "in a function inside": "def read():\n    return self.q(x)\nreturn read() + self.k(x)",
@@ -54,16 +54,16 @@ BLOCKS_WITH_ANOTHER_READER = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS_WITH_ANOTHER_READER)
+@pytest.mark.parametrize("name", BLOCKS_WITH_ANOTHER_CONSUMER)
 def test_a_block_that_reads_its_argument_otherwise_is_told_so(name: str) -> None:
-    block = layer_of(BLOCKS_WITH_ANOTHER_READER[name], "x, y=None", Block, names=GLOBALS)
+    block = layer_of(BLOCKS_WITH_ANOTHER_CONSUMER[name], "x, y=None", Block, names=GLOBALS)
     assert find_inputs(block)[0].other is not None
 
 
 @pytest.mark.parametrize("edit", ["b += 1", "b.mul_(2)", "b[..., 0] = 1", "c.add_(1)"])
 def test_a_residual_that_is_edited_behind_its_norm_is_not_handed_on(edit: str) -> None:
     layer = layer_with(f"c = self.norm(b)\nc = self.attention(c)\n{edit}\nd = b + c\nreturn a, b, d", PLAIN, PLAIN)
-    assert [one.later for one in patterns_of(layer).readings] == [()]
+    assert [one.later for one in patterns_of(layer).consumed_norms] == [()]
 
 
 def with_pre_hook(block: Any) -> None:
@@ -83,14 +83,14 @@ def test_a_linear_that_others_see_is_asked_for_at_each_call(change: Any, device:
     if change is not None:
         change(block)
     wanted: list[Any] = []
-    read = type(model.layers[0]).fused_norm_read
+    read = type(model.layers[0]).fused_norm_passthrough
 
-    def noted(self: Any, norm: Any, x: Any, reader: Any = None) -> Any:
-        found = read(self, norm, x, reader)
+    def noted(self: Any, norm: Any, x: Any, consumer: Any = None) -> Any:
+        found = read(self, norm, x, consumer)
         wanted.append(found[0].dtype)
         return found
 
-    type(model.layers[0]).fused_norm_read = noted
+    type(model.layers[0]).fused_norm_passthrough = noted
     given = [torch.randn(1, TOKENS, WIDTH, device=device) for _ in range(4)]
     with torch.autocast(device, torch.bfloat16):
         model(*given)

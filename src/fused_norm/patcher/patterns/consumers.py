@@ -1,0 +1,278 @@
+"""The linears that read a norm's result: found in the forwards of a layer and of the block that they are in.
+
+In the forward of a layer,
+
+    residual = hidden
+    hidden = self.norm(hidden)
+    hidden = self.attention(hidden=hidden)
+
+becomes, whatever the names are,
+
+    residual = hidden
+    hidden, x = self.fused_norm_passthrough(self.norm, hidden, self.attention)
+    residual = x
+    hidden = self.attention(hidden=hidden)
+
+and a norm that is fused with the add in front of it is told its consumer there. In the forward of the attention,
+
+    query = self.q_proj(hidden)
+    key = self.k_proj(hidden)
+
+becomes
+
+    hidden, inputs = self.fused_norm_inputs(hidden)
+    query = self.q_proj(inputs[0])
+    key = self.k_proj(inputs[1])
+
+if nothing but linears reads ``hidden`` there. Each of them gets an output of the norm of its own, and what reads the
+norm's input after it, the residual connection, gets it from the norm: so all gradients meet in the norm's backward.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from ...kernels.triton.norm_backward import MOST_CONSUMERS
+from ..adapters import name_of
+from ..block import Block
+from ..dataflow import Dataflow, edits_in_place, flow_of
+from ..rewrite import Rewrite
+from ..source import SourceError, cached_by_forward, names_in, source_of
+from .calls import EditedForward, Match, call_of_own, callee_name
+
+_INPUTS = "_fused_norm_inputs"
+_X = "_fused_norm_x"
+
+_METADATA = ("shape", "device", "ndim", "size", "dim")
+"""Attributes and methods of a tensor that do not read its values, and are the same in another dtype."""
+
+_CONTEXTS = (ast.With, ast.AsyncWith, ast.Try, ast.TryStar)
+"""Statements that may change PyTorch's modes for those inside, autocast among them."""
+
+_REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+@dataclass(repr=False)
+class Inputs(Match):
+    """An argument of a forward, and what reads it there.
+
+    Attributes:
+        definition: the forward.
+        name: the argument's name.
+        calls: the calls ``self.<name>(argument)`` of modules, in the order of evaluation.
+        other: the source of the first other use, or None.
+    """
+
+    definition: ast.FunctionDef
+    name: str
+    calls: list[ast.Call]
+    other: str | None
+
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """The attributes of the module that read the argument."""
+        return tuple(map(callee_name, self.calls))
+
+    def consumers_in(self, block: Block) -> tuple[str, ...]:
+        """The consumers that a module has: an attribute that is None or missing belongs to another config."""
+        return tuple(name for name in self.consumers if block.member(name) is not None)
+
+    def obstacle(self, block: Block) -> str | None:
+        """Why the consumers cannot have inputs of their own, or None."""
+        if self.other is not None:
+            return f"its forward reads {self.name} in {self.other}"
+        if hasattr(block.module, "gradient_checkpointing"):
+            return "it may be checkpointed by itself"
+        if any("autocast" in name for name in names_in(block.origin)):
+            return "its forward may change autocast before its linears"
+        total = 0
+        for name in self.consumers_in(block):
+            count = block.output_count(name)
+            if not count:
+                kind = name_of(type(block.member(name)))
+                return f"{name} is no plain linear but a {kind}, or other code sees its input"
+            total += count
+        return f"its linears read {total} tensors, more than {MOST_CONSUMERS}" if total > MOST_CONSUMERS else None
+
+    def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
+        """Give every consumer an input of its own."""
+        for index, call in enumerate(call for call in self.calls if callee_name(call) in rewrite.parts):
+            call.args[0] = forward.code(f"{_INPUTS}[{index}]")
+        start = 0 if ast.get_docstring(self.definition) is None else 1
+        source = f"{self.name}, {_INPUTS} = self.fused_norm_inputs({self.name})"
+        self.definition.body.insert(start, forward.code(source))
+
+
+@dataclass(repr=False)
+class Consumer(Match):
+    """The one module that reads a norm's result.
+
+    Attributes:
+        module: ``self.<module>``.
+        argument: the name or the position of the argument that is the result.
+    """
+
+    module: ast.Attribute
+    argument: str | int
+
+    def decide(self, layer: Block) -> bool:
+        """Decide whether the linears of the module get inputs of their own; its block has a row on that."""
+        block = layer.child(self.module.attr) if layer.wants_consumers else None
+        if block is None:
+            return False
+        try:
+            all_inputs = find_inputs(block.origin)
+        except SourceError as error:
+            return block.decide_consumers(0, (), str(error))
+        for index, inputs in enumerate(all_inputs):
+            if self.argument in (index, inputs.name):
+                consumers = inputs.consumers_in(block)
+                is_read = bool(consumers) or inputs.other is not None
+                return is_read and block.decide_consumers(index, consumers, inputs.obstacle(block))
+        return False
+
+
+@dataclass(repr=False)
+class ConsumedNorm(Match):
+    """The call of a norm in a layer's forward, without an add before it.
+
+    Attributes:
+        statement: the statement, which does nothing else.
+        call: the call.
+        consumer: the one module that reads its result, or None.
+        later: the names that hold its input and are read after it.
+    """
+
+    statement: ast.Assign
+    call: ast.Call
+    consumer: Consumer | None
+    later: tuple[str, ...]
+
+    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+        """See ``Match``."""
+        read = [("consumers", self.consumer.module.attr)] if self.consumer is not None and "consumers" in parts else []
+        return [("", callee_name(self.call)), *read]
+
+    def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> None:
+        """Decide whether the norm gives its consumers outputs of their own, and passes its input through.
+
+        ``taken``: the calls of norms that are part of another rewrite.
+        """
+        done = block.done("consumed_norms", index)
+        norm = callee_name(self.call)
+        if self.call in taken or block.owner is not None or (block.fixed and done is None) or not block.wants_consumers:
+            return
+        if not block.holds_norm(norm) or block.norm_row(norm, "norm", done is not None).reason is not None:
+            return
+        parts: tuple[str, ...] = ("consumers",) if self.consumer is not None and self.consumer.decide(block) else ()
+        parts += ("input",) if self.later else ()
+        if parts:
+            block.rewrites.append(Rewrite("consumed_norms", index, parts))
+
+    def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
+        """Name the consumer in the call of the norm, and let later reads of its input read what it passes through."""
+        x, nodes = f"{_X}{rewrite.index}", {"NORM": self.call.func, "INPUT": self.call.args[0]}
+        if "consumers" in rewrite.parts and self.consumer is not None:
+            nodes["CONSUMER"] = copy.deepcopy(self.consumer.module)
+        self.statement.targets = [ast.Tuple([*self.statement.targets, ast.Name(x, ast.Store())], ast.Store())]
+        self.statement.value = forward.code(f"self.fused_norm_passthrough({', '.join(nodes)})", **nodes)
+        later = self.later if "input" in rewrite.parts else ()
+        forward.insert_after(
+            self.statement, *(forward.code(f"{name} = {x}") for name in later), forward.code(f"del {x}")
+        )
+
+
+@cached_by_forward
+def find_inputs(layer: Any) -> list[Inputs]:
+    """The positional arguments of a class's forward, without the instance, each with its consumers.
+
+    Raises:
+        SourceError: if the source cannot be read, or is not what runs.
+    """
+    definition, flow = source_of(layer).definition, flow_of(layer)
+    arguments = [*definition.args.posonlyargs, *definition.args.args][1:]
+    return [_inputs(definition, flow, argument.arg) for argument in arguments]
+
+
+def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str) -> Inputs:
+    argument = flow.argument(name)
+    calls, other = [], None if not flow.is_captured(name) else "a function inside"
+    for load in flow.reads(argument):
+        user = flow.parent(load)
+        call = call_of_own(user, flow.own) if flow.definition_of(load) is argument else None
+        if call is not None and not flow.is_inside(call, (*_REPEATED, *_CONTEXTS)):
+            calls.append(call)
+        elif not (isinstance(user, ast.Attribute) and user.attr in _METADATA):
+            other = other or ast.unparse(user)
+    order = list(flow.calls)
+    return Inputs(definition, name, sorted(calls, key=order.index), other)
+
+
+def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
+    """The one module that reads what a call returns, directly or by a name that nothing else reads; or None."""
+    value: ast.AST = call
+    statement = flow.parent(call)
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        made = next(iter(flow.made_by(statement)), None) if isinstance(statement.targets[0], ast.Name) else None
+        loads = [] if made is None else flow.reads(made)
+        if made is None or len(loads) != 1 or flow.definition_of(loads[0]) is not made or flow.is_captured(made.name):
+            return None
+        (value,) = loads
+    user = flow.parent(value)
+    if isinstance(user, ast.keyword) and user.arg is not None:
+        argument: str | int = user.arg
+        user = flow.parent(user)
+    elif isinstance(user, ast.Call) and value in user.args:
+        argument = user.args.index(value)
+        if any(isinstance(before, ast.Starred) for before in user.args[:argument]):
+            return None
+    else:
+        return None
+    if not isinstance(user, ast.Call) or not flow.is_own(user.func) or flow.is_inside(user, _REPEATED):
+        return None
+    if flow.innermost(call, _CONTEXTS) is not flow.innermost(user, _CONTEXTS):
+        return None
+    return Consumer(user.func, argument)
+
+
+def find_consumed_norms(flow: Dataflow, taken: list[ast.Call]) -> list[ConsumedNorm]:
+    """The calls of what may be norms, each alone in a statement, except those that are ``taken`` by adds."""
+    norms = []
+    for statement in (statement for body in flow.bodies for statement in body):
+        match statement:
+            case ast.Assign([ast.Name()], value) if (call := call_of_own(value, flow.own)) and call not in taken:
+                later = () if flow.is_inside(call, _REPEATED) else _later(flow, statement, call.args[0])
+                consumer = consumer_of(flow, call)
+                if consumer is not None or later:
+                    norms.append(ConsumedNorm(statement, call, consumer, later))
+    return norms
+
+
+def _later(flow: Dataflow, statement: ast.Assign, x: ast.expr) -> tuple[str, ...]:
+    """The names that hold ``x``, the input of a statement, and are read only after it; none if any use is another."""
+    body, after = flow.body_of(statement), flow.after(statement)
+    definition = flow.definition_of(x)
+    if definition is None or any(map(edits_in_place, after)):
+        return ()
+    names = [definition]
+    for load in flow.reads(definition):
+        user = flow.parent(load)
+        if load is not x and isinstance(user, ast.Assign) and user in body and user not in after:
+            if len(user.targets) != 1 or not isinstance(user.targets[0], ast.Name) or user.value is not load:
+                return ()
+            names += flow.made_by(user)
+    nodes_after = {node for later in after for node in ast.walk(later)}
+    copied = [name.value for name in names]
+    later = []
+    for name in names:
+        loads = [load for load in flow.reads(name) if load is not x and load not in copied]
+        if flow.is_captured(name.name) or not nodes_after.issuperset(loads):
+            return ()
+        if any(flow.definition_of(load) is not name for load in loads):
+            return ()
+        later += [name.name] if loads else []
+    return tuple(later)
