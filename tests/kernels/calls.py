@@ -122,7 +122,9 @@ def every_call(
         "sandwich uncast": Call("norm_add_norm", none, (x, r, None, w)),
         "heads": Call("qk_norm", llama, (x, r.transpose(1, 2)[:, :1].contiguous(), w, inner, None, None), (1, None)),
         "heads rotated in part": Call("qk_norm", gemma, (x, k, inner, inner.clone(), cos, sin), (1, None)),
-        "rotation in part": Call("rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True, None)),
+        "rotation in part": Call(
+            "rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True, "half", False, None)
+        ),
         "glu": Call("glu", None, (x, r), ("silu",)),
         "rotation of one": Call("rope", None, (x, None, whole_cos, whole_sin), (1, False, "half", False, None)),
         "glu packed": Call("glu", None, (packed, None), ("gelu_tanh",)),
@@ -132,7 +134,9 @@ def every_call(
         "heads rotated in part and cast": Call(
             "qk_norm", llama, (x, k, w, w.clone(), cos.float(), sin.float()), (1, dtype or BF16)
         ),
-        "rotation cast": Call("rope", None, (x, k, whole_cos.float(), whole_sin.float()), (1, False, dtype or FP16)),
+        "rotation cast": Call(
+            "rope", None, (x, k, whole_cos.float(), whole_sin.float()), (1, False, "half", False, dtype or FP16)
+        ),
         "adapter": Call("lora_add", None, (r.to(dtype or FP32), x, first, second), (0.7,)),
     }
 

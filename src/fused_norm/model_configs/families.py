@@ -200,7 +200,6 @@ def _tiny_delta_nets(**kwargs: Any) -> Mapping[str, Any]:
         hidden_size=72,
         head_dim=24,
         layer_types=["linear_attention", "full_attention"],
-        initializer_range=0.2,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=16,
