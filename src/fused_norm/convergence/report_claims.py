@@ -54,7 +54,7 @@ def claims_not_kept(
     casting = [
         path
         for path in (_attentions_that_cast(model, rotated, tokens) if mixed else ())
-        if family is not None or _asks_attention(model, path)
+        if (family is not None and family.attention_reads_rotated) or _asks_attention(model, path)
     ]
     for site in sites if mixed else ():
         if not any(torch.float32 in call.dtypes for call in calls if is_call_of(site, call)):

@@ -61,9 +61,8 @@ class Settings:
 
 
 _NOT_TRAINED = ("gemma4_text", "qwen3_5_text", "qwen3_5_moe_text")
-"""Trained only if they are named: in their tiny models' checks of calls gradients overflow in fp16. Under autocast two
-promises of Gemma 4's report are not kept either: the gate of its per-layer inputs has tensors of two dtypes and runs
-stock code, and its queries and keys, which are rotated one at a time, stay in fp32."""
+"""Trained only if they are named: in their tiny models' checks of calls gradients overflow in fp16. Under autocast the
+gate of Gemma 4's per-layer inputs, whose tensors have two dtypes, runs stock code, and the report says otherwise."""
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,8 @@ class Family:
             other sites, of which the table says nothing.
         joins_residual: the gradient of the residual connection around the attention is added in the backward of a
             layer's first norm. It is not if that norm is behind the attention, nor if the layer writes in place.
+        attention_reads_rotated: attention reads queries and keys as they are rotated, in the dtype that it reads. It
+            does not if queries are scaled after that, or if queries and keys are rotated one at a time.
         decoder_norms: the norms of a decoder besides those of its layers and the one after the last of them.
         layers: the attribute of a decoder that is the list of its layers.
         final_norm: the attribute of a decoder that is the norm after its last layer.
@@ -89,6 +91,7 @@ class Family:
     mlp: str | None = "mlp"
     variant: tuple[str, ...] = ()
     joins_residual: bool = True
+    attention_reads_rotated: bool = True
     decoder_norms: tuple[str, ...] = ()
     layers: str = "layers"
     final_norm: str = "norm"
@@ -368,6 +371,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 last_layers=("num_kv_shared_layers", {"qk_norms": ("q_norm",), "more_sites": (("", "mlp"),)}),
                 variant=("hidden_size_per_layer_input", "enable_moe_block"),
                 joins_residual=False,  # its layers scale what they return in place
+                attention_reads_rotated=False,
                 decoder_norms=("per_layer_projection_norm",),
                 tiny=_tiny(
                     num_hidden_layers=4,
@@ -429,6 +433,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 model_type="ministral3",
                 spec=NormSpec("llama", eps=1e-5),
+                attention_reads_rotated=False,
                 tiny=_tiny(
                     hidden_size=72,
                     head_dim=20,
