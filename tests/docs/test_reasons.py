@@ -65,6 +65,7 @@ OF_USERS_CALLS = {
     "… must be an int, not …",
     "x, adapter_x, a, b and packed must have shapes [..., K], [..., K], [r, K], [N, r] and N K / 2 elements, not …",
     "rstd has shape …, and x …",
+    "cos must be as wide as q, …, in a deinterleaved layout, not …",
     "rstd must be float32, not …",
     "under casting 'none' the forward uses another rstd than it keeps",
 }
