@@ -6,10 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 Casting = Literal["llama", "gemma", "rounded_gamma", "weight_dtype", "rounded_rstd", "none"]
+RotaryLayout = Literal["half", "interleaved", "deinterleaved"]
 Kind = Literal["norm", "qk", "rope", "residual", "sandwich", "mlp", "conv", "experts", "adapter", "loss"]
 
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
 KINDS: tuple[Kind, ...] = get_args(Kind)
+ROTARY_LAYOUTS: tuple[RotaryLayout, ...] = get_args(RotaryLayout)
+"""Which elements of a head RoPE turns together, see ``fused_norm.kernels.rope``."""
 NORM_KINDS: tuple[Kind, ...] = ("norm", "qk")
 """The kinds of sites that are norms, and can be called on their own."""
 

@@ -1,6 +1,5 @@
 """The suite on tiny models: every family is green, work is kept, the report has all of it."""
 
-import itertools
 import json
 import os
 import re
@@ -36,7 +35,7 @@ from fused_norm.convergence.suite import run_plan
 from fused_norm.convergence.tiers import TIERS
 from fused_norm.convergence.verdict import Verdict
 from fused_norm.kernels.linear_cross_entropy import IGNORED
-from fused_norm.model_configs import FAMILIES
+from fused_norm.model_configs import FAMILIES, families_here
 
 from ..planted.faults import FAULTS
 from .plans import tiny_plan
@@ -84,15 +83,16 @@ def results_in(folder):
     return {row["name"]: row for row in json.loads((folder / "report.json").read_text())["results"]}
 
 
+_TRAINED = {
+    "llama": "bf16", "mistral": "mixed", "granite": "bf16", "gemma": "bf16", "gemma2": "mixed", "gemma3_text": "bf16",
+    "olmo3": "mixed", "glm4": "bf16", "gpt_oss": "mixed",
+}  # fmt: skip
+"""Qwen3 has tests of its own, Ministral 3 nothing that Mistral has not, and a near-tie of a router may turn a mixture
+of experts red."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "precision"),
-    [
-        pair
-        for pair in zip((name for name in FAMILIES if name != "qwen3"), itertools.cycle(("bf16", "mixed")))
-        if pair[0] != "qwen3_moe"
-    ],
-)
+@pytest.mark.parametrize(("family", "precision"), [pair for pair in _TRAINED.items() if pair[0] in families_here()])
 def test_the_quick_tier_is_green(family, precision, tmp_path):
     assert main(["converge", family, "--dtype", precision, "--out", str(tmp_path)]) == 0
     assert {row["outcome"] for row in results_in(tmp_path).values()} == {"green"}

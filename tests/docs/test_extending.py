@@ -14,7 +14,13 @@ import fused_norm
 
 from .markdown_pages import ROOT
 
-SUITES = ("tests/model_configs", "tests/patcher/test_apply.py", "tests/patcher/test_patched_models.py", "tests/check")
+SUITES = (
+    "tests/model_configs",
+    "tests/patcher/test_apply.py",
+    "tests/patcher/test_newer_families.py",
+    "tests/patcher/test_patched_models.py",
+    "tests/check",
+)
 
 
 @pytest.mark.slow
@@ -23,7 +29,7 @@ def test_the_families_of_the_page_pass_the_tests_that_go_over_the_table() -> Non
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(source), str(ROOT)])}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.docs.families_of_the_page", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [*command, "-k", "phi3 or olmo2", *SUITES],
+        [*command, "-k", "phi3 or olmo2 or qwen3_next", *SUITES],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -123,9 +123,11 @@ def every_call(
         "sandwich uncast": Call("norm_add_norm", none, (x, r, None, w)),
         "heads": Call("qk_norm", llama, (x, r.transpose(1, 2)[:, :1].contiguous(), w, inner, None, None), (1, None)),
         "heads rotated in part": Call("qk_norm", gemma, (x, k, inner, inner.clone(), cos, sin), (1, None)),
-        "rotation in part": Call("rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True, None)),
+        "rotation in part": Call(
+            "rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True, "half", False, None)
+        ),
         "glu": Call("glu", None, (x, r), ("silu",)),
-        "rotation of one": Call("rope", None, (x, None, whole_cos, whole_sin), (1, False, None)),
+        "rotation of one": Call("rope", None, (x, None, whole_cos, whole_sin), (1, False, "half", False, None)),
         "glu packed": Call("glu", None, (packed, None), ("gelu_tanh",)),
         "gated in groups": Call("gated_rms_norm", llama, (x, r, w), ("silu", True, 2 - width % 2)),
         "gate first": Call("gated_rms_norm", gemma, (x, x.clone(), inner), ("sigmoid", False, 1)),
@@ -133,7 +135,9 @@ def every_call(
         "heads rotated in part and cast": Call(
             "qk_norm", llama, (x, k, w, w.clone(), cos.float(), sin.float()), (1, dtype or BF16)
         ),
-        "rotation cast": Call("rope", None, (x, k, whole_cos.float(), whole_sin.float()), (1, False, dtype or FP16)),
+        "rotation cast": Call(
+            "rope", None, (x, k, whole_cos.float(), whole_sin.float()), (1, False, "half", False, dtype or FP16)
+        ),
         "conv": Call("causal_conv1d", None, (sequence, taps, inner), ("silu",)),
         "conv alone": Call("causal_conv1d", None, (sequence, made(width, 3), None), (None,)),
         "expert gate": Call("expert_gate", None, (packed, None), ("silu", True, 1.5, 1.702)),

@@ -135,8 +135,15 @@ def heads_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     yield QK_NORM, "", both(QK_NORM, q, k, w, w, None, None, 2, None)
     yield QK_NORM, "rotated", both(QK_NORM, q, k, w, w, whole, whole, 2, None)
     yield QK_NORM, "rotated in part", both(QK_NORM, q, k, w, w, part, part, 2, None)
-    yield ROPE, "", both(ROPE, q, k, whole, whole, 2, False, None)
-    yield ROPE, "one rounding", both(ROPE, q, k, whole.float(), whole.float(), 2, True, None)
+    yield ROPE, "", both(ROPE, q, k, whole, whole, 2, False, "half", False, None)
+    yield ROPE, "one rounding", both(ROPE, q, k, whole.float(), whole.float(), 2, True, "half", False, None)
+    for layout in ("interleaved", "deinterleaved"):
+        for name, by_pair in (("", False), (", angles by pair", True)):
+            options = 2, False, layout, by_pair, None
+            yield ROPE, layout + name, both(ROPE, q, k, whole, whole, *options)
+    yield ROPE, "interleaved in part", both(ROPE, q, k, part, part, 2, False, "interleaved", True, None)
+    wide = whole.float()
+    yield ROPE, "interleaved, one rounding", both(ROPE, q, k, wide, wide, 2, True, "interleaved", False, None)
 
 
 def loss_calls(dtype: torch.dtype) -> Iterator[Called]:

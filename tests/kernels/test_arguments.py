@@ -104,6 +104,17 @@ BAD_ROTATIONS = {
     "other tokens of k": (lambda: rope(H, H[:, :, :3], C, C), ValueError, "broadcast against k of shape"),
     "odd angles": (lambda: rope(H, H, C[..., :7], C[..., :7]), ValueError, "even last dimension.*not 7"),
     "elsewhere": (lambda: rope(H, H, C, C, unsqueeze_dim=0), ValueError, "unsqueeze_dim must be .*, not 0"),
+    "no layout": (lambda: rope(H, H, C, C, layout="pairs"), ValueError, "layout must be one of half, .*, not 'pairs'"),
+    "narrow angles": (
+        lambda: rope(H, H, C[..., :4], C[..., :4], layout="deinterleaved"),
+        ValueError,
+        "cos must be as wide as q, 8, in a deinterleaved layout, not 4",
+    ),
+    "no truth value for pairs": (
+        lambda: rope(H, H, C, C, angles_by_pair=1),
+        TypeError,
+        "angles_by_pair must be True or False, not 1",
+    ),
     "a truth value for a dimension": (lambda: rope(H, H, C, C, unsqueeze_dim=True), ValueError, "must be .*, not True"),
     "a float for a dimension": (lambda: rope(H, H, C, C, unsqueeze_dim=1.0), ValueError, "must be .*, not 1.0"),
     "a word for a truth value": (

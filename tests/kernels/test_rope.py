@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.blt.modeling_blt import apply_rotary_pos_emb as rotate_neighbours
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as rotate_neighbours_in_fp32
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotate_first_neighbours_by_pair
+from transformers.models.helium.modeling_helium import apply_rotary_pos_emb as rotate_neighbours_by_pair
 
 from fused_norm.kernels import rope
 from fused_norm.kernels.triton.launch import Launch
@@ -42,6 +48,64 @@ class RoundedOnce(Heads):
         """transformers' own RoPE of wide tensors, which in float64 is the truth."""
         rotated = super().stock(inputs.mapped(lambda one: one if one.dtype == torch.float64 else one.float()))
         return rotated[0].to(inputs.q.dtype), rotated[1].to(inputs.k.dtype)
+
+
+def deinterleaved(x: Tensor) -> Tensor:
+    """First the elements at even places, then those at odd ones, as DeepSeek-V3 has them before it rotates halves."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).reshape(x.shape)
+
+
+def rotate_deinterleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+    return rotate_whole(deinterleaved(q), deinterleaved(k), cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def rotate_deinterleaved_by_pair(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
+) -> tuple[Tensor, Tensor]:
+    cos, sin = (torch.cat(2 * [angles.chunk(2, dim=-1)[0]], dim=-1) for angles in (cos, sin))
+    return rotate_deinterleaved(q, k, cos, sin, unsqueeze_dim)
+
+
+class Neighbours(Heads):
+    """q and k whose neighbours are turned together, by one of these functions."""
+
+    STOCK: ClassVar[dict[tuple[str, bool], Callable[..., tuple[Tensor, Tensor]]]] = {
+        ("interleaved", False): rotate_neighbours,
+        ("interleaved", True): rotate_neighbours_by_pair,
+        ("deinterleaved", False): rotate_deinterleaved,
+        ("deinterleaved", True): rotate_deinterleaved_by_pair,
+    }
+
+    def __init__(
+        self, layout: str, by_pair: bool, rotary: int = 16, x: torch.dtype = BF16, angles: torch.dtype = BF16
+    ) -> None:
+        super().__init__(rotary, x, angles)
+        vars(self).update(layout=layout, by_pair=by_pair)
+
+    def fused(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
+        i, how = inputs, {"layout": self.layout, "angles_by_pair": self.by_pair}
+        return rope(i.q, i.k, i.cos, i.sin, unsqueeze_dim=i.unsqueeze_dim, **how)
+
+    def rotated(self, q: Tensor, k: Tensor, inputs: Tensors) -> tuple[Tensor, Tensor]:
+        rotate = self.STOCK[self.layout, self.by_pair]
+        if self.rotary < q.shape[-1]:
+            assert (self.layout, self.by_pair) == ("interleaved", True)
+            rotate = rotate_first_neighbours_by_pair
+        return rotate(q, k, inputs.cos, inputs.sin, unsqueeze_dim=inputs.unsqueeze_dim)
+
+
+class NeighboursInFP32(RoundedOnce):
+    """Neighbours that are turned in fp32, as in Cohere."""
+
+    def fused(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
+        i, how = inputs, {"layout": "interleaved", "single_rounding": True}
+        return rope(i.q, i.k, i.cos, i.sin, unsqueeze_dim=i.unsqueeze_dim, **how)
+
+    def stock(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
+        """Cohere's RoPE, which float64 tensors would leave in fp32."""
+        i, wide = inputs, inputs.q.dtype == torch.float64
+        rotate = rotate_neighbours if wide else rotate_neighbours_in_fp32
+        return rotate(i.q, i.k, i.cos, i.sin, unsqueeze_dim=i.unsqueeze_dim)
 
 
 def assert_right(heads: Heads, inputs: Tensors) -> Tensors:
@@ -82,9 +146,74 @@ def test_outputs_rounded_once_have_the_bits_of_the_rotation_of_wide_tensors(
         assert torch.equal(ours.q_out, other.q_out) == (x == FP32)
 
 
+@pytest.mark.parametrize(
+    ("x", "angles"), [(BF16, BF16), (BF16, FP32), (FP32, FP32), (FP16, FP16), (FP32, BF16)], ids=str
+)
+@pytest.mark.parametrize(("layout", "by_pair"), Neighbours.STOCK)
+def test_neighbours_have_the_bits_of_stock_and_gradients_are_as_accurate(
+    layout: str, by_pair: bool, x: torch.dtype, angles: torch.dtype, device: str
+) -> None:
+    for rotary in (16, 8)[: 1 + (layout == "interleaved" and by_pair)]:
+        heads = Neighbours(layout, by_pair, rotary, x, angles)
+        assert_right(heads, heads.inputs(16, device))
+
+
+@pytest.mark.parametrize("x", [BF16, *slow(FP32, FP16)], ids=str)
+def test_neighbours_rounded_once_have_the_bits_of_stock(x: torch.dtype, device: str) -> None:
+    for angles in (FP32, BF16):
+        heads = NeighboursInFP32(16, x, angles)
+        assert_right(heads, heads.inputs(16, device))
+
+
+@pytest.mark.parametrize("width", [80, *slow(4, 6, 65, 130, 6000)])
+def test_neighbours_of_every_width(width: int, device: str) -> None:
+    """An odd element at the end is of no pair."""
+    cases = [Neighbours("interleaved", True, max(2, width // 4 * 2 - 2))]
+    if width % 2 == 0:
+        cases += [Neighbours(*way, width) for way in Neighbours.STOCK]
+    for heads in cases:
+        tokens = 2 if width > 256 else 5
+        assert_right(heads, heads.inputs(width, device, batch=1, q_heads=5, k_heads=1, tokens=tokens))
+
+
+class Faulty(Neighbours):
+    """Neighbours that are turned wrongly: their cos and sin are changed, or they are rotated in another way."""
+
+    def fused(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
+        layout, by_pair = self.layout, self.by_pair
+        other = "deinterleaved" if layout == "interleaved" else "interleaved"
+        if self.fault == "sign":
+            inputs = inputs.but(sin=-inputs.sin)
+        elif self.fault == "next pair":
+            inputs = inputs.but(cos=inputs.cos.roll(-1 if by_pair or layout == "deinterleaved" else -2, -1))
+        ways = {"partner": ("half", False), "other angles": (layout, not by_pair), "other layout": (other, by_pair)}
+        way = ways.get(self.fault, (layout, by_pair))
+        return Neighbours(*way).fused(inputs)
+
+
+@pytest.mark.parametrize("fault", [None, "partner", "sign", "next pair", "other angles", "other layout"])
+@pytest.mark.parametrize("way", Neighbours.STOCK)
+def test_faults_of_neighbours_are_seen(way: tuple[str, bool], fault: str | None, device: str) -> None:
+    heads = Faulty(*way)
+    vars(heads)["fault"] = fault
+    with nullcontext() if fault is None else pytest.raises(AssertionError):
+        assert_right(heads, heads.inputs(16, device))
+
+
+def test_neighbours_one_tensor_at_a_time_in_either_layout(device: str) -> None:
+    for way in Neighbours.STOCK:
+        heads = Neighbours(*way)
+        inputs = heads.inputs(16, device)
+        both = run(heads.fused, inputs)
+        k = inputs.k.transpose(1, 2).detach().requires_grad_()
+        y, nothing = rope(k, None, inputs.cos, inputs.sin, unsqueeze_dim=2, layout=way[0], angles_by_pair=way[1])
+        assert nothing is None
+        assert torch.equal(y.transpose(1, 2), both.k_out)
+        assert torch.equal(torch.autograd.grad(y, k, inputs.dk_out.transpose(1, 2))[0].transpose(1, 2), both.dk)
+
+
 def test_gradients_are_rounded_once(device: str) -> None:
-    for rotary in (16, 8):
-        heads = Heads(rotary)
+    for heads in (Heads(16), Heads(8), *(Neighbours(*way) for way in Neighbours.STOCK)):
         inputs = heads.inputs(16, device, tokens=20)
         ours, truth = run(heads.fused, inputs), run(heads.stock, inputs.mapped(Tensor.double))
         for name in ("dq", "dk"):

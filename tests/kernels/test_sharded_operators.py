@@ -205,7 +205,7 @@ def test_angles_of_four_dimensions_tell_the_heads_whatever_unsqueeze_dim_is(
         for dim in (1, 2):
             heads = [spread(one, part_of(one, Shard(dim)), mesh, Shard(dim)) for one in (q, k)]
             by_norm = QK_NORM.unsupported(LLAMA, *heads, None, None, *given, unsqueeze_dim, None)
-            by_itself = ROPE.unsupported(None, *heads, *given, unsqueeze_dim, False, None)
+            by_itself = ROPE.unsupported(None, *heads, *given, unsqueeze_dim, False, "half", False, None)
             assert (by_norm is None) == (by_itself is None) == (dim == heads_dim)
             if by_itself is None:
                 turned = kernels.rope(*heads, *given, unsqueeze_dim=unsqueeze_dim)

@@ -6,23 +6,28 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fused_norm.model_configs import FAMILIES, build, tiny_config
-from fused_norm.spec import NormSpec
+from fused_norm.model_configs import FAMILIES, build, families_here, tiny_config
+from fused_norm.spec import GatedNormSpec, NormSpec
 
-FAMILY_NAMES = tuple(FAMILIES)
+FAMILY_NAMES = families_here()
 
 
-def norms_of(model):
-    """The norms that the table says a model has, by path."""
+def specs_of(model):
+    """What the table says of the norms of a model, by path."""
     family = FAMILIES[model.config.model_type]
-    layers = [f"model.{family.layers}.{index}" for index in range(model.config.num_hidden_layers)]
-    paths = [f"{layer}.{name}" for layer in layers for name, kind in family.layer_sites if kind in ("norm", "qk")]
-    return {path: model.get_submodule(path) for path in [*paths, f"model.{family.final_norm}"]}
+    specs = {f"model.{name}": family.spec for name in (*family.decoder_norms, family.final_norm)}
+    for index in range(model.config.num_hidden_layers):
+        layer = family.layer(index, model.config)
+        names = [name for name, kind in layer.layer_sites if kind in ("norm", "qk")]
+        specs |= {f"model.{family.layers}.{index}.{name}": layer.spec_of(name) for name in names}
+    return specs
 
 
-def formula(spec: NormSpec, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def formula(spec: NormSpec, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     wide = x.float()
     x_hat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps)
+    if weight is None:
+        return x_hat.to(x.dtype)
     gamma = 1.0 + weight.float() if spec.zero_centered else weight
     return gamma * x_hat.to(x.dtype) if spec.casting == "llama" else (gamma.float() * x_hat).to(x.dtype)
 
@@ -35,29 +40,43 @@ def test_the_tiny_model_has_the_norms_and_layers_of_the_table(model_type):
     assert model.config.model_type == model_type
     layers = len(model.model.layers)
     assert layers == model.config.num_hidden_layers
-    # No family has biases: every parameter of one dimension is the weight of a norm.
-    norms = {f"{path}.weight" for path in norms_of(model)}
-    assert {name for name, parameter in model.named_parameters() if parameter.dim() == 1} == norms
-    assert len(norms) == sites["norm"] + sites.get("qk", 0)
+    # Every parameter of one dimension is the weight of a norm, but for biases, sinks and the decays of a delta net.
+    specs = specs_of(model)
+    others = ("bias", "sinks", "A_log")
+    assert {n for n, parameter in model.named_parameters() if parameter.dim() == 1 and not n.endswith(others)} == {
+        f"{path}.weight" for path, spec in specs.items() if spec.weighted
+    }
+    assert len(specs) == sites["norm"] + sites.get("qk", 0)
     # Some norms are those of what branches return; of the others all but a layer's first take a sum of the layer.
     assert {*family.sandwich_norms, *family.residual_norms} <= {*family.layer_norms}
     of_the_stream = [name for name in family.layer_norms if name not in family.sandwich_norms]
     assert list(family.residual_norms) == of_the_stream[1:]
-    assert sites["rope"] == layers
-    assert sites.get("qk", 0) in (0, 2 * layers)
-    gated = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "down_proj")]
-    assert sites["mlp"] == len(gated)
+    if family.layer(0, model.config) is family.layer(layers - 1, model.config):
+        assert sites["rope"] == layers
+        assert sites.get("qk", 0) in (0, 2 * layers)
+    modules = [module for layer in model.model.layers for module in layer.modules()]
+    gated = [module for module in modules if hasattr(module, "down_proj") and "Experts" not in type(module).__name__]
+    per_layer_inputs = [module for module in modules if hasattr(module, "per_layer_input_gate")]
+    if not any(isinstance(module, torch.nn.ModuleList) for module in modules):  # of experts, in transformers 4
+        assert sites.get("mlp", 0) == len(gated) + len(per_layer_inputs)
 
 
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
 def test_every_norm_of_the_tiny_model_computes_its_spec(model_type):
-    family = FAMILIES[model_type]
-    norms = norms_of(build(model_type, seed=0, dtype=torch.bfloat16))
-    generator = torch.Generator().manual_seed(0)
-    for name, norm in norms.items():
+    model, generator = build(model_type, seed=0, dtype=torch.bfloat16), torch.Generator().manual_seed(0)
+    for name, spec in specs_of(model).items():
+        norm = model.get_submodule(name)
+        weight = getattr(norm, "weight", None)
+        assert spec.weighted == (weight is not None), name
         # Small enough for eps to matter.
-        x = torch.randn(33, norm.weight.numel(), generator=generator).mul_(1e-2).bfloat16()
-        assert torch.equal(norm(x), formula(family.spec, x, norm.weight)), name
+        x = torch.randn(33, 24 if weight is None else weight.numel(), generator=generator).mul_(1e-2).bfloat16()
+        expected = formula(spec, x, weight)
+        if isinstance(spec, GatedNormSpec):
+            gate = torch.randn(x.shape, generator=generator).bfloat16()
+            assert (spec.activation, spec.norm_before_gate, spec.groups) == ("silu", True, 1)
+            assert torch.equal(norm(x, gate), (expected * torch.nn.functional.silu(gate.float())).to(x.dtype)), name
+        else:
+            assert torch.equal(norm(x), expected), name
 
 
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
@@ -98,6 +117,21 @@ def test_tiny_models_keep_what_is_special_about_their_family():
     assert gemma2.config.final_logit_softcapping
 
 
+def test_tiny_models_whose_layers_differ_have_every_sort_of_layer():
+    if "gemma4_text" not in FAMILY_NAMES:
+        pytest.skip("this transformers has none of them")
+    gemma4, qwen = build("gemma4_text", seed=0), build("qwen3_5_text", seed=0)
+    layers = gemma4.model.layers
+    assert [layer.self_attn.is_kv_shared_layer for layer in layers] == [False, False, True, True]
+    assert gemma4.config.layer_types == ["sliding_attention", "full_attention"] * 2
+    assert {layer.self_attn.head_dim for layer in layers} == {20, 24}
+    assert all(hasattr(layer, "per_layer_input_gate") for layer in layers)
+    assert [hasattr(layer, "linear_attn") for layer in qwen.model.layers] == [True, False]
+    glm4 = build("glm4", seed=0)
+    assert glm4.model.layers[0].self_attn.q_proj.bias is not None
+    assert glm4.model.rotary_emb.inv_freq.numel() * 2 < glm4.config.head_dim
+
+
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
 def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_generator_alone(model_type):
     torch.manual_seed(5)
@@ -106,7 +140,7 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_generator_a
     assert torch.equal(torch.get_rng_state(), before)
     for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
-        assert not torch.equal(a, c), name
+        assert not torch.equal(a, c) or name.endswith("bias"), name
 
 
 def test_a_default_device_does_not_change_where_weights_are_drawn(device):
@@ -121,11 +155,11 @@ def test_a_default_device_does_not_change_where_weights_are_drawn(device):
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
 def test_norm_weights_move_by_norm_std_and_nothing_else_does(model_type):
     moved, initial = build(model_type, seed=3, norm_std=0.5), build(model_type, seed=3, norm_std=0.0)
-    start = 0.0 if FAMILIES[model_type].spec.zero_centered else 1.0
-    norms = {f"{name}.weight" for name in norms_of(initial)}
+    specs = {f"{path}.weight": spec for path, spec in specs_of(initial).items()}
     offsets = []
     for (name, a), b in zip(initial.named_parameters(), moved.parameters(), strict=True):
-        if name in norms:
+        if name in specs:
+            start = 0.0 if specs[name].zero_centered else 1.0
             assert torch.equal(a, torch.full_like(a, start)), name
             offsets.append((b - a).detach())
         else:

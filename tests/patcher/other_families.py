@@ -159,9 +159,19 @@ CONVOLUTION = {} if EXPERTS_ARE_MLPS else {"causal_conv1d": 1}
 
 OTHERS: Mapping[str, Other] = {
     "glm4": Other(
-        counts(loss=1, norm=9, residual=2, sandwich=4, mlp=2),
-        launched(rms_norm=3, norm_add_norm=2, norm_add=2, glu=2),
+        counts(loss=1, norm=9, rope=2, residual=2, sandwich=4, mlp=2),
+        launched(rms_norm=3, norm_add_norm=2, norm_add=2, rope=2, glu=2),
         in_bf16=True,
+    ),
+    # Neighbours are turned together: in fp32 in Cohere, whose norms are LayerNorms, and in ERNIE.
+    "cohere": Other(counts(loss=1, rope=2, mlp=2), launched(rope=2, glu=2), in_bf16=True),
+    "ernie4_5": Other(
+        counts(loss=1, norm=5, rope=2, residual=2, mlp=2),
+        launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2),
+        in_bf16=True,
+    ),
+    "helium": Other(
+        counts(loss=1, norm=5, rope=2, residual=2, mlp=2), launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2)
     ),
     # No norm in the layer takes a sum. The norms of q and k are over all heads, and differ in width: no pair.
     "olmo2": Other(
@@ -244,8 +254,8 @@ OTHERS: Mapping[str, Other] = {
     # Two attentions and two dense MLPs in a layer, whose norms are in lists: four of layers and four of attentions in
     # each, and one at the end.
     "longcat_flash": Other(
-        {"norm": 17, "residual": 6, "sandwich": 0},
-        {"add_rms_norm": 6},
+        {"norm": 17, "residual": 6, "sandwich": 0, "rope": 4},
+        {"add_rms_norm": 6, "rope": 4},
         {
             "num_layers": 2, "num_hidden_layers": 4, "num_key_value_heads": 4, "ffn_hidden_size": 96,
             "expert_ffn_hidden_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
@@ -329,10 +339,10 @@ OTHERS: Mapping[str, Other] = {
         other_launches=True,
         in_bf16=True,
     ),
-    # A layer of the text has four norms; the tower has two besides those of its blocks, and alone turns halves.
+    # A layer of the text has four norms; the tower has two besides those of its blocks.
     "glm4v": Other(
-        {"norm": 15, "residual": 4, "sandwich": 4, "rope": 2},
-        {"add_rms_norm": 2, "norm_add_norm": 2, "norm_add": 2, "rope": 2},
+        {"norm": 15, "residual": 4, "sandwich": 4, "rope": 4},
+        {"add_rms_norm": 2, "norm_add_norm": 2, "norm_add": 2, "rope": 4},
         {
             **WITH_AN_IMAGE, "vision_config": VISION | {"image_size": 16}, "image_start_token_id": START,
             "image_end_token_id": END,

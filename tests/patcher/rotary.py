@@ -1,4 +1,4 @@
-"""Rotary embeddings that turn halves, as the tests write them: with angles in all forms that are known."""
+"""Rotary embeddings as the tests write them: with angles in all forms that are known, of halves and of neighbours."""
 
 from __future__ import annotations
 
@@ -41,3 +41,23 @@ def of_sections(q, k, cos, sin, sections, unsqueeze_dim=1, order=(0, 1, 2)):
         angles.movedim(0, -1).gather(-1, which.expand(*cos.shape[1:])[..., None])[..., 0] for angles in (cos, sin)
     )
     return of_a_first_part(q, k, cos, sin, unsqueeze_dim)
+
+
+def turns_views(q, k, cos, sin, unsqueeze_dim=1):
+    """Halves of the elements at even places and of those at odd ones, as DeepSeek-V3 has them in transformers 4."""
+    views = (x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).reshape(x.shape) for x in (q, k))
+    return rotates(*views, cos, sin, unsqueeze_dim)
+
+
+def of_pairs(q, k, cos, sin, unsqueeze_dim=1):
+    """Neighbours, by cos and sin that have one angle for a pair."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    pairs = ((x[..., ::2], x[..., 1::2]) for x in (q, k))
+    return tuple(torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2) for a, b in pairs)
+
+
+def last_of_a_head(q, k, cos, sin, unsqueeze_dim=1):
+    """The last elements of a head, as many as cos has."""
+    width = cos.shape[-1]
+    rotated = rotates(q[..., -width:], k[..., -width:], cos, sin, unsqueeze_dim)
+    return tuple(torch.cat((x[..., :-width], y), dim=-1) for y, x in zip(rotated, (q, k), strict=True))

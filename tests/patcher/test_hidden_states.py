@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fused_norm.model_configs import FAMILIES
-
+from .models import MODEL_TYPES as ALL_MODEL_TYPES
 from .models import relative, tokens, twins
 
-MODEL_TYPES = [name for name in FAMILIES if name != "qwen3_moe"]
+MODEL_TYPES = [name for name in ALL_MODEL_TYPES if name != "qwen3_moe"]
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2**-5}
 SOME = [name if name in ("qwen3", "gemma2") else pytest.param(name, marks=pytest.mark.slow) for name in MODEL_TYPES]
 FP32_CASES = [

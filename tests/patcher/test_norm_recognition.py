@@ -19,6 +19,8 @@ from fused_norm.patcher.norm_recognition import looks_like_norm, recognise
 from fused_norm.patcher.probe import UnrecognisedError
 from fused_norm.spec import NormSpec
 
+from .models import MODEL_TYPES
+
 
 class Norm(nn.Module):
     """A norm to vary: others override one step of it."""
@@ -237,7 +239,7 @@ def test_what_is_not_a_plain_rms_norm_is_refused_with_the_reason(name: str) -> N
         recognise(module)
 
 
-@pytest.mark.parametrize("model_type", list(FAMILIES))
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_norm_of_the_families_has_the_spec_in_the_table(model_type: str) -> None:
     model = build(model_type, seed=0)
     norms = [module for module in model.modules() if looks_like_norm(module)]

@@ -359,7 +359,7 @@ def test_a_rotation_that_keeps_nothing_is_recomputed_if_both_of_its_inputs_are(
             z = nn.functional.linear(y, weight)
             z = z if known in (name, "both") else z * 2
             heads.append(z.view(2, ROWS // 2, 2, 8).transpose(1, 2))
-        q, k = ROPE(None, *heads, cos, sin, 1, False, None)
+        q, k = ROPE(None, *heads, cos, sin, 1, False, "half", False, None)
         return q * k
 
     assert_levels_agree(forward, device, levels=(False, True, "mlp", "attention"))

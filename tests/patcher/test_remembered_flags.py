@@ -471,7 +471,7 @@ def test_what_a_fresh_site_computes_is_recognised_after_a_flag_was_flipped(way: 
         assert recognise(norm()).spec.zero_centered
         assert recognise_activation(act).formula == "gelu"
         if way in QUICK:
-            with pytest.raises(UnrecognisedError, match="does not compute the half rotation"):
+            with pytest.raises(UnrecognisedError, match="does not compute a rotation of pairs"):
                 recognise_rotation(rotate)
     assert agrees(norm())
     assert recognise_activation(act).formula == "silu"

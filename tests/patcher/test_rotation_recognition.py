@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
+from transformers.models.blt.modeling_blt import apply_rotary_pos_emb as interleaved
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved_in_fp32
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave as deinterleaved
+from transformers.models.ernie4_5.modeling_ernie4_5 import apply_rotary_pos_emb as by_pair_in_fp32
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as first_by_pair
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as halved
+from transformers.models.helium.modeling_helium import apply_rotary_pos_emb as by_pair
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as full
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rounding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
@@ -24,7 +29,17 @@ from fused_norm.patcher.rotation_recognition import (
     unindexed_cos_sin,
 )
 
-from .rotary import half, of_a_table, of_sections, rotates, with_positions
+from .models import EXPERTS_ARE_MLPS
+from .rotary import (
+    half,
+    last_of_a_head,
+    of_a_table,
+    of_pairs,
+    of_sections,
+    rotates,
+    turns_views,
+    with_positions,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -64,6 +79,32 @@ def test_the_rotation_of_vision_towers_has_tokens_first_and_rounds_once() -> Non
     assert rotation.tokens_first
     assert rotation.dtypes == ((FP32, FP32), (FP32, BF16), (FP32, torch.float16))
     assert {(BF16, BF16), (BF16, FP32), (torch.float16, torch.float16)} <= set(rotation.single_rounding_dtypes)
+
+
+@pytest.mark.parametrize(
+    ("function", "layout", "angles_by_pair", "is_partial"),
+    [
+        (full, "half", False, False),
+        (interleaved, "interleaved", False, False),
+        (interleaved_in_fp32, "interleaved", False, False),
+        (by_pair, "interleaved", True, False),
+        (by_pair_in_fp32, "interleaved", True, False),
+        (first_by_pair, "interleaved", True, True),
+        (deinterleaved, "deinterleaved", not EXPERTS_ARE_MLPS, False),
+        (turns_views, "deinterleaved", False, False),
+    ],
+)
+def test_a_rotation_may_turn_neighbours(function, layout, angles_by_pair, is_partial) -> None:
+    rotation = recognise_rotation(function)
+    assert (rotation.layout, rotation.angles_by_pair, rotation.partial) == (layout, angles_by_pair, is_partial)
+    assert rotation.fits_qk_norm == (layout == "half")
+    rounded_once = function in (interleaved_in_fp32, by_pair_in_fp32)
+    assert (BF16, BF16) in (rotation.single_rounding_dtypes if rounded_once else rotation.dtypes)
+
+
+def test_neighbours_may_have_the_angles_of_pairs_alone() -> None:
+    rotation = recognise_rotation(of_pairs)
+    assert (rotation.angles, rotation.layout, rotation.angles_by_pair) == (half_cos_sin, "interleaved", True)
 
 
 def fp32_inside(q, k, cos, sin, unsqueeze_dim=1):
@@ -126,7 +167,7 @@ OF_OTHER_ANGLES = (
 
 @pytest.mark.parametrize("function", OF_OTHER_ANGLES)
 def test_other_angles_are_refused(function) -> None:
-    with pytest.raises(UnrecognisedError, match="does not compute the half rotation of q and k"):
+    with pytest.raises(UnrecognisedError, match="does not compute a rotation of pairs of q and k"):
         recognise_rotation(function, 5)
 
 
@@ -136,7 +177,20 @@ def without_gradients(q, k, cos, sin, unsqueeze_dim=1):
 
 
 OTHERS = {
-    "interleaved": interleaved,
+    "its last elements": last_of_a_head,
+    "neighbours of pairs": lambda q, k, cos, sin, unsqueeze_dim=1: tuple(
+        x.roll(1, -1) for x in interleaved(q.roll(-1, -1), k.roll(-1, -1), cos, sin, unsqueeze_dim)
+    ),
+    "neighbours backwards": lambda q, k, cos, sin, unsqueeze_dim=1: by_pair(q, k, cos, -sin, unsqueeze_dim),
+    "neighbours by the angles of the next pair": lambda q, k, cos, sin, unsqueeze_dim=1: by_pair(
+        q, k, cos.roll(1, -1), sin.roll(1, -1), unsqueeze_dim
+    ),
+    "neighbours by angles by turns": lambda q, k, cos, sin, unsqueeze_dim=1: interleaved(
+        q, k, cos.repeat(1, 1, 2)[..., ::2], sin.repeat(1, 1, 2)[..., ::2], unsqueeze_dim
+    ),
+    "halves that become neighbours": lambda q, k, cos, sin, unsqueeze_dim=1: tuple(
+        x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in full(q, k, cos, sin, unsqueeze_dim)
+    ),
     "backwards": lambda q, k, cos, sin, unsqueeze_dim=1: full(q, k, cos, -sin, unsqueeze_dim=unsqueeze_dim),
     "q alone": lambda q, k, cos, sin, unsqueeze_dim=1: (full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)[0], k),
     "deaf": lambda q, k, cos, sin, unsqueeze_dim=1: full(q, k, cos, sin),
@@ -159,7 +213,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_functions_are_refused(name: str) -> None:
-    with pytest.raises(UnrecognisedError, match="does not compute the half rotation"):
+    with pytest.raises(UnrecognisedError, match="does not compute a rotation of pairs"):
         recognise_rotation(OTHERS[name])
 
 

@@ -197,8 +197,9 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan, comparisons_of
     from ..convergence.text_sequences import training_order
+    from ..model_configs import families_here
 
-    families = args.family or ([] if args.config else tier.families)
+    families = args.family or ([] if args.config else [name for name in tier.families if name in families_here()])
     sources = [ModelSource.of_family(name, tier.settings.overrides_of(name)) for name in families]
     sources += [_source(name) for name in args.config]
     comparisons = comparisons_of(

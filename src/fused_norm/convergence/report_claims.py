@@ -49,12 +49,12 @@ def claims_not_kept(
         if path not in places:
             places.append(path)
 
-    is_family = getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
+    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
     rotated = [site.path for site in sites if site.kind == "rope"]
     casting = [
         path
         for path in (_attentions_that_cast(model, rotated, tokens) if mixed else ())
-        if is_family or _asks_attention(model, path)
+        if (family is not None and family.attention_reads_rotated) or _asks_attention(model, path)
     ]
     for site in sites if mixed else ():
         if not any(torch.float32 in call.dtypes for call in calls if is_call_of(site, call)):
@@ -67,7 +67,8 @@ def claims_not_kept(
         if not isinstance(layer, FusedBlock):
             continue
         consumed = [rewrite for rewrite in layer.fused_norm_rewrites if rewrite.pattern == "consumed_norms"]
-        if is_family or any("input" in rewrite.parts for rewrite in consumed):
+        joins = family is not None and family.joins_residual
+        if joins or any("input" in rewrite.parts for rewrite in consumed):
             mine = [call for call in calls if call.path == path and call.method.__name__ == "fused_norm_passthrough"]
             if not mine or not all(map(_joins, mine)):
                 add(_NOT_JOINED, path)

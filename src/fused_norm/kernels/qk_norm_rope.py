@@ -8,9 +8,17 @@ from typing import Any, ClassVar, overload
 
 from torch import Tensor
 
-from ..spec import Casting, NormSpec
+from ..spec import ROTARY_LAYOUTS, Casting, NormSpec, RotaryLayout
 from . import reference
-from .arguments import Unsupported, angles_beyond_kernels, check_angles, check_flag, check_pair, other_dtype
+from .arguments import (
+    Unsupported,
+    angles_beyond_kernels,
+    check_angles,
+    check_choice,
+    check_flag,
+    check_pair,
+    other_dtype,
+)
 from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Spec, Tensors, norm_spec
 from .triton.memory import (
     empty_copy,
@@ -122,9 +130,8 @@ class QKNorm(HeadsOperator):
                 continue
             x, weight = inputs[side::2]
             if cos is not None:
-                d = reference.rope_backward(
-                    d, *(reference.broadcast_angles(a, call.saved_scalars[0]) for a in (cos, sin))
-                )
+                angles = [reference.broadcast_angles(a, call.saved_scalars[0]) for a in (cos, sin)]
+                d = reference.rope_backward(d, angles[0], angles[1])
             grad, dw[side] = reference.rms_norm_backward(spec, d, x, weight)
             dx[side] = grad.to(x.dtype)
         return *dx, *dw
@@ -140,56 +147,79 @@ class Rope(HeadsOperator):
     name = "rope"
     has_norm = False
     tensors = "Tensor q, Tensor? k, Tensor cos, Tensor sin"
-    options = "int unsqueeze_dim, bool single_rounding, ScalarType? dtype"
+    options = "int unsqueeze_dim, bool single_rounding, str layout, bool angles_by_pair, ScalarType? dtype"
     outputs = ("q_out", "k_out")
     saved = "Tensor cos, Tensor sin"
-    saved_scalars = "int unsqueeze_dim, ScalarType q_dtype, ScalarType? k_dtype, int[] q_order, int[] k_order"
+    saved_scalars = (
+        "int unsqueeze_dim, str layout, bool angles_by_pair,"
+        " ScalarType q_dtype, ScalarType? k_dtype, int[] q_order, int[] k_order"
+    )
     gradients = ("dq", "dk")
 
     def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
-        q, k, *angles, single_rounding, _ = arguments
+        q, k, cos, sin, unsqueeze_dim, single_rounding, layout, angles_by_pair, _ = arguments
         sides = [(name, x) for name, x in (("q", q), ("k", k)) if x is not None]
-        pair = None if k is None else check_pair(q, k, self.name)
-        return check_angles(sides, *angles) or pair or check_flag("single_rounding", single_rounding)
+        reason = check_angles(sides, cos, sin, unsqueeze_dim) or (None if k is None else check_pair(q, k, self.name))
+        for name, flag in (("single_rounding", single_rounding), ("angles_by_pair", angles_by_pair)):
+            reason = reason or check_flag(name, flag)
+        reason = reason or check_choice("layout", layout, ROTARY_LAYOUTS)
+        if reason is None and layout == "deinterleaved" and cos.shape[-1] != q.shape[-1]:
+            what = f"cos must be as wide as q for a layout that is deinterleaved, {q.shape[-1]}, not {cos.shape[-1]}"
+            reason = Unsupported(f"{what}; pass the part of the heads that is rotated", ValueError)
+        return reason
 
     def reference(self, spec: Spec, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        q, k, cos, sin, unsqueeze_dim, single_rounding, dtype = arguments
+        q, k, cos, sin, unsqueeze_dim, *how, dtype = arguments
         cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in (cos, sin))
-        q_out = reference.cast_output(reference.rope(q, cos, sin, single_rounding), dtype)
-        return q_out, None if k is None else reference.cast_output(reference.rope(k, cos, sin, single_rounding), dtype)
+        q_out = reference.cast_output(reference.rope(q, cos, sin, *how), dtype)
+        return q_out, None if k is None else reference.cast_output(reference.rope(k, cos, sin, *how), dtype)
 
     def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
         q_out, k_out = super().run(spec, *arguments, training=training)
         return q_out, None if arguments[1] is None else k_out
 
     def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        q, k, cos, sin, unsqueeze_dim, single_rounding, dtype = arguments
-        empty = partial(empty_heads, cos=cos, wanted=dtype, single_rounding=single_rounding)
+        q, k, cos, sin, unsqueeze_dim, single_rounding, layout, angles_by_pair, dtype = arguments
+        empty = partial(empty_heads, cos=cos, wanted=dtype, single_rounding=single_rounding, layout=layout)
         outputs = empty(q, q.dtype), None if k is None else empty(k, k.dtype)
         if launch:
-            inputs = q, k, None, None, cos, sin
-            launch_qk_forward(None, inputs, outputs, unsqueeze_dim, single_rounding=single_rounding)
+            launch_qk_forward(
+                None,
+                (q, k, None, None, cos, sin),
+                outputs,
+                unsqueeze_dim,
+                single_rounding=single_rounding,
+                layout=layout,
+                angles_by_pair=angles_by_pair,
+            )
         return outputs
 
     def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (cos, sin), (unsqueeze_dim, *facts) = call.saved, call.saved_scalars
+        (cos, sin), (unsqueeze_dim, layout, angles_by_pair, *facts) = call.saved, call.saved_scalars
         dx = [
             empty_in_order(order, d.shape, dtype, d.device) if need and d is not None else None
             for need, d, dtype, order in zip(call.needed, call.incoming, facts[:2], facts[2:], strict=True)
         ]
         if launch:
             # The first of two sides is there in every launch.
-            (d, one), *others = [(d, one) for d, one in zip(call.incoming, dx, strict=True) if one is not None]
-            other_d, other = others[0] if others else (None, None)
-            inputs = d, other_d, None, None, cos, sin
-            launch_qk_forward(None, inputs, (one, other), unsqueeze_dim, inverse=True)
+            (d, grad), *others = [(d, grad) for d, grad in zip(call.incoming, dx, strict=True) if grad is not None]
+            other_d, other_grad = others[0] if others else (None, None)
+            launch_qk_forward(
+                None,
+                (d, other_d, None, None, cos, sin),
+                (grad, other_grad),
+                unsqueeze_dim,
+                inverse=True,
+                layout=layout,
+                angles_by_pair=angles_by_pair,
+            )
         return tuple(dx)
 
     def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        unsqueeze_dim, *dtypes = call.saved_scalars[:3]
+        unsqueeze_dim, layout, angles_by_pair, *dtypes = call.saved_scalars[:5]
         cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in call.saved)
         return tuple(
-            None if d is None else reference.rope_backward(d, cos, sin).to(dtype)
+            None if d is None else reference.rope_backward(d, cos, sin, layout, angles_by_pair).to(dtype)
             for d, dtype in zip(call.incoming, dtypes, strict=True)
         )
 
@@ -277,20 +307,45 @@ def qk_norm_rope(
 
 @overload
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, single_rounding: bool = False
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    unsqueeze_dim: int = 1,
+    single_rounding: bool = False,
+    layout: RotaryLayout = "half",
+    angles_by_pair: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rope(
-    q: Tensor, k: None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, single_rounding: bool = False
+    q: Tensor,
+    k: None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    unsqueeze_dim: int = 1,
+    single_rounding: bool = False,
+    layout: RotaryLayout = "half",
+    angles_by_pair: bool = False,
 ) -> tuple[Tensor, None]: ...
 def rope(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, single_rounding: bool = False
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    unsqueeze_dim: int = 1,
+    single_rounding: bool = False,
+    layout: RotaryLayout = "half",
+    angles_by_pair: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The rotary position embedding (Su et al. 2021, arXiv 2104.09864) of q and k in one launch.
 
-    ``x * cos + rotate_half(x) * sin``, ``rotate_half(x)`` being x's halves swapped and the new first one negated.
-    Products and sum are rounded to the dtype that x and cos promote to; with ``single_rounding`` they are computed in
-    fp32, and the result is rounded to x's dtype. The backward keeps cos and sin alone.
+    ``x * cos + rotate_half(x) * sin``, ``rotate_half(x)`` being x's halves swapped and the new first one negated, or
+    with another ``layout`` the two elements of each pair of neighbours. Products and sum are rounded to the dtype that
+    x and cos promote to; with ``single_rounding`` they are computed in fp32, and the result is rounded to x's dtype.
+    The backward keeps cos and sin alone.
 
     Args:
         q: [B, H, S, D], or [B, S, H, D] with unsqueeze_dim=2; float32, bfloat16 or float16, float64 is computed by the
@@ -302,14 +357,21 @@ def rope(
         sin: cos's shape and dtype.
         unsqueeze_dim: the dimension of the heads, 1 or 2, where a cos with less than 4 dimensions gets one more.
         single_rounding: nothing but the result is rounded, as in the vision towers of Qwen2-VL.
+        layout: which elements are turned together. ``half``: each with the one R / 2 after it, as in Llama.
+            ``interleaved``: neighbours, the first with the second one, as in GLM-4 and Cohere. ``deinterleaved``:
+            neighbours of q and k, whose results lie R / 2 apart, as in DeepSeek-V3; R is D.
+        angles_by_pair: the first R / 2 elements of cos and sin are the angles of the pairs, and the others are not
+            read; without it each element of the result has the angle at its own place.
 
     Returns:
         q and k rotated (None without a k), of the dtype that each promotes to with cos, or with ``single_rounding``
-        of their own, and of their own shape. Their memory order is that of q and k if R is D; otherwise they are
-        contiguous, as in stock code.
+        of their own, and of their own shape. Their memory order is that of q and k if R is D and the layout is not
+        ``deinterleaved``; otherwise they are contiguous, as in stock code.
 
     Raises:
-        TypeError: for anything but a dense tensor of floating point, and a single_rounding that is no truth value.
-        ValueError: for cos and sin that do not fit q and k, heads of two sizes, and tensors on two devices.
+        TypeError: for anything but a dense tensor of floating point, and a flag that is no truth value.
+        ValueError: for cos and sin that do not fit q and k, heads of two sizes, tensors on two devices, and a layout
+            that is none of these.
     """
-    return ROPE.checked(None, q, k, cos, sin, unsqueeze_dim, single_rounding, None)
+    how = unsqueeze_dim, single_rounding, layout, angles_by_pair
+    return ROPE.checked(None, q, k, cos, sin, *how, None)

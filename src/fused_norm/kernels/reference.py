@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import NormSpec
+from ..spec import NormSpec, RotaryLayout
 from .triton.memory import out_dtype
 
 
@@ -114,19 +114,50 @@ def broadcast_angles(angles: Tensor, unsqueeze_dim: int) -> Tensor:
     return angles.unsqueeze(unsqueeze_dim) if angles.dim() == 3 else angles
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, single_rounding: bool = False) -> Tensor:
-    """The rotation of halves of the first ``cos.shape[-1]`` elements; each product and their sum are rounded.
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    single_rounding: bool = False,
+    layout: RotaryLayout = "half",
+    angles_by_pair: bool = False,
+) -> Tensor:
+    """The rotation of the first ``cos.shape[-1]`` elements; each product and their sum are rounded.
 
     ``single_rounding``: computed in fp32, and nothing but the result is rounded, to x's dtype.
     """
     rotary, dtype = cos.shape[-1], x.dtype
+    if angles_by_pair:
+        cos, sin = (_of_each_element(angles, layout) for angles in (cos, sin))
     if single_rounding:
         wide = _wide(dtype)
         x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
-    a, b = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
-    rotated = x[..., :rotary] * cos + torch.cat((-b, a), dim=-1) * sin
+    front = x[..., :rotary]
+    a, b = _split_pairs(front, side_by_side=layout != "half")
+    if layout == "deinterleaved":
+        front = torch.cat((a, b), dim=-1)
+    rotated = front * cos + _join_pairs(-b, a, side_by_side=layout == "interleaved") * sin
     y = rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
     return y.to(dtype) if single_rounding else y
+
+
+def _of_each_element(angles: Tensor, layout: RotaryLayout) -> Tensor:
+    """The angles of pairs, which are the first half of ``angles``, for both elements of each in the output."""
+    first = angles[..., : angles.shape[-1] // 2]
+    return first.repeat_interleave(2, dim=-1) if layout == "interleaved" else torch.cat((first, first), dim=-1)
+
+
+def _split_pairs(x: Tensor, *, side_by_side: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second elements of pairs, which lie side by side, or in the two halves of x."""
+    if side_by_side:
+        return x[..., ::2], x[..., 1::2]
+    a, b = x.chunk(2, dim=-1)
+    return a, b
+
+
+def _join_pairs(a: Tensor, b: Tensor, *, side_by_side: bool) -> Tensor:
+    """The tensor whose ``_split_pairs`` are a and b."""
+    return torch.stack((a, b), dim=-1).flatten(-2) if side_by_side else torch.cat((a, b), dim=-1)
 
 
 def cast_output(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -209,14 +240,18 @@ def gated_rms_norm_backward(
     return dx.to(x.dtype), (d_act * slope).to(gate.dtype), dw
 
 
-def rope_backward(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope_backward(
+    d: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout = "half", angles_by_pair: bool = False
+) -> Tensor:
     """The gradient of what ``rope`` rotates, in fp32 at least."""
-    wide = _wide(d.dtype)
+    rotary, wide = cos.shape[-1], _wide(d.dtype)
+    if angles_by_pair:
+        cos, sin = (_of_each_element(angles, layout) for angles in (cos, sin))
     d, cos, sin = d.to(wide), cos.to(wide), sin.to(wide)
-    rotary = cos.shape[-1]
     front = d.narrow(-1, 0, rotary)
-    across_a, across_b = (front * sin).chunk(2, dim=-1)
-    turned = front * cos + torch.cat((across_b, -across_a), dim=-1)
+    a, b = _split_pairs(front * cos, side_by_side=layout == "interleaved")
+    across_a, across_b = _split_pairs(front * sin, side_by_side=layout == "interleaved")
+    turned = _join_pairs(a + across_b, b - across_a, side_by_side=layout != "half")
     return turned if rotary == d.shape[-1] else torch.cat((turned, d[..., rotary:]), dim=-1)
 
 

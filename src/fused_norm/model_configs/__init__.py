@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 from .families import FAMILIES, Family, Shape
 
 if TYPE_CHECKING:
-    from .tiny_models import build, tiny_config
+    from .tiny_models import build, families_here, tiny_config
 
-__all__ = ["FAMILIES", "Family", "Shape", "build", "tiny_config"]
+__all__ = ["FAMILIES", "Family", "Shape", "build", "families_here", "tiny_config"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("build", "tiny_config"):  # They need torch, and the table is read for the help of commands.
+    if name in (
+        "build",
+        "families_here",
+        "tiny_config",
+    ):  # They need torch, and the table is read for the help of commands.
         return getattr(importlib.import_module(".tiny_models", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from ..spec import Kind, NormSpec
+from ..spec import KINDS, GatedNormSpec, Kind, NormSpec
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Family:
 
     Attributes:
         model_type: ``config.model_type`` of the text model.
-        spec: what every norm of the tiny model computes. Other models of the family may have another eps.
+        spec: what the norms of the tiny model compute. Other models of the family may have another eps.
+        specs: what other norms compute, by their paths in a decoder layer.
         tiny: config arguments of a model that trains in seconds on a CPU and still has what the family has.
         shapes: published models that are measured, smallest first.
         layer_norms: the norms of a decoder layer, in the order of their use.
@@ -53,8 +56,21 @@ class Family:
         qk_norms: the norms of queries and keys in the attention, which rotates what they return.
         dense_layers: the layers of the tiny model that have one MLP; the others have experts. None
             is all.
-        attention: the attribute of a decoder layer that is its attention.
-        mlp: the attribute of a decoder layer that is its MLP, with a gate, or holds its experts.
+        more_sites: the path within a decoder layer, and the kind, of each site that no other attribute names.
+        newer_sites: as ``more_sites``, but a model of an older release of transformers may lack them.
+        layers_of_type: what is other in decoder layers of a type in ``config.layer_types``: attributes of this class.
+        last_layers: the attribute of a config that is a number of decoder layers at the end, and what is other in
+            these; None if nothing is.
+        attention: the path within a decoder layer of what rotates queries and keys; None if nothing does.
+        mlp: the path within a decoder layer of its MLP, with a gate, or of what holds its experts; None if it has
+            neither, or experts that no gate is fused in.
+        variant: attributes of a config that must be set, or not, as in the tiny model's. Models of other configs have
+            other sites, of which the table says nothing.
+        joins_residual: the gradient of the residual connection around the attention is added in the backward of a
+            layer's first norm. It is not if that norm is behind the attention, nor if the layer writes in place.
+        attention_reads_rotated: attention reads queries and keys as they are rotated, in the dtype that it reads. It
+            does not if queries are scaled after that, or if queries and keys are rotated one at a time.
+        decoder_norms: the norms of a decoder besides those of its layers and the one after the last of them.
         layers: the attribute of a decoder that is the list of its layers.
         final_norm: the attribute of a decoder that is the norm after its last layer.
     """
@@ -62,33 +78,63 @@ class Family:
     model_type: str
     spec: NormSpec
     tiny: Mapping[str, Any]
-    shapes: tuple[Shape, ...]
+    shapes: tuple[Shape, ...] = ()
+    specs: Mapping[str, NormSpec] = field(default_factory=dict)
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     residual_norms: tuple[str, ...] = ("post_attention_layernorm",)
     sandwich_norms: tuple[str, ...] = ()
     qk_norms: tuple[str, ...] = ()
     dense_layers: tuple[int, ...] | None = None
-    attention: str = "self_attn"
-    mlp: str = "mlp"
+    more_sites: tuple[tuple[str, Kind], ...] = ()
+    newer_sites: tuple[tuple[str, Kind], ...] = ()
+    layers_of_type: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    last_layers: tuple[str, Mapping[str, Any]] | None = None
+    attention: str | None = "self_attn"
+    mlp: str | None = "mlp"
+    variant: tuple[str, ...] = ()
+    joins_residual: bool = True
+    attention_reads_rotated: bool = True
+    decoder_norms: tuple[str, ...] = ()
     layers: str = "layers"
     final_norm: str = "norm"
 
     @property
     def layer_sites(self) -> tuple[tuple[str, Kind], ...]:
-        """The path within a decoder layer, and the kind, of each of its sites."""
+        """The path within a decoder layer, and the kind, of each of its sites; of ``layer`` if layers differ."""
+        rotations: list[tuple[str, Kind]] = [] if self.attention is None else [(self.attention, "rope")]
+        mlps: list[tuple[str, Kind]] = [] if self.mlp is None else [(self.mlp, "mlp")]
         return (
             *((name, "norm") for name in self.layer_norms),
             *((f"{self.attention}.{name}", "qk") for name in self.qk_norms),
-            (self.attention, "rope"),
+            *rotations,
             *((name, "residual") for name in self.residual_norms),
             *((name, "sandwich") for name in self.sandwich_norms),
-            (self.mlp, "mlp"),
+            *mlps,
+            *self.more_sites,
         )
 
+    def describes(self, config: Any) -> bool:
+        """Whether the sites of a model of this config are those of the row."""
+        return all(bool(getattr(config, name, None)) == bool(self.tiny.get(name)) for name in self.variant)
+
     @property
-    def sites_per_layer(self) -> Mapping[Kind, int]:
-        """The number of sites of each kind in one decoder layer."""
-        return Counter(kind for _, kind in self.layer_sites)
+    def layers_differ(self) -> bool:
+        """Whether its decoder layers have other sites than each other, or norms of more than one spec."""
+        return bool(self.specs or self.layers_of_type or self.last_layers)
+
+    def layer(self, index: int, config: Any) -> Family:
+        """The family as the decoder layer of this number has it, in a model of this config."""
+        other: dict[str, Any] = {}
+        if self.layers_of_type:
+            other |= self.layers_of_type.get(config.layer_types[index], {})
+        if self.last_layers is not None:
+            count, what = self.last_layers
+            other |= what if index >= config.num_hidden_layers - getattr(config, count) else {}
+        return replace(self, **other) if other else self
+
+    def spec_of(self, path: str) -> NormSpec:
+        """What the norm at this path within a decoder layer computes."""
+        return self.specs.get(path, self.spec)
 
     def sites(self, num_hidden_layers: int | None = None) -> dict[Kind, int]:
         """The number of sites of each kind in a causal language model of this family, final norm and head included.
@@ -96,11 +142,22 @@ class Family:
         Args:
             num_hidden_layers: decoder layers; those of the tiny model when None.
         """
-        layers = self.tiny["num_hidden_layers"] if num_hidden_layers is None else num_hidden_layers
-        counts = {kind: layers * count for kind, count in self.sites_per_layer.items()}
-        dense = range(layers) if self.dense_layers is None else [layer for layer in self.dense_layers if layer < layers]
-        experts: dict[Kind, int] = {} if self.dense_layers is None else {"experts": layers - len(dense)}
-        return {**counts, "norm": counts["norm"] + 1, "mlp": len(dense), **experts, "loss": 1}
+        sizes = self.tiny_arguments({} if num_hidden_layers is None else {"num_hidden_layers": num_hidden_layers})
+        config, counts = SimpleNamespace(**sizes), Counter[Kind](("loss", "norm"))
+        counts["norm"] += len(self.decoder_norms)
+        for index in range(config.num_hidden_layers):
+            layer, is_dense = self.layer(index, config), self.dense_layers is None or index in self.dense_layers
+            kinds = [kind for _, kind in (*layer.layer_sites, *layer.newer_sites)]
+            counts.update("experts" if kind == "mlp" and not is_dense else kind for kind in kinds)
+        return {kind: counts[kind] for kind in KINDS if kind in counts}
+
+    def tiny_arguments(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """``tiny`` with some arguments replaced; types of layers go on by turns in a model of more layers."""
+        arguments = copy.deepcopy(dict(self.tiny)) | dict(overrides)  # a config keeps the lists that it is given
+        if "layer_types" in self.tiny and "layer_types" not in overrides:
+            types = itertools.cycle(self.tiny["layer_types"])
+            arguments["layer_types"] = list(itertools.islice(types, arguments["num_hidden_layers"]))
+        return arguments
 
 
 # A vocabulary of bytes, with room for special tokens.
@@ -123,10 +180,45 @@ _FOUR_NORMS: Mapping[str, Any] = MappingProxyType(
 
 _GEMMA_SPEC = NormSpec("gemma", zero_centered=True, eps=1e-6)
 
+_LINEAR_ATTENTION: Mapping[str, Any] = MappingProxyType(
+    {
+        "attention": None,
+        "qk_norms": (),
+        "more_sites": (("linear_attn.norm", "norm"),),
+        "newer_sites": (("linear_attn", "conv"),),
+    }
+)
+"""A gated delta net: no rotation, and a norm with a gate."""
+
+_DELTA_NETS: Mapping[str, Any] = MappingProxyType(
+    {
+        "spec": _GEMMA_SPEC,
+        "specs": {"linear_attn.norm": GatedNormSpec("llama", eps=1e-6)},
+        "qk_norms": _QK_NORMS,
+        "layers_of_type": {"linear_attention": _LINEAR_ATTENTION},
+    }
+)
+"""Layers of Qwen3.5: most have a gated delta net, every fourth one an attention."""
+
 
 def _tiny(**kwargs: Any) -> Mapping[str, Any]:
     sizes = {"vocab_size": _VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     return MappingProxyType(sizes | kwargs)
+
+
+def _tiny_delta_nets(**kwargs: Any) -> Mapping[str, Any]:
+    return _tiny(
+        hidden_size=72,
+        head_dim=24,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=20,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        **kwargs,
+    )
 
 
 # Widths are no powers of two, so that a kernel's masks have something to mask; eps is the one the released models use.
@@ -271,6 +363,127 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     Shape("google/gemma-3-1b-pt", 1152, 26, 4, 1, 256, 6912, 262144, True),
                     Shape("google/gemma-3-4b-pt", 2560, 34, 8, 4, 256, 10240, 262208, True),
                     Shape("google/gemma-3-12b-pt", 3840, 48, 16, 8, 256, 15360, 262208, True),
+                ),
+            ),
+            Family(
+                model_type="gemma4_text",
+                spec=NormSpec("gemma", eps=1e-6),
+                specs={"self_attn.v_norm": NormSpec("llama", weighted=False, eps=1e-6)},
+                layer_norms=(*_FOUR_NORMS["layer_norms"], "post_per_layer_input_norm"),
+                residual_norms=_FOUR_NORMS["residual_norms"],
+                sandwich_norms=(*_FOUR_NORMS["sandwich_norms"], "post_per_layer_input_norm"),
+                qk_norms=_QK_NORMS,
+                # Queries and keys are rotated one at a time, and the layer has a gate for its per-layer input.
+                more_sites=(("self_attn.v_norm", "norm"), ("self_attn", "rope"), ("", "mlp")),
+                # The last layers take the keys and values of others.
+                last_layers=("num_kv_shared_layers", {"qk_norms": ("q_norm",), "more_sites": (("", "mlp"),)}),
+                variant=("hidden_size_per_layer_input", "enable_moe_block"),
+                joins_residual=False,  # its layers scale what they return in place
+                attention_reads_rotated=False,
+                decoder_norms=("per_layer_projection_norm",),
+                tiny=_tiny(
+                    num_hidden_layers=4,
+                    hidden_size=72,
+                    head_dim=20,
+                    global_head_dim=24,
+                    intermediate_size=136,
+                    layer_types=["sliding_attention", "full_attention"] * 2,
+                    sliding_window=16,
+                    num_kv_shared_layers=2,
+                    hidden_size_per_layer_input=16,
+                    vocab_size_per_layer_input=_VOCAB,
+                    final_logit_softcapping=30.0,
+                    tie_word_embeddings=True,
+                    rms_norm_eps=1e-6,
+                ),
+            ),
+            Family(
+                model_type="olmo3",
+                spec=NormSpec("gemma", eps=1e-6, casts_weight=False),
+                layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+                residual_norms=(),
+                sandwich_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+                qk_norms=_QK_NORMS,
+                joins_residual=False,
+                # At the config's 0.02 the norms of q and k divide by so little that stock gradients overflow in fp16.
+                tiny=_tiny(
+                    hidden_size=72,
+                    intermediate_size=136,
+                    layer_types=["sliding_attention", "full_attention"],
+                    sliding_window=16,
+                    initializer_range=0.2,
+                    tie_word_embeddings=False,
+                    rms_norm_eps=1e-6,
+                    pad_token_id=0,
+                    eos_token_id=1,
+                ),
+            ),
+            Family(
+                model_type="glm4",
+                spec=NormSpec("llama", eps=1e-5),
+                layer_norms=(
+                    "input_layernorm",
+                    "post_self_attn_layernorm",
+                    "post_attention_layernorm",
+                    "post_mlp_layernorm",
+                ),
+                sandwich_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+                tiny=_tiny(
+                    hidden_size=72,
+                    head_dim=20,
+                    intermediate_size=136,
+                    tie_word_embeddings=False,
+                    rms_norm_eps=1e-5,
+                    pad_token_id=0,
+                    eos_token_id=1,
+                ),
+            ),
+            Family(
+                model_type="ministral3",
+                spec=NormSpec("llama", eps=1e-5),
+                attention_reads_rotated=False,
+                tiny=_tiny(
+                    hidden_size=72,
+                    head_dim=20,
+                    intermediate_size=136,
+                    tie_word_embeddings=False,
+                    rms_norm_eps=1e-5,
+                ),
+            ),
+            Family(
+                model_type="gpt_oss",
+                spec=NormSpec("gemma", eps=1e-5),
+                mlp=None,
+                newer_sites=(("mlp.experts", "experts"),),
+                tiny=_tiny(
+                    hidden_size=72,
+                    head_dim=20,
+                    intermediate_size=40,
+                    num_local_experts=4,
+                    num_experts_per_tok=2,
+                    layer_types=["sliding_attention", "full_attention"],
+                    sliding_window=16,
+                    tie_word_embeddings=False,
+                    rms_norm_eps=1e-5,
+                    pad_token_id=0,
+                    eos_token_id=1,
+                ),
+            ),
+            Family(
+                model_type="qwen3_5_text",
+                **_DELTA_NETS,
+                tiny=_tiny_delta_nets(intermediate_size=136),
+            ),
+            Family(
+                model_type="qwen3_5_moe_text",
+                **_DELTA_NETS,
+                mlp="mlp.shared_expert",
+                newer_sites=(("mlp.experts", "experts"),),
+                tiny=_tiny_delta_nets(
+                    moe_intermediate_size=40,
+                    shared_expert_intermediate_size=40,
+                    num_experts=4,
+                    num_experts_per_tok=2,
                 ),
             ),
         )

@@ -28,8 +28,14 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
         raise ValueError(f"no tiny model of type {model_type!r}; there are {', '.join(FAMILIES)}")
     from transformers import AutoConfig
 
-    # A config keeps the lists it is given, and the table must not change with it.
-    return AutoConfig.for_model(model_type, **copy.deepcopy(dict(FAMILIES[model_type].tiny) | overrides))
+    return AutoConfig.for_model(model_type, **FAMILIES[model_type].tiny_arguments(overrides))
+
+
+def families_here() -> tuple[str, ...]:
+    """The families of the table that this release of transformers has."""
+    from transformers import CONFIG_MAPPING
+
+    return tuple(name for name in FAMILIES if name in CONFIG_MAPPING)
 
 
 def build(

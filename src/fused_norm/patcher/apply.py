@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -168,16 +169,21 @@ def _expected_sites(model: nn.Module) -> Iterator[_Expected]:
     for prefix, decoder in modules.items():
         family = FAMILIES.get(getattr(getattr(decoder, "config", None), "model_type", ""))
         layers = None if family is None else getattr(decoder, family.layers, None)
-        if family is None or not isinstance(layers, nn.ModuleList):
+        if family is None or not isinstance(layers, nn.ModuleList) or not family.describes(decoder.config):
             continue
-        numbered = [f"{family.layers}.{index}" for index in range(len(layers))]
-        sites = [(f"{layer}.{name}", kind) for layer in numbered for name, kind in family.layer_sites]
-        for name, kind in (*sites, (family.final_norm, "norm")):
+        sites: list[tuple[str, Kind, Family]] = []
+        for index in range(len(layers)):
+            layer = family.layer(index, decoder.config)
+            for name, kind in layer.layer_sites:
+                place = f"{family.layers}.{index}.{name}".removesuffix(".")
+                sites.append((place, kind, replace(layer, spec=layer.spec_of(name))))
+        sites += [(name, "norm", family) for name in (*family.decoder_norms, family.final_norm)]
+        for name, kind, layer in sites:
             try:
                 path = paths[id(decoder.get_submodule(name))]
             except AttributeError:
                 path = None
-            yield f"{prefix}.{name}" if prefix else name, path, kind, family, layers
+            yield f"{prefix}.{name}" if prefix else name, path, kind, layer, layers
 
 
 def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) -> str | None:
@@ -195,10 +201,12 @@ def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) 
     if site.cause == "unrecognised":
         return site.reason
     spec = family.spec
-    if site.spec and (site.replaced or site.spec.casting, site.spec.zero_centered) != (
-        spec.casting,
-        spec.zero_centered,
-    ):
+    if site.spec and (
+        type(site.spec),
+        site.replaced or site.spec.casting,
+        site.spec.zero_centered,
+        site.spec.weighted,
+    ) != (type(spec), spec.casting, spec.zero_centered, spec.weighted):
         return f"computes {site.spec}, not what {family.model_type} does"
     return None
 

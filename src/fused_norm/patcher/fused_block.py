@@ -140,7 +140,7 @@ class FusedBlock(nn.Module):
         spec, *weights = spec_and_weights(q_norm, k_norm)
         tensors, heads_dim = (q, k, *weights), named.get("unsqueeze_dim", 1)
         for rotation in self.fused_norm_rotations:
-            if rotation.angles is full_cos_sin and not rotation.tokens_first and rotation.is_now(rotate):
+            if rotation.fits_qk_norm and rotation.is_now(rotate):
                 outputs, reason = run_fused(
                     QK_NORM,
                     spec,
@@ -205,7 +205,7 @@ class FusedBlock(nn.Module):
         single = bool(rotation.single_rounding_dtypes) and (
             (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
         )
-        options = heads_dim, single, dtype
+        options = heads_dim, single, rotation.layout, rotation.angles_by_pair, dtype
         outputs, reason = run_fused(
             ROPE, None, *heads, cos, sin, *options, replaces=rotation.key, unless=rotation.unlike_rope
         )

@@ -8,6 +8,7 @@ Rotary embeddings take cos and sin in several forms: full, half of them, as a ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
@@ -17,14 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
+from ..spec import RotaryLayout
 from .code_fingerprint import fingerprint
 from .hooks import has_hooks
-from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError
+from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, plain_pytorch
 from .running_code import RunningCode
 
 _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # fmt: skip
 _BATCH, _HEADS, _TOKENS, _WIDTH, _ROTARY, _TABLE = 2, 2, 3, 16, 8, 7
+
+_LAYOUTS: tuple[tuple[RotaryLayout, bool], ...] = (
+    ("half", False), ("interleaved", False), ("interleaved", True), ("deinterleaved", False), ("deinterleaved", True)
+)  # fmt: skip
+"""Layouts, and whether cos and sin have the angles of pairs; with halves they are ``half_cos_sin`` if so."""
+
+_Pairs = tuple[RotaryLayout, bool, bool]
+"""A layout, whether angles are those of pairs, and whether nothing but the result is rounded."""
 
 DtypePair = tuple[torch.dtype, torch.dtype]
 AngleForm = Callable[..., Tensor]
@@ -69,18 +79,20 @@ _FORMS: dict[int, tuple[AngleForm, ...]] = {
 
 @dataclass(frozen=True)
 class Rotation:
-    """A function ``rotate(q, k, cos, sin)`` that makes the half rotation, or ``rotate(x, cos, sin)``.
+    """A function ``rotate(q, k, cos, sin)`` that computes a rotation of pairs, or ``rotate(x, cos, sin)``.
 
     Attributes:
         function: the function, or the module that Hugging Face's ``kernels`` makes of it.
         running: the code of the function, or of the module's forward, that was compared.
         arguments: how many it takes by position: 3, 4, or 5 with positions or sections after sin.
-        dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as the half rotation does.
+        dtypes: pairs of dtypes, of the heads and of cos and sin, for which it rounds as ``rope`` does.
         single_rounding_dtypes: other pairs, for which it computes in fp32 and rounds only the result.
         partial: it also takes cos and sin that are narrower than a head, and leaves the rest of the head unchanged.
         tokens_first: it takes no ``unsqueeze_dim``: heads are [batch, tokens, heads, width] and cos and sin [batch,
             tokens, width]; both, or cos and sin alone, may lack the batch.
         angles: the form of its cos and sin.
+        layout: which elements of a head are a pair, see ``rope``.
+        angles_by_pair: cos and sin in that form have the angles of pairs in their first halves.
         key: stands for it in the recordings of calls that may replace it.
     """
 
@@ -92,11 +104,18 @@ class Rotation:
     partial: bool
     tokens_first: bool
     angles: AngleForm
+    layout: RotaryLayout
+    angles_by_pair: bool
     key: object = field(default_factory=object, init=False, compare=False, repr=False)
 
     def is_now(self, value: Any) -> bool:
         """Return whether ``value`` is this rotation, and no hook or other code would see it called."""
         return runs_as_compared(value, self.function, self.running)
+
+    @property
+    def fits_qk_norm(self) -> bool:
+        """Whether ``QK_NORM`` rotates as it does, after the norms of queries and keys."""
+        return self.angles is full_cos_sin and not self.tokens_first and self.layout == "half"
 
     def unlike_qk_norm(
         self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, heads_dim: int, dtype: Any
@@ -106,7 +125,7 @@ class Rotation:
         return self._unlike((q.dtype, *normed), self.dtypes, q, cos, heads_dim)
 
     def unlike_rope(
-        self, q: Any, k: Any, cos: Any, sin: Any, heads_dim: int, single_rounding: bool, dtype: Any
+        self, q: Any, k: Any, cos: Any, sin: Any, heads_dim: int, single_rounding: bool, *options: Any
     ) -> str | None:
         """Why ``ROPE`` with these arguments may differ from this rotation, or None."""
         compared = self.single_rounding_dtypes if single_rounding else self.dtypes
@@ -127,7 +146,7 @@ class Rotation:
 
 
 def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
-    """Return the half rotation that a function computes if it is called with so many positional arguments.
+    """Return the rotation of pairs that a function computes if it is called with so many positional arguments.
 
     Raises:
         UnrecognisedError: if it computes anything else, or runs code that is not Python over PyTorch.
@@ -141,7 +160,7 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
         rotation = _outcomes.get_or_compute(code, arguments, lambda: _compare(function, arguments))
     except UnrecognisedError:
         what = "one tensor" if arguments == 3 else "q and k"
-        raise UnrecognisedError(f"{function_name(function)} does not compute the half rotation of {what}") from None
+        raise UnrecognisedError(f"{function_name(function)} does not compute a rotation of pairs of {what}") from None
     forward = function if isinstance(function, FunctionType) else type(function).forward
     return replace(rotation, function=function, running=RunningCode(forward))
 
@@ -183,22 +202,38 @@ def _compare(function: Any, arguments: int) -> Rotation:
         forms.append((full_cos_sin, True))
     for form, tokens_first in forms:
         cases = partial(_cases, rotate, tensors, form, tokens_first)
-        compared: tuple[list[DtypePair], list[DtypePair]] = [], []
-        for pair in _PAIRS:
-            recognizer = Recognizer[bool](cases(pair), _rotated)
-            single_rounding = next((way for way in (False, True) if recognizer.agrees(way)), None)
-            if single_rounding is not None:
-                compared[single_rounding].append(pair)
-        # A function that computes in fp64 shows in fp32 alone.
-        if _PAIRS[0] in compared[0] and Recognizer[bool](cases(_PAIRS[0]), _rotated, gradients=True).agrees(False):
+        recognizer = Recognizer[_Pairs](cases(_PAIRS[0]), _rotated)
+        for layout, by_pair in _LAYOUTS:
+            # A function that computes in fp64 shows in fp32 alone.
+            if not recognizer.agrees((layout, by_pair, False)):
+                continue
+            if not Recognizer[_Pairs](cases(_PAIRS[0]), _rotated, gradients=True).agrees((layout, by_pair, False)):
+                break
+            compared: tuple[list[DtypePair], list[DtypePair]] = [], []
+            for dtypes in _PAIRS:
+                recognizer = Recognizer[_Pairs](cases(dtypes), _rotated)
+                ways = (way for way in (False, True) if recognizer.agrees((layout, by_pair, way)))
+                single_rounding = next(ways, None)
+                if single_rounding is not None:
+                    compared[single_rounding].append(dtypes)
             is_partial = all(
-                Recognizer[bool](cases(pair, _ROTARY), _rotated).agrees(way == 1)
-                for way, pairs in enumerate(compared)
-                for pair in pairs
+                Recognizer[_Pairs](cases(dtypes, _ROTARY), _rotated).agrees((layout, by_pair, way == 1))
+                for way, all_dtypes in enumerate(compared)
+                for dtypes in all_dtypes
             )
-            facts = tuple(compared[0]), tuple(compared[1]), is_partial, tokens_first, form
+            if not is_partial and _computes(next(cases(_PAIRS[0], _ROTARY))):
+                break  # it rotates another part of a head than the first elements
+            facts = tuple(compared[0]), tuple(compared[1]), is_partial, tokens_first, form, layout, by_pair
             return Rotation(None, RunningCode(None), arguments, *facts)
     raise UnrecognisedError
+
+
+def _computes(case: Case) -> bool:
+    """Return whether code takes such arguments."""
+    with plain_pytorch(), suppress(Exception):  # foreign code may raise anything
+        case.code(*case.args)
+        return True
+    return False
 
 
 def _cases(
@@ -251,7 +286,8 @@ def _call(function: Callable[..., Any], angles: tuple[Any, ...], named: dict[str
     return function(*heads, *angles, **named)
 
 
-def _rotated(single_rounding: bool, cos: Tensor, sin: Tensor, *heads: Tensor) -> Any:
-    """The half rotation of one tensor, or of each of two."""
-    rotated = tuple(reference.rope(x, cos, sin, single_rounding) for x in heads)
+def _rotated(how: _Pairs, cos: Tensor, sin: Tensor, *heads: Tensor) -> Any:
+    """The rotation of one tensor, or of each of two."""
+    layout, by_pair, single_rounding = how
+    rotated = tuple(reference.rope(x, cos, sin, single_rounding, layout, by_pair) for x in heads)
     return rotated if len(rotated) > 1 else rotated[0]

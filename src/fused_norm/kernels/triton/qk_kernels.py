@@ -5,8 +5,13 @@ kernels use; here ``x`` is q or k, T tokens (of ``LENGTH`` in a sequence) times 
 is TOKENS by HEADS rows. ``n`` is the normalised row. Where RoPE turns whole rows (R is N) they are held as halves ``a``
 and ``b``. Elsewhere all of a row is ``a``; of its first R columns, if there are any, each has its ``partner`` half of R
 away, which is loaded once more. ``d`` is the gradient of the output, ``dn`` that of n. A tensor in memory is a tuple of
-its pointer and its strides by batch, token and head; cos and sin have no stride by head. SHAPE has the sizes that all
-tiles of a launch share: N, R, BLOCK, GRAIN, LONG. Where SPEC is None there is no norm, and n is x.
+its pointer and its strides by batch, token and head; cos and sin have no stride by head. SHAPE has what all tiles of a
+launch share: N, R, BLOCK, GRAIN, LONG, LAYOUT and BY_PAIR. If SPEC is None there is no norm, and n is x.
+
+LAYOUT says which elements RoPE turns together: ``half``, each with the one half of R away, as above; ``interleaved``,
+neighbours; ``deinterleaved``, neighbours of x, which lie half of R apart in the output. The last two have tiles of
+their own, without a norm, in which ``a`` and ``b`` are the first and the second elements of pairs. BY_PAIR: the first
+halves of cos and sin have the angle of each pair; without it every element of the output has its own.
 """
 
 from __future__ import annotations
@@ -152,6 +157,73 @@ def _forward_tile(
         _store(y_rows, 0, col, N, live, tl.where((col < R)[None, None, :], turned, a))
 
 
+@triton.jit
+def _pairs_of_a_lane(BLOCK: tl.constexpr, PAIRS: tl.constexpr):
+    """The numbers of pairs; a lane holds PAIRS of them side by side, as many as it gets of what is loaded as one run.
+
+    Left to itself the compiler gives a lane 16 bytes of each tensor, and moves the elements between lanes afterwards.
+    """
+    return tl.max_contiguous(tl.arange(0, BLOCK), PAIRS)
+
+
+@triton.jit
+def _load_pairs(rows, width: tl.constexpr, live, SIDE_BY_SIDE: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
+    """The first and the second elements of the pairs in the first ``width`` elements of rows, as fp32.
+
+    Those that lie side by side are loaded as one run, and then parted in registers.
+    """
+    if SIDE_BY_SIDE:
+        run = _load(rows, 0, tl.arange(0, 2 * BLOCK), width, live)
+        a, b = tl.split(tl.reshape(run, [run.shape[0], run.shape[1], BLOCK, 2]))
+    else:
+        pair = _pairs_of_a_lane(BLOCK, PAIRS)
+        a = _load(rows, 0, pair, width // 2, live)
+        b = _load(rows, width // 2, pair, width, live)
+    return a, b
+
+
+@triton.jit
+def _store_pairs(
+    rows, width: tl.constexpr, live, a, b, SIDE_BY_SIDE: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr
+):
+    if SIDE_BY_SIDE:
+        run = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1], 2 * BLOCK])
+        _store(rows, 0, tl.arange(0, 2 * BLOCK), width, live, run)
+    else:
+        pair = _pairs_of_a_lane(BLOCK, PAIRS)
+        _store(rows, 0, pair, width // 2, live, a)
+        _store(rows, width // 2, pair, width, live, b)
+
+
+@triton.jit
+def _rotate_neighbours(
+    x, cos, sin, y, counts, tile, TOKENS: tl.constexpr, HEADS: tl.constexpr, SHAPE: tl.constexpr, STEP: tl.constexpr,
+    INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of the forward of a rotation whose pairs are neighbours; STEP and INVERSE as in a norm's."""
+    N: tl.constexpr = SHAPE.N
+    R: tl.constexpr = SHAPE.R
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    DEINTERLEAVED: tl.constexpr = SHAPE.LAYOUT == "deinterleaved"
+    PAIRS: tl.constexpr = 64 // (y[0] if DEINTERLEAVED and INVERSE else x[0]).dtype.element_ty.primitive_bitwidth
+    batch, position, head, present, live = _place_of(tile, counts, TOKENS, HEADS, SHAPE.LONG)
+    a, b = _load_pairs(_rows_of(x, batch, position, head), N, live, not (DEINTERLEAVED and INVERSE), BLOCK, PAIRS)
+    cos_rows, sin_rows = _angles_of(cos, batch, position, HEADS), _angles_of(sin, batch, position, HEADS)
+    cos_a, cos_b = _load_pairs(cos_rows, R, present, not (DEINTERLEAVED or SHAPE.BY_PAIR), BLOCK, PAIRS)
+    sin_a, sin_b = _load_pairs(sin_rows, R, present, not (DEINTERLEAVED or SHAPE.BY_PAIR), BLOCK, PAIRS)
+    if SHAPE.BY_PAIR:
+        cos_b, sin_b = cos_a, sin_a
+    if INVERSE:
+        sin_a, sin_b = -sin_b, -sin_a
+    turned_a = round_to(a * cos_a, STEP) - round_to(b * sin_a, STEP)
+    turned_b = round_to(b * cos_b, STEP) + round_to(a * sin_b, STEP)
+    if R < N:
+        in_turn = (tl.arange(0, BLOCK) < R // 2)[None, None, :]
+        turned_a, turned_b = tl.where(in_turn, turned_a, a), tl.where(in_turn, turned_b, b)
+    y_rows = _rows_of(y, batch, position, head)
+    _store_pairs(y_rows, N, live, turned_a, turned_b, INVERSE or not DEINTERLEAVED, BLOCK, PAIRS)
+
+
 @triton.jit(do_not_specialize=["q_T", "q_LENGTH", "q_H", "k_T", "k_LENGTH", "k_H", "q_programs"])
 def qk_forward_kernel(
     q_ptr,  # [q_T, q_H, N]
@@ -189,18 +261,24 @@ def qk_forward_kernel(
     if program < q_programs:
         q, q_y = (q_ptr, q_batch, q_token, q_head), (q_y_ptr, q_y_batch, q_y_token, q_y_head)
         q_counts = (q_T, q_LENGTH, q_H)
-        _forward_tile(
-            q, q_w_ptr, cos, sin, q_y, q_counts, program, eps, Q_TOKENS, Q_HEADS, SHAPE, Q_NORMED, Q_STEP, SPEC,
-            INVERSE,
-        )  # fmt: skip
+        if SHAPE.LAYOUT == "half":
+            _forward_tile(
+                q, q_w_ptr, cos, sin, q_y, q_counts, program, eps, Q_TOKENS, Q_HEADS, SHAPE, Q_NORMED, Q_STEP, SPEC,
+                INVERSE,
+            )  # fmt: skip
+        else:
+            _rotate_neighbours(q, cos, sin, q_y, q_counts, program, Q_TOKENS, Q_HEADS, SHAPE, Q_STEP, INVERSE)
     else:
         if k_ptr is not None:
             k, k_y = (k_ptr, k_batch, k_token, k_head), (k_y_ptr, k_y_batch, k_y_token, k_y_head)
             k_counts, tile = (k_T, k_LENGTH, k_H), program - q_programs
-            _forward_tile(
-                k, k_w_ptr, cos, sin, k_y, k_counts, tile, eps, K_TOKENS, K_HEADS, SHAPE, K_NORMED, K_STEP, SPEC,
-                INVERSE,
-            )  # fmt: skip
+            if SHAPE.LAYOUT == "half":
+                _forward_tile(
+                    k, k_w_ptr, cos, sin, k_y, k_counts, tile, eps, K_TOKENS, K_HEADS, SHAPE, K_NORMED, K_STEP, SPEC,
+                    INVERSE,
+                )  # fmt: skip
+            else:
+                _rotate_neighbours(k, cos, sin, k_y, k_counts, tile, K_TOKENS, K_HEADS, SHAPE, K_STEP, INVERSE)
     copy_weight(q_w_ptr, q_w_copy_ptr, SHAPE.N, SHAPE.BLOCK)
     copy_weight(k_w_ptr, k_w_copy_ptr, SHAPE.N, SHAPE.BLOCK)
 

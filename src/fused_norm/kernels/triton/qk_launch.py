@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...spec import NormSpec
+from ...spec import NormSpec, RotaryLayout
 from ..plans import HeadsPlan, heads_backward_plan, heads_forward_plan
 from .devices import device_props
 from .language import TRITON_DTYPES
@@ -49,6 +49,8 @@ class _TileShape:
         BLOCK: columns that are loaded at once.
         GRAIN: elements that stay together when RoPE swaps halves.
         LONG: whether offsets need 64 bits.
+        LAYOUT: of ``spec.RotaryLayout``.
+        BY_PAIR: whether the first halves of cos and sin have the angles of pairs.
     """
 
     N: int
@@ -56,6 +58,8 @@ class _TileShape:
     BLOCK: int
     GRAIN: int
     LONG: bool
+    LAYOUT: RotaryLayout
+    BY_PAIR: bool
 
 
 class _Layout(NamedTuple):
@@ -77,7 +81,13 @@ class _Layout(NamedTuple):
 
 
 def empty_heads(
-    x: Tensor, dtype: torch.dtype, cos: Tensor | None, wanted: torch.dtype | None, *, single_rounding: bool = False
+    x: Tensor,
+    dtype: torch.dtype,
+    cos: Tensor | None,
+    wanted: torch.dtype | None,
+    *,
+    single_rounding: bool = False,
+    layout: RotaryLayout = "half",
 ) -> Tensor:
     """The forward's output for q or k, not yet written, with the memory order that stock code gives it.
 
@@ -87,8 +97,9 @@ def empty_heads(
     if cos is None:
         return empty_rows_like(x, out_dtype(dtype, wanted))
     dtype = out_dtype(dtype if single_rounding else promoted(dtype, cos.dtype), wanted)
-    # Stock code concatenates what is rotated and what is not, and the result of that is contiguous.
-    return empty_rows_like(x, dtype) if cos.shape[-1] == x.shape[-1] else x.new_empty(x.shape, dtype=dtype)
+    # Stock code concatenates what is rotated and what is not, or two halves, and the result of that is contiguous.
+    concatenates = cos.shape[-1] != x.shape[-1] or layout == "deinterleaved"
+    return x.new_empty(x.shape, dtype=dtype) if concatenates else empty_rows_like(x, dtype)
 
 
 def launch_qk_forward(
@@ -99,15 +110,19 @@ def launch_qk_forward(
     *,
     single_rounding: bool = False,
     inverse: bool = False,
+    layout: RotaryLayout = "half",
+    angles_by_pair: bool = False,
     copies: Sides = (None, None),
 ) -> None:
     """Write q and k normalised and, with cos and sin, rotated to ``outputs``, and their weights to ``copies``.
 
     Without a ``spec`` they are rotated alone; then with ``single_rounding`` nothing but the result is rounded, and
-    ``inverse`` turns the other way, with a single rounding.
+    ``inverse`` turns the other way, with a single rounding. A ``layout`` other than ``half`` takes no norm.
     """
-    call = _Call(inputs, [(x,) for x in inputs[:2]], outputs, unsqueeze_dim)
-    plan = heads_forward_plan(*call.heads, call.width, call.rotary, device_props(inputs[0].device))
+    call = _Call(inputs, [(x,) for x in inputs[:2]], outputs, unsqueeze_dim, layout, angles_by_pair)
+    # Pairs of neighbours are loaded as halves are: two elements of a row, of those behind ``rotary`` too.
+    planned = call.rotary if layout == "half" else call.width
+    plan = heads_forward_plan(*call.heads, call.width, planned, device_props(inputs[0].device))
     q_tiles, k_tiles = call.tiles(plan)
     if not q_tiles + k_tiles:
         return
@@ -173,8 +188,17 @@ class _Call:
     ``read`` are a side's tensors, x first; one with a None has no rows. ``written`` is as evenly spaced as x is.
     """
 
-    def __init__(self, inputs: Inputs, read: Sequence[Any], written: Sides, unsqueeze_dim: int) -> None:
+    def __init__(
+        self,
+        inputs: Inputs,
+        read: Sequence[Any],
+        written: Sides,
+        unsqueeze_dim: int,
+        layout: RotaryLayout = "half",
+        angles_by_pair: bool = False,
+    ) -> None:
         cos = inputs[4]
+        self._pairs = layout, angles_by_pair
         self.width, self.rotary = inputs[0].shape[-1], 0 if cos is None else cos.shape[-1]
         self._heads_dim = None if cos is None else heads_dim_of(cos, unsqueeze_dim)
         self.shared = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in inputs[2:]]
@@ -215,7 +239,7 @@ class _Call:
             "Q_HEADS": plan.q.heads,
             "K_TOKENS": plan.k.tokens,
             "K_HEADS": plan.k.heads,
-            "SHAPE": _TileShape(self.width, self.rotary, plan.block, grain, self._long),
+            "SHAPE": _TileShape(self.width, self.rotary, plan.block, grain, self._long, *self._pairs),
             "SPEC": None if spec is None else spec.without_eps(),
         }
         return (*counts, q_programs, *self._strides, 0.0 if spec is None else spec.eps), constants

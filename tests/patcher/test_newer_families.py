@@ -1,0 +1,139 @@
+"""Families whose layers differ, or rotate neighbours: every site of each layer, and steps that are those of stock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fused_norm
+from fused_norm.model_configs import FAMILIES, build, tiny_config
+from fused_norm.patcher import apply
+from fused_norm.spec import FusedNormError, GatedNormSpec
+
+from .models import NEWER_MODEL_TYPES, step, tokens, twins
+
+QUICK = ("glm4", "gemma4_text")
+
+
+@pytest.mark.parametrize("model_type", NEWER_MODEL_TYPES)
+def test_every_site_of_every_layer_is_fused_and_computes_its_spec(model_type: str) -> None:
+    family, model = FAMILIES[model_type], build(model_type, seed=0)
+    report = fused_norm.apply_fused_norm(model)
+    fused = [(site.kind, site.path) for site in report.fused]
+    expected = [("norm", f"model.{name}") for name in (*family.decoder_norms, family.final_norm)]
+    for index in range(len(model.model.layers)):
+        layer = family.layer(index, model.config)
+        sites = ((kind, f"model.layers.{index}.{name}".removesuffix(".")) for name, kind in layer.layer_sites)
+        expected += sites
+        for site in report.fused:
+            path = site.path.removeprefix(f"model.layers.{index}.")
+            if site.kind in ("norm", "qk") and path != site.path:
+                spec = layer.spec_of(path)
+                assert replace(site.spec, casts_weight=spec.casts_weight) == spec, site.path
+    with_experts = [path for kind, path in fused if kind == "mlp" and "experts" in path]
+    assert sorted(fused) == sorted([*expected, ("loss", "lm_head"), *(("mlp", path) for path in with_experts)])
+    assert {site.path.rpartition(".")[2] for site in report.kept if site.kind != "readers"} <= {"experts"}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NEWER_MODEL_TYPES],
+)
+def test_a_step_is_that_of_stock(model_type: str, device: str) -> None:
+    stock, fused = twins(model_type, device)
+    ids = tokens(device, length=19)  # more than a sliding window of 16
+    (expected, gradients), (logits, fused_gradients) = step(stock, ids), step(fused, ids)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    for name, gradient in gradients.items():
+        assert (fused_gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "path"),
+    [
+        ("gemma4_text", "layers.1.self_attn.v_norm"),
+        ("gemma4_text", "layers.3.self_attn.q_norm"),
+        ("gemma4_text", "layers.3.post_per_layer_input_norm"),
+        ("gemma4_text", "per_layer_projection_norm"),
+        ("qwen3_5_text", "layers.0.linear_attn.norm"),
+        ("qwen3_5_text", "layers.1.self_attn.k_norm"),
+    ],
+)
+def test_a_site_of_one_layer_that_is_lost_is_an_error_with_its_path(model_type: str, path: str) -> None:
+    if model_type not in NEWER_MODEL_TYPES:
+        pytest.skip(f"this transformers has no {model_type}")
+    model = build(model_type, seed=0)
+    parent, _, name = f"model.{path}".rpartition(".")
+    setattr(model.get_submodule(parent), name, nn.Identity())
+    with pytest.raises(FusedNormError, match=rf"model\.{path} \(.*: not found"):
+        fused_norm.apply_fused_norm(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "path", "change"),
+    [
+        ("gemma4_text", "self_attn.v_norm", {"weighted": True}),
+        ("gemma4_text", "self_attn.v_norm", {"casting": "gemma"}),
+        ("qwen3_5_text", "linear_attn.norm", {"zero_centered": True}),
+    ],
+)
+def test_a_norm_that_computes_something_else_is_an_error(
+    model_type: str, path: str, change: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if model_type not in NEWER_MODEL_TYPES:
+        pytest.skip(f"this transformers has no {model_type}")
+    family = FAMILIES[model_type]
+    other = replace(family, specs={path: replace(family.specs[path], **change)})
+    monkeypatch.setattr(apply, "FAMILIES", {model_type: other})
+    with pytest.raises(FusedNormError, match=rf"model\.layers\.0\.{path} \(norm\): computes "):
+        fused_norm.apply_fused_norm(build(model_type, seed=0))
+
+
+def test_a_norm_without_its_gate_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "qwen3_5_text" not in NEWER_MODEL_TYPES:
+        pytest.skip("this transformers has no qwen3_5_text")
+    family = FAMILIES["qwen3_5_text"]
+    assert isinstance(family.specs["linear_attn.norm"], GatedNormSpec)
+    monkeypatch.setattr(apply, "FAMILIES", {family.model_type: replace(family, specs={})})
+    with pytest.raises(FusedNormError, match=r"linear_attn\.norm \(norm\): computes llama, weight"):
+        fused_norm.apply_fused_norm(build(family.model_type, seed=0))
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"hidden_size_per_layer_input": 0}, {"num_kv_shared_layers": 0}, {"attention_k_eq_v": True}]
+)
+def test_a_variant_of_gemma_4_is_no_error(overrides: dict[str, object]) -> None:
+    if "gemma4_text" not in NEWER_MODEL_TYPES:
+        pytest.skip("this transformers has no gemma4_text")
+    report = fused_norm.apply_fused_norm(build(tiny_config("gemma4_text", **overrides), seed=0))
+    assert report.counts["sandwich"] == (8 if "hidden_size_per_layer_input" in overrides else 12)
+
+
+@pytest.mark.parametrize("model_type", NEWER_MODEL_TYPES)
+def test_the_default_model_has_the_sites_of_the_row(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    layers = len(FAMILIES[model_type].tiny.get("layer_types", ())) or 2
+    if getattr(config, "layer_types", None) is not None:
+        layers = 6
+        config.layer_types = config.layer_types[:layers]
+    config.num_hidden_layers = layers
+    if hasattr(config, "num_kv_shared_layers"):
+        config.num_kv_shared_layers = 0
+    with torch.device("meta"):
+        report = fused_norm.apply_fused_norm(AutoModelForCausalLM.from_config(config))
+    assert report.counts["norm"] > 2 * layers
+
+
+def test_types_of_layers_go_on_by_turns_in_a_model_of_more_layers() -> None:
+    family = FAMILIES["qwen3_5_text"]
+    assert family.tiny_arguments({"num_hidden_layers": 3})["layer_types"] == [
+        "linear_attention",
+        "full_attention",
+        "linear_attention",
+    ]
+    assert family.sites(3) == {"norm": 9, "qk": 2, "rope": 1, "residual": 3, "mlp": 3, "loss": 1}
+    assert FAMILIES["gemma4_text"].sites()["qk"] == 6
