@@ -14,7 +14,7 @@ from fused_norm.model_configs import FAMILIES, build, tiny_config
 from fused_norm.patcher import apply
 from fused_norm.spec import FusedNormError, GatedNormSpec
 
-from .models import NEWER_MODEL_TYPES, step, tokens, twins
+from .models import EXPERTS_ARE_MLPS, NEWER_MODEL_TYPES, step, tokens, twins
 
 QUICK = ("glm4", "gemma4_text")
 
@@ -27,7 +27,8 @@ def test_every_site_of_every_layer_is_fused_and_computes_its_spec(model_type: st
     expected = [("norm", f"model.{name}") for name in (*family.decoder_norms, family.final_norm)]
     for index in range(len(model.model.layers)):
         layer = family.layer(index, model.config)
-        sites = ((kind, f"model.layers.{index}.{name}".removesuffix(".")) for name, kind in layer.layer_sites)
+        newer = () if EXPERTS_ARE_MLPS else layer.newer_sites
+        sites = ((kind, f"model.layers.{index}.{name}") for name, kind in (*layer.layer_sites, *newer))
         expected += sites
         for site in report.fused:
             path = site.path.removeprefix(f"model.layers.{index}.")
@@ -36,7 +37,7 @@ def test_every_site_of_every_layer_is_fused_and_computes_its_spec(model_type: st
                 assert replace(site.spec, casts_weight=spec.casts_weight) == spec, site.path
     with_experts = [path for kind, path in fused if kind == "mlp" and "experts" in path]
     assert sorted(fused) == sorted([*expected, ("loss", "lm_head"), *(("mlp", path) for path in with_experts)])
-    assert {site.path.rpartition(".")[2] for site in report.kept if site.kind != "readers"} <= {"experts"}
+    assert {site.path.rpartition(".")[2] for site in report.kept if site.kind != "consumers"} <= {"experts"}
 
 
 @pytest.mark.parametrize(
@@ -135,5 +136,5 @@ def test_types_of_layers_go_on_by_turns_in_a_model_of_more_layers() -> None:
         "full_attention",
         "linear_attention",
     ]
-    assert family.sites(3) == {"norm": 9, "qk": 2, "rope": 1, "residual": 3, "mlp": 3, "loss": 1}
+    assert family.sites(3) == {"norm": 9, "qk": 2, "rope": 1, "residual": 3, "mlp": 3, "conv": 2, "loss": 1}
     assert FAMILIES["gemma4_text"].sites()["qk"] == 6

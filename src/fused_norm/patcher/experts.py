@@ -358,11 +358,11 @@ def _is_gate(replica: Any, activation: Formula, interleaved: bool, *names: str |
     if names[1] is not None and activation != "silu":
         return False
     options = _options(replica, activation, interleaved, *names)
-    scales = torch.tensor([1e-3, 1.0, 4.0, 1e3])
-    values = torch.randn(64, 2 * _INNER, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    values = (values[:, None] * scales[:, None]).view(-1, 2 * _INNER)
-    values[0, ::3] = torch.nan
-    with plain_pytorch():
+    with plain_pytorch():  # which leaves a default device, such as meta, too
+        scales = torch.tensor([1e-3, 1.0, 4.0, 1e3])
+        values = torch.randn(64, 2 * _INNER, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+        values = (values[:, None] * scales[:, None]).view(-1, 2 * _INNER)
+        values[0, ::3] = torch.nan
         for dtype in DTYPES:
             given = values.to(dtype)
             try:
