@@ -28,7 +28,9 @@ def test_every_site_of_every_layer_is_fused_and_computes_its_spec(model_type: st
     for index in range(len(model.model.layers)):
         layer = family.layer(index, model.config)
         newer = () if EXPERTS_ARE_MLPS else layer.newer_sites
-        sites = ((kind, f"model.layers.{index}.{name}") for name, kind in (*layer.layer_sites, *newer))
+        sites = (
+            (kind, f"model.layers.{index}.{name}".removesuffix(".")) for name, kind in (*layer.layer_sites, *newer)
+        )
         expected += sites
         for site in report.fused:
             path = site.path.removeprefix(f"model.layers.{index}.")

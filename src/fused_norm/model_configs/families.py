@@ -180,6 +180,8 @@ _FOUR_NORMS: Mapping[str, Any] = MappingProxyType(
 
 _GEMMA_SPEC = NormSpec("gemma", zero_centered=True, eps=1e-6)
 
+_EXPERTS: tuple[str, Kind] = ("mlp.experts", "experts")
+
 _LINEAR_ATTENTION: Mapping[str, Any] = MappingProxyType(
     {
         "attention": None,
@@ -196,6 +198,16 @@ _DELTA_NETS: Mapping[str, Any] = MappingProxyType(
         "specs": {"linear_attn.norm": GatedNormSpec("llama", eps=1e-6)},
         "qk_norms": _QK_NORMS,
         "layers_of_type": {"linear_attention": _LINEAR_ATTENTION},
+    }
+)
+
+_SPARSE_DELTA_NETS: Mapping[str, Any] = MappingProxyType(
+    {
+        **_DELTA_NETS,
+        "newer_sites": (_EXPERTS,),
+        "layers_of_type": {
+            "linear_attention": {**_LINEAR_ATTENTION, "newer_sites": (("linear_attn", "conv"), _EXPERTS)}
+        },
     }
 )
 """Layers of Qwen3.5: most have a gated delta net, every fourth one an attention."""
@@ -454,7 +466,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 model_type="gpt_oss",
                 spec=NormSpec("gemma", eps=1e-5),
                 mlp=None,
-                newer_sites=(("mlp.experts", "experts"),),
+                newer_sites=(_EXPERTS,),
                 tiny=_tiny(
                     hidden_size=72,
                     head_dim=20,
@@ -476,9 +488,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             Family(
                 model_type="qwen3_5_moe_text",
-                **_DELTA_NETS,
+                **_SPARSE_DELTA_NETS,
                 mlp="mlp.shared_expert",
-                newer_sites=(("mlp.experts", "experts"),),
                 tiny=_tiny_delta_nets(
                     moe_intermediate_size=40,
                     shared_expert_intermediate_size=40,
