@@ -425,8 +425,8 @@ def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, ca
     [
         ("--no-norms --residual", "--residual contradicts --no-norms"),
         (
-            "--no-norms --no-qk --no-mlp --no-experts --no-adapter --no-loss",
-            "--no-norms and --no-qk and --no-mlp and --no-experts and --no-adapter and --no-loss leave nothing to fuse",
+            "--no-norms --no-qk --no-mlp --no-conv --no-experts --no-adapter --no-loss",
+            "--no-norms and --no-qk and --no-mlp and --no-conv and --no-experts and --no-adapter and --no-loss leave",
         ),
     ],
 )

@@ -80,6 +80,7 @@ def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path:
         "qk": 0,
         "sandwich": 0,
         "mlp": 0,
+        "conv": 0,
         "experts": 0,
         "adapter": 0,
     }

@@ -22,7 +22,7 @@ def arguments(kind: str, device: str, x: torch.dtype, w: torch.dtype, angles: to
     q, k = (torch.randn(2, 9, heads, 16, device=device).to(x).transpose(1, 2).requires_grad_() for heads in (4, 2))
     cos, sin = torch.randn(2, 2, 9, rotary, device=device).to(angles)
     if kind.startswith("rotation"):
-        return OPERATORS["rope"], (None, q, k, cos, sin, 1, kind == "rotation in fp32")
+        return OPERATORS["rope"], (None, q, k, cos, sin, 1, kind == "rotation in fp32", "half", False)
     weights = [torch.randn(16, device=device).to(w).requires_grad_() for _ in range(2)]
     both = (cos, sin) if kind == "norm and rotation" else (None, None)
     return OPERATORS["qk_norm"], (NormSpec("llama"), q, k, *weights, *both, 1)

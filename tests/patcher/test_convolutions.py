@@ -100,8 +100,11 @@ def results(model: nn.Module, *, autocast: bool = False, **named: Any) -> list[T
 
 
 def assert_equal(ours: list[Tensor], expected: list[Tensor]) -> None:
+    """On a GPU PyTorch chooses other kernels for other strides, which may sum in another order."""
     assert len(ours) == len(expected)
-    assert all(map(torch.equal, ours, expected))
+    for tensor, stock in zip(ours, expected, strict=True):
+        bound = 4 * torch.finfo(stock.dtype).eps
+        assert relative(tensor, stock) < bound if stock.is_cuda else torch.equal(tensor, stock)
 
 
 @MODELS

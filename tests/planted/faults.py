@@ -23,10 +23,10 @@ from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
 from fused_norm.kernels.experts import EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
-from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT
+from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.norm import (
     ADD_RMS_NORM,
     ADD_RMS_NORM_FOR_CONSUMERS,
@@ -75,6 +75,7 @@ _IN_MODELS = (*_NORMED, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS)
 OF_ADAPTERS = (LORA_ADD, LORA_LINEAR_4BIT)
 """The operators of adapters."""
 _EVERY = (*_IN_MODELS, *OF_ADAPTERS)
+_OF_QLORA = (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT, GLU_FOR_CONSUMERS)
 _NORM_OF_SUM = (ADD_RMS_NORM, NORM_ADD_NORM)
 _ROTATED = (QK_NORM, ROPE)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
@@ -276,6 +277,11 @@ def _products_unrounded(call: Forward) -> Results:
 def _convolution_unrounded(call: Forward) -> Results:
     wide = {name: None if call[name] is None else call[name].float() for name in ("x", "weight", "bias")}
     return call.results(**wide)
+
+
+def _second_summand_lost(call: Forward) -> Results:
+    added = call["gate_added"]
+    return call.results() if added is None else call.results(gate_added=torch.zeros_like(added))
 
 
 def _copy_cut_off(call: Forward) -> Results:
@@ -722,7 +728,14 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("cut", (LORA_ADD,), lambda call: call.results(x=_half_nearer_zero(call["x"]))),
     ("products", (LORA_ADD,), _products_unrounded),  # the products are not rounded
     ("scale", (LORA_ADD,), lambda call: call.results(scale=call["scale"] ** 2)),  # the scale is applied twice
-    ("rank", OF_ADAPTERS, lambda call: call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:])))),
+    # Gate and up come as two summands each, of which the second one is lost.
+    ("summands", (GLU_FOR_CONSUMERS,), _second_summand_lost, "gate and up come in one piece"),
+    ("gate", (GLU_FOR_CONSUMERS,), lambda call: call.results(gate=0.99 * call["gate"])),
+    (
+        "rank",
+        (*OF_ADAPTERS, LORA_SUMMANDS_4BIT),
+        lambda call: call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:]))),
+    ),
     ("base", (LORA_ADD,), lambda call: call.results(base=torch.zeros_like(call["base"]))),
     ("factor", (LORA_LINEAR_4BIT,), lambda call: call.results(factor=call["factor"] ** 2)),  # it is applied twice
     ("cut", (LORA_LINEAR_4BIT,), lambda call: call.results(adapter_x=_half_nearer_zero(call["adapter_x"]))),
@@ -741,7 +754,11 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dh", (LORA_ADD,), lambda call: call.results("dx", "da", scale=1.0)),
     ("dh", (LORA_LINEAR_4BIT,), lambda call: call.results("dadapter_x", "da", factor=1.0)),
     ("absmax-back", (LORA_LINEAR_4BIT,), lambda call: call.results(scale=call["scale"].roll(-1))),
-    ("shifted", OF_ADAPTERS, lambda call: call.results(h=call["h"].roll(1, -2))),  # the gradient of b is of other rows
+    (
+        "shifted",
+        (*OF_ADAPTERS, LORA_SUMMANDS_4BIT),
+        lambda call: call.results(h=call["h"].roll(1, -2)),
+    ),  # the gradient of b is of other rows
     ("dgate", (GLU,), _edited(lambda dgate: dgate * 1.003, "dgate")),  # the gradient of the gate is .3 % too large
     ("square", (GLU,), _slope_without_its_square, "no GELU by tanh"),  # a slope without its square term
     # The gradients of weights are those of another expert.
@@ -762,7 +779,11 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dw-tile", _WITH_WEIGHTS, _without_rows(lambda rows: 8)),  # dw lacks the last eight rows
     ("dw-share", _WITH_WEIGHTS, _without_rows(lambda rows: rows // 4)),  # dw lacks a quarter of the rows
     ("frozen", _WITH_WEIGHTS, _dx_where_the_weight_is_frozen),  # dx is wrong where the weight is frozen
-    ("dropped", _FOR_CONSUMERS, _of_consumers(lambda dys: dys[:-1])),  # the gradient of the first consumer is missing
+    (
+        "dropped",
+        (*_FOR_CONSUMERS, GLU_FOR_CONSUMERS),
+        _of_consumers(lambda dys: dys[:-1]),
+    ),  # the gradient of the first consumer is missing
     (
         "doubled",
         _FOR_CONSUMERS,
@@ -778,7 +799,7 @@ def _faults() -> Iterator[Fault]:
     for planting, forms in ((in_forward, _IN_FORWARDS), (in_backward, _IN_BACKWARDS)):
         for name, operators, wrong, *hidden in forms:
             for operator in operators:
-                where = {LORA_ADD: "lora", LORA_LINEAR_4BIT: "qlora"}.get(operator, "eager")
+                where = "lora" if operator is LORA_ADD else "qlora" if operator in _OF_QLORA else "eager"
                 yield Fault(f"{operator.name}-{name}", planting(operator, wrong), *hidden, where=where)
 
     for name, wrong in (

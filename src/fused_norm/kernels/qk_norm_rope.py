@@ -164,8 +164,9 @@ class Rope(HeadsOperator):
             reason = reason or check_flag(name, flag)
         reason = reason or check_choice("layout", layout, ROTARY_LAYOUTS)
         if reason is None and layout == "deinterleaved" and cos.shape[-1] != q.shape[-1]:
-            what = f"cos must be as wide as q for a layout that is deinterleaved, {q.shape[-1]}, not {cos.shape[-1]}"
-            reason = Unsupported(f"{what}; pass the part of the heads that is rotated", ValueError)
+            reason = Unsupported(
+                f"cos must be as wide as q, {q.shape[-1]}, in a deinterleaved layout, not {cos.shape[-1]}", ValueError
+            )
         return reason
 
     def reference(self, spec: Spec, *arguments: Any) -> tuple[Tensor, Tensor | None]:
