@@ -420,14 +420,14 @@ def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, ca
     assert "RemoteForCausalLM" in capsys.readouterr().out
 
 
+NO_KIND = "--no-norms --no-qk --no-mlp --no-conv --no-experts --no-adapter --no-loss"
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ("--no-norms --residual", "--residual contradicts --no-norms"),
-        (
-            "--no-norms --no-qk --no-mlp --no-conv --no-experts --no-adapter --no-loss",
-            "--no-norms and --no-qk and --no-mlp and --no-conv and --no-experts and --no-adapter and --no-loss leave",
-        ),
+        (NO_KIND, f"{' and '.join(NO_KIND.split())} leave nothing to fuse"),
     ],
 )
 def test_contradictory_options_are_named_as_they_were_written(options, says, capsys):
