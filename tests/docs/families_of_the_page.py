@@ -15,4 +15,4 @@ for block in blocks_of((ROOT / "docs" / "extending.md").read_text(encoding="utf-
     if " = Family(" in block.text:
         exec(block.text, written)
 (table,) = gc.get_referents(FAMILIES)  # the mapping under the view that nobody writes to
-table |= {one.model_type: one for one in written.values() if isinstance(one, Family)}
+table |= {family.model_type: family for family in written.values() if isinstance(family, Family)}

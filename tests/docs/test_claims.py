@@ -13,6 +13,7 @@ import fused_norm
 from fused_norm import cli
 from fused_norm.model_configs import FAMILIES
 
+from ..kernels.compiled_launches import TARGETS
 from ..patcher.other_families import OTHERS
 from .markdown_pages import ROOT
 
@@ -33,22 +34,42 @@ def test_the_package_is_described_in_one_way(capsys: pytest.CaptureFixture[str])
     assert f"{said}." in " ".join(capsys.readouterr().out.split())
 
 
+def supported_releases() -> dict[str, list[str]]:
+    """The table of releases on the page of what is supported: by the name of a project, the cells of its row."""
+    page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (Python|PyTorch|Triton|transformers)\b[^|]*\|(.*)\|$", page, re.MULTILINE)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+
+
 def test_the_oldest_releases_are_those_of_the_package() -> None:
     oldest = dict(re.findall(r"^(\w+)>=([\d.]+)", "\n".join(PROJECT["dependencies"]), re.MULTILINE))
     names = {"PyTorch": "torch", "Triton": "triton", "transformers": "transformers"}
-    said = {"Python": PROJECT["requires-python"].removeprefix(">=")}
-    said |= {name: oldest[requirement] for name, requirement in names.items()}
-    for page in ("README.md", "docs/index.md", "docs/supported.md"):
-        found = dict(re.findall(r"\b(Python|PyTorch|Triton|transformers) (\d+\.\d+)(?= or newer| to )", text_of(page)))
-        assert found.keys() >= {"Python", "PyTorch", "transformers"}, page
-        assert found == {name: said[name] for name in found}, page
+    required = {"Python": PROJECT["requires-python"].removeprefix(">=")}
+    required |= {name: oldest[requirement] for name, requirement in names.items()}
+    table = {
+        name: re.match(r"(\d+\.\d+) (or newer|to )", supported)[1]
+        for name, (supported, *_) in supported_releases().items()
+    }
+    assert table == required
+    for page in ("README.md", "docs/index.md"):
+        said = dict(re.findall(r"\b(Python|PyTorch|Triton|transformers) (\d+\.\d+)(?= or newer| to )", text_of(page)))
+        assert said.keys() >= {"Python", "PyTorch", "transformers"}, page
+        assert said == {name: required[name] for name in said}, page
 
 
-def test_transformers_is_tested_in_the_releases_that_are_named() -> None:
+def test_the_releases_that_tests_are_run_with_are_those_of_the_page() -> None:
     makefile, constraints = (ROOT / name for name in ("Makefile", "constraints.txt"))
     oldest, newest = re.search(r"^MATRIX := (\S+) (\S+)$", makefile.read_text(), re.MULTILINE).groups()
-    pinned = re.search(r"^transformers==(.*)$", constraints.read_text(), re.MULTILINE)[1]
-    assert f"tested with {oldest}, {pinned} and {newest};" in text_of("docs/supported.md")
+    pinned = dict(re.findall(r"^(\w+)==(\S+)$", constraints.read_text(), re.MULTILINE))
+    tested = {name: cells[1] for name, cells in supported_releases().items()}
+    assert tested["transformers"] == f"{oldest}, {pinned['transformers']}, {newest}"
+    assert (tested["PyTorch"], tested["Triton"]) == (pinned["torch"], pinned["triton"])
+
+
+def test_the_gpus_that_kernels_are_compiled_for_are_those_of_the_pages() -> None:
+    tuned = {"sm_90"}  # the H100's, which is run
+    for page in ("docs/supported.md", "docs/faq.md", "docs/tuning.md"):
+        assert set(re.findall(r"\b(?:sm_\d+|gfx\d+)\b", text_of(page))) | tuned == {*TARGETS}, page
 
 
 def test_the_commands_that_print_json_are_those_that_are_named() -> None:

@@ -14,7 +14,6 @@ PATCHER = ROOT / "src" / "fused_norm" / "patcher"
 KERNELS = ROOT / "src" / "fused_norm" / "kernels"
 
 NOT_SAID = {
-    "gate and up",
     "q and k",
     "\n  and … more",
     "… (…): …",
@@ -29,7 +28,6 @@ NOT_SAID = {
     "LoRA layers as PEFT has them",
     "PEFT's LoRA code",
     "sum with the adapter",
-    "causal convolution",
     " between grouped products",
     "a part of transformers' experts",
     "its linear by bitsandbytes' code",
@@ -79,7 +77,8 @@ OF_USERS_CALLS = {
     "absent must be a tensor of torch.bool, not …",
     "absent must have shape … on …, not … on …",
     "rstd has shape …, and x …",
-    "cos must be as wide as q, …, in a deinterleaved layout, not …",
+    "cos must be as wide as q for a layout that is deinterleaved, …, not …",
+    "…; pass the part of the heads that is rotated",
     "rstd must be float32, not …",
     "under casting 'none' the forward uses another rstd than it keeps",
 }
@@ -107,28 +106,40 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
             yield text
 
 
+def all_texts(paths: Iterable[Path]) -> set[str]:
+    """The strings of three words or more in sources."""
+    return {text for path in paths for text in texts_of(ast.parse(path.read_text(encoding="utf-8")))}
+
+
 def said(paths: Iterable[Path]) -> set[str]:
     """The messages in sources, each up to its first line break."""
-    texts = {text for path in paths for text in texts_of(ast.parse(path.read_text(encoding="utf-8")))}
+    texts = all_texts(paths)
     code = {text for text in texts if re.search(r"self\.fused_norm_|\bFUSED\b", text)}
     return {text.partition("\n")[0] for text in texts - code - NOT_SAID}
 
 
-def refusals(paths: Iterable[Path]) -> set[str]:
-    """The reasons in sources of operators: what functions say that return a refusal, or one as a text."""
+def all_refusals(paths: Iterable[Path]) -> set[str]:
+    """The strings in functions of operators that return a refusal, or the reason of one as a text."""
     functions = (
         node
         for path in paths
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and node.returns is not None
     )
-    given = (one for one in functions if ast.unparse(one.returns) in ("Unsupported | None", "str | None"))
-    return {text for one in given for text in texts_of(one)} - OF_USERS_CALLS
+    refusing = (
+        function for function in functions if ast.unparse(function.returns) in ("Unsupported | None", "str | None")
+    )
+    return {text for function in refusing for text in texts_of(function)}
+
+
+def refusals(paths: Iterable[Path]) -> set[str]:
+    """The refusals that calls of a patched model can get."""
+    return all_refusals(paths) - OF_USERS_CALLS
 
 
 def on_page(page: str) -> set[str]:
     """The messages in the first column of the tables of a page."""
-    return {found.strip() for found in re.findall(r"^\| ``? ?(.+?) ?``? \|", page, re.MULTILINE)}
+    return {message.strip() for message in re.findall(r"^\| ``? ?(.+?) ?``? \|", page, re.MULTILINE)}
 
 
 def test_every_message_of_the_patcher_is_on_the_page_and_no_other() -> None:
@@ -136,6 +147,16 @@ def test_every_message_of_the_patcher_is_on_the_page_and_no_other() -> None:
     entries = on_page(PAGE.read_text(encoding="utf-8"))
     assert messages - entries == set(), "not on the page"
     assert entries - messages == set(), "on the page, and nowhere in the patcher"
+
+
+def test_what_the_page_may_leave_out_is_still_in_the_sources() -> None:
+    assert NOT_SAID - all_texts(PATCHER.rglob("*.py")) == set()
+    assert OF_USERS_CALLS - all_refusals(KERNELS.glob("*.py")) == set()
+
+
+def test_no_message_has_two_rows() -> None:
+    rows = re.findall(r"^\| ``? ?(.+?) ?``? \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == len(set(rows))
 
 
 def test_messages_are_found_in_a_source() -> None:

@@ -34,13 +34,14 @@ class Target(NamedTuple):
 
 TARGETS = {
     "sm_80": Target(GPUTarget("cuda", 80, 32), Device(108, shared_memory=166_912)),
+    "sm_86": Target(GPUTarget("cuda", 86, 32), Device(84, shared_memory=101_376)),
     "sm_89": Target(GPUTarget("cuda", 89, 32), Device(128, shared_memory=101_376)),
     "sm_90": Target(GPUTarget("cuda", 90, 32), Device(132, shared_memory=232_448, overlaps=True)),
     "sm_100": Target(GPUTarget("cuda", 100, 32), Device(148, shared_memory=232_448, overlaps=True)),
     "sm_120": Target(GPUTarget("cuda", 120, 32), Device(170, shared_memory=101_376, overlaps=True)),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), Device(304, warp_size=64, shared_memory=65_536)),
 }
-"""An A100, an RTX 4090, an H100, a B200, an RTX 5090 and an MI300X."""
+"""An A100, an RTX A6000, an RTX 4090, an H100, a B200, an RTX 5090 and an MI300X."""
 
 
 class Noted(list[Launch]):

@@ -14,7 +14,7 @@ from fused_norm.kernels.operator import OPERATORS
 
 from .compiled_launches import TARGETS
 
-WITHOUT_FP8 = ("sm_80", "gfx942")
+WITHOUT_FP8 = ("sm_80", "sm_86", "gfx942")
 """Targets on which norms give FP8 by PyTorch's own operators."""
 
 
