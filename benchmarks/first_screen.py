@@ -25,9 +25,9 @@ COLOURS = {"stock": "#8b949e", "Liger": "#3a9a5b", "compiled": "#3b7dd8", "ours"
 
 DRAWN = {
     "full fine-tuning, Qwen3-0.6B": "full fine-tuning",
-    "bf16 autocast, Qwen3-0.6B": "autocast",
     "LoRA, Qwen3-0.6B": "LoRA",
     "LoRA, checkpointing, Qwen3-0.6B": "checkpointing",
+    "QLoRA, checkpointing, Qwen3-0.6B": "QLoRA",
 }
 """Rows of the table, by what the picture calls them."""
 

@@ -18,16 +18,12 @@ RUN = ROOT / "benchmarks" / "results" / "h200" / "results.json"
 
 STEPS = {
     "full fine-tuning, Qwen3-0.6B": "Qwen3-0.6B loss 4x4096",
-    "full fine-tuning, Llama-3.2-1B": "Llama-3.2-1B loss 4x4096",
-    "full fine-tuning, gemma-3-1b-pt": "gemma-3-1b-pt loss 4x4096",
-    "full, half of the labels masked, Qwen3-0.6B": "Qwen3-0.6B loss masked 4x4096",
-    "bf16 autocast, Qwen3-0.6B": "Qwen3-0.6B autocast loss 4x4096",
     "LoRA, Qwen3-0.6B": "Qwen3-0.6B lora loss 4x4096",
-    "LoRA, Llama-3.2-1B": "Llama-3.2-1B lora loss 4x4096",
-    "LoRA, gemma-3-1b-pt": "gemma-3-1b-pt lora loss 4x4096",
     "LoRA, half of the labels masked, Qwen3-0.6B": "Qwen3-0.6B lora loss masked 4x4096",
     "LoRA, checkpointing, Qwen3-0.6B": "Qwen3-0.6B lora checkpointing loss 4x4096",
-    "QLoRA, checkpointing, without the loss, Qwen3-0.6B": "Qwen3-0.6B qlora checkpointing 4x4096",
+    "QLoRA, checkpointing, Qwen3-0.6B": "Qwen3-0.6B qlora checkpointing loss 4x4096",
+    "QLoRA, checkpointing, Qwen3-8B, 1x4096": "Qwen3-8B qlora checkpointing loss 1x4096",
+    "full, mixture of experts, Qwen3-30B-A3B, 6 layers, 2x4096": "Qwen3-30B-A3B (6 layers) loss 2x4096",
 }
 """The README's names for rows of the run, in its order: the steps that people run, which end in the loss."""
 
