@@ -32,7 +32,7 @@ NOT_SAID = {
     "a part of transformers' experts",
     "its linear by bitsandbytes' code",
     "lambda self: …",
-    "kernel_layer_name: a fused norm takes no kernel from the hub",
+    "kernel_layer_name: a fused module takes no kernel from the hub",
     "is in …, which its forward calls, and which is not rewritten",
     "… = …",
     "is written in a way that is not rewritten",

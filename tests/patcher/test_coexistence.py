@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import accelerate
@@ -352,16 +353,44 @@ def test_a_layer_that_a_mode_has_seen_is_run_again_by_the_same_code(is_around_ba
         assert torch.equal(found, expected)
 
 
-def test_a_hub_kernel_cannot_be_bound_over_a_fused_norm(monkeypatch) -> None:
-    """kernelize() binds a forward to every instance whose class has a ``kernel_layer_name``."""
+def of_the_hub(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A forward as ``kernelize`` of the package ``kernels`` binds it, also under transformers' ``use_kernels``."""
+    return type(self).forward(self, *args, **kwargs)
+
+
+def kernelized(model: nn.Module) -> list[str]:
+    """Bind such a forward to every instance whose class has a ``kernel_layer_name``, and return their paths."""
+    modules = {path: module for path, module in model.named_modules() if hasattr(type(module), "kernel_layer_name")}
+    for module in modules.values():
+        module.forward = MethodType(of_the_hub, module)
+    return [*modules]
+
+
+@pytest.mark.parametrize("part", ["norm", "layers.0.mlp", "layers.0.self_attn", "layers.0"])
+def test_the_hub_binds_nothing_over_what_is_fused(part: str, monkeypatch) -> None:
     model = build("llama", seed=0)
-    monkeypatch.setattr(type(model.model.norm), "kernel_layer_name", "RMSNorm", raising=False)
-    norms = [module for module in model.modules() if getattr(type(module), "kernel_layer_name", None) == "RMSNorm"]
-    assert len(norms) == 5
+    kind = type(model.model.get_submodule(part))
+    monkeypatch.setattr(kind, "kernel_layer_name", "AsTheHubCallsIt", raising=False)
+    paths = [path for path, module in model.named_modules() if type(module) is kind]
     fused_norm.apply_fused_norm(model)
-    assert not any(hasattr(kind, "kernel_layer_name") for norm in norms for kind in (norm, type(norm)))
+    assert kernelized(model) == []
     fused_norm.remove_fused_norm(model)
-    assert all(norm.kernel_layer_name == "RMSNorm" for norm in norms)
+    assert kernelized(model) == paths
+
+
+@pytest.mark.parametrize(("part", "kind"), [("norm", "norm"), ("layers.0.mlp", "mlp")])
+def test_what_the_hub_has_bound_before_runs_and_is_reported(part: str, kind: str, monkeypatch, device: str) -> None:
+    stock, model = twins("llama", device)
+    monkeypatch.setattr(type(stock.model.get_submodule(part)), "kernel_layer_name", "AsTheHubCallsIt", raising=False)
+    fused_norm.remove_fused_norm(model)
+    bound = kernelized(model)
+    report = fused_norm.apply_fused_norm(model, strict=False)
+    rows = [site for site in report.kept if site.kind == kind]
+    assert [site.path for site in rows] == bound
+    assert all("its forward was replaced on the instance, by" in site.reason for site in rows)
+    assert all("of_the_hub" in site.reason and site.cause == "overridden" for site in rows)
+    assert report.counts["rope"] == 2
+    assert_near(step(model, tokens(device)), step(stock, tokens(device)))
 
 
 @pytest.mark.parametrize("first", ["peft", "fused_norm"])

@@ -31,7 +31,7 @@ class _NoHubKernel:
     """A descriptor that hides ``kernel_layer_name``: transformers would bind a kernel from the hub over the forward."""
 
     def __get__(self, instance: object, owner: type | None = None) -> str:
-        raise AttributeError("kernel_layer_name: a fused norm takes no kernel from the hub")
+        raise AttributeError("kernel_layer_name: a fused module takes no kernel from the hub")
 
 
 def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str, replaced: Casting | None = None) -> type[nn.Module]:
@@ -47,7 +47,6 @@ def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str, replaced: Casti
         fused_norm_spec=spec,
         fused_norm_replaced=replaced,
         fused_norm_eps_name=eps_name,
-        kernel_layer_name=_NoHubKernel(),
     )
 
 
@@ -147,7 +146,12 @@ def _derive(base: type, origin: Any, made_by: tuple[Any, ...], **members: Any) -
     names = {name: getattr(origin, name) for name in ("__module__", "__qualname__", "__doc__")}
     facts = {"origin": origin, "origin_forward": origin.forward, "origin_code": RunningCode(origin.forward)}
     facts["made_by"] = made_by
-    members |= {**names, **{f"fused_norm_{name}": fact for name, fact in facts.items()}, "__reduce_ex__": reduce_ex}
+    members |= {
+        **names,
+        "kernel_layer_name": _NoHubKernel(),
+        **{f"fused_norm_{name}": fact for name, fact in facts.items()},
+        "__reduce_ex__": reduce_ex,
+    }
     derived = type(origin)(origin.__name__, (base, origin), members)
     derived.fused_norm_forward = derived.forward
     return derived
