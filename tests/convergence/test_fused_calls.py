@@ -241,16 +241,16 @@ def test_the_gradient_of_a_heads_bias_is_held_to_stock():
     assert record.gradients[place] > 100
 
 
-@pytest.mark.parametrize("form", [ByFunction, BySilu])
-def test_a_convolution_and_the_gradients_of_its_filters_are_held_to_stock(form):
-    module = form().to(DEVICE, torch.bfloat16)
+@pytest.mark.parametrize(("form", "mixed"), [(ByFunction, False), (BySilu, False), (BySilu, True)])
+def test_a_convolution_and_the_gradients_of_its_filters_are_held_to_stock(form, mixed):
+    module = form().to(DEVICE, torch.float32 if mixed else torch.bfloat16)
     model = torch.nn.ModuleList([module])
     assert apply_fused_norm(model, strict=False).counts["conv"] == 1
     x = torch.randn(2, 33, 6, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    with watched_calls(paths_of(model)) as calls:
+    with watched_calls(paths_of(model)) as calls, torch.autocast(DEVICE, torch.bfloat16, enabled=mixed):
         module(x).float().square().sum().backward()
     assert len(calls) == 1
-    record = record_of(model, calls)
+    record = record_of(model, calls, mixed=mixed)
     ways = {name.removeprefix(calls[0].name) for name in record.outputs}
     assert ways == {"", ", norms frozen", ", no gradients", ", its beginning", ", packed", ", one NaN"}
     assert max(record.outputs.values()) < 0.01
@@ -258,7 +258,7 @@ def test_a_convolution_and_the_gradients_of_its_filters_are_held_to_stock(form):
     assert max(record.gradients.values()) < 1
     trained = [name for name in record.gradients if "frozen" not in name]
     with FAULTS["causal_conv1d-dw-tap"].planted(model) as planted:
-        wrong = record_of(model, calls)
+        wrong = record_of(model, calls, mixed=mixed)
     assert planted.share == 1
     assert len(trained) == 9  # of the input, the filters and the bias; of the call, its beginning and packed sequences
     assert [name for name in trained if wrong.gradients[name] > 10] == [n for n in trained if n.endswith(FILTERS)]

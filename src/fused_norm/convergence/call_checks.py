@@ -207,9 +207,9 @@ class _Repeated:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             torch.manual_seed(0)  # dropout drops the same in both
             outputs = returned(call.method(*bound.args, **bound.kwargs))
-            self._has_products = _has_products(call)
+            self._is_cast_by_autocast = _has_products(call) or _is_of_convolution(call)
             self._dtypes = [tensor.dtype for tensor in (*tensors, *outputs)]
-            self._dtypes += [torch.bfloat16] if mixed and self._has_products else []
+            self._dtypes += [torch.bfloat16] if mixed and self._is_cast_by_autocast else []
             # Stock code returns one norm, which each consumer reads, and autocast casts.
             consumers = 1 + len(call.dtypes) - len(outputs)
             outputs[:1] = [outputs[0].view_as(outputs[0]).to(dtype) for dtype in call.dtypes[:consumers]]
@@ -239,7 +239,7 @@ class _Repeated:
 
     def rounding_of(self, name: str) -> float:
         """The last place of a gradient; a sum, as a weight's, is of numbers in the coarsest dtype of the call."""
-        is_sum = name.endswith((".weight", ".bias")) or self._has_products
+        is_sum = name.endswith((".weight", ".bias")) or self._is_cast_by_autocast
         return _last_place(self.gradients[name].dtype, *(self._dtypes if is_sum else ()))
 
     @property
