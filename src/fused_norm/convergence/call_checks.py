@@ -25,7 +25,6 @@ from .fused_calls import (
     FusedCall,
     computes,
     copied,
-    is_parameter,
     is_tensor,
     named_leaves,
     paths_of,
@@ -194,7 +193,8 @@ class _Repeated:
             if parameter is not None and parameter.requires_grad and name in ("weight", "bias")
         }
         leaves = {name: leaf for name, leaf in named_leaves(bound) if is_tensor(leaf) and leaf.requires_grad}
-        trained |= {name: leaf for name, leaf in named_leaves(bound) if is_parameter(leaf) and leaf.requires_grad}
+        parameters = {name: leaf for name, leaf in named_leaves(bound) if isinstance(leaf, nn.Parameter)}
+        trained |= {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         tensors = tensors_in(bound.arguments)
         self._rows, device = tensors[0].shape[:-1].numel(), tensors[0].device
         with contextlib.ExitStack() as stack:

@@ -307,11 +307,6 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
-def is_parameter(value: Any) -> bool:
-    """Return whether a value is a parameter."""
-    return isinstance(value, nn.Parameter)
-
-
 def named_leaves(given: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
     """The arguments of a call by name; those that a method passes on are named by their place or keyword."""
     for name, value in given.arguments.items():
