@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fused_norm.check.distances import TRIMMED, ZERO_SHARE, distances, slope_errors
+from fused_norm.check.distances import FEW, TRIMMED, ZERO_SHARE, distances, slope_errors
 
 
 def test_a_distance_is_relative_to_the_stock_tensor():
@@ -44,10 +44,18 @@ def test_a_small_tensor_may_have_a_few_elements_far_off_and_no_more():
 
 def test_a_slope_sees_what_all_numbers_have_in_common_and_averages_out_the_rest():
     torch.manual_seed(0)
-    stock = {"a": torch.randn(10_000), "zero": torch.full((4,), 1e-9)}
-    rounded = {"a": stock["a"].bfloat16().float(), "zero": torch.ones(4)}
-    smaller = {"a": rounded["a"] * 0.998, "zero": torch.ones(4)}
+    stock = {"a": torch.randn(10_000), "zero": torch.full((16,), 1e-9)}
+    rounded = {"a": stock["a"].bfloat16().float(), "zero": torch.ones(16)}
+    smaller = {"a": rounded["a"] * 0.998, "zero": torch.ones(16)}
     assert slope_errors(rounded, stock)["a"] < 1e-4
     assert slope_errors(smaller, stock)["a"] == pytest.approx(0.002, rel=0.05)
     assert "zero" not in slope_errors(rounded, stock)
     assert slope_errors({"zero": stock["zero"]}, stock)["a"] == math.inf
+
+
+def test_a_slope_is_of_more_than_a_few_numbers():
+    many = torch.ones(2, FEW)
+    stock = {"many": many, "few": many[0]}
+    twice = {name: 2 * value for name, value in stock.items()}
+    assert slope_errors(twice, stock) == {"many": 1.0}
+    assert distances(twice, stock)["few"] == pytest.approx(1.0)

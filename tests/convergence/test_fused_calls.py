@@ -9,7 +9,7 @@ from fused_norm import apply_fused_norm, disabled
 from fused_norm.check.distances import TURNED_ROWS, share_apart, share_different
 from fused_norm.convergence.call_checks import CallRecord, calls_of_step, compare
 from fused_norm.convergence.comparison import Comparison
-from fused_norm.convergence.fused_calls import FusedCall, observed, sites_not_seen
+from fused_norm.convergence.fused_calls import FusedCall, observed, paths_of, sites_not_seen, watched_calls
 from fused_norm.convergence.model_source import add_adapters
 from fused_norm.convergence.paired_runs import PairedRuns, fused_for
 from fused_norm.convergence.step_checks import changed_bits
@@ -17,6 +17,7 @@ from fused_norm.model_configs import build as build_on_cpu
 from fused_norm.model_configs import tiny_config
 from fused_norm.patcher import Site
 
+from ..patcher.test_convolutions import ByFunction, BySilu
 from ..planted.faults import FAULTS
 from ..planted.planting import PlantedFault, linear_cross_entropy
 from ..planted.runs import faulty
@@ -25,6 +26,8 @@ from .plans import tiny_plan
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = torch.arange(33, device=DEVICE)[None]
 BLOCK = "model.layers.1.self_attn"
+FILTERS = "given[1]", "conv1d.weight"
+"""The filters of a convolution among the arguments of a function, and as the weight of a module."""
 
 
 def build(*arguments, **named):
@@ -236,6 +239,29 @@ def test_the_gradient_of_a_heads_bias_is_held_to_stock():
     assert planted.share == 1
     assert record.turned[place] > 0.9
     assert record.gradients[place] > 100
+
+
+@pytest.mark.parametrize(("form", "mixed"), [(ByFunction, False), (BySilu, False), (BySilu, True)])
+def test_a_convolution_and_the_gradients_of_its_filters_are_held_to_stock(form, mixed):
+    module = form().to(DEVICE, torch.float32 if mixed else torch.bfloat16)
+    model = torch.nn.ModuleList([module])
+    assert apply_fused_norm(model, strict=False).counts["conv"] == 1
+    x = torch.randn(2, 33, 6, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    with watched_calls(paths_of(model)) as calls, torch.autocast(DEVICE, torch.bfloat16, enabled=mixed):
+        module(x).float().square().sum().backward()
+    assert len(calls) == 1
+    record = record_of(model, calls, mixed=mixed)
+    ways = {name.removeprefix(calls[0].name) for name in record.outputs}
+    assert ways == {"", ", norms frozen", ", no gradients", ", its beginning", ", packed", ", one NaN"}
+    assert max(record.outputs.values()) < 0.01
+    assert max(record.rows.values()) == 0
+    assert max(record.gradients.values()) < 1
+    trained = [name for name in record.gradients if "frozen" not in name]
+    with FAULTS["causal_conv1d-dw-tap"].planted(model) as planted:
+        wrong = record_of(model, calls, mixed=mixed)
+    assert planted.share == 1
+    assert len(trained) == 9  # of the input, the filters and the bias; of the call, its beginning and packed sequences
+    assert [name for name in trained if wrong.gradients[name] > 10] == [n for n in trained if n.endswith(FILTERS)]
 
 
 @pytest.mark.slow

@@ -281,8 +281,8 @@ def test_what_grouped_mm_computes_is_compared_in_full(function: Any) -> None:
         assert experts._agrees(replica, _GROUPED, gate) is is_right
 
 
-def test_other_implementations_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of("qwen3_moe")
+def test_other_implementations_run_as_they_are(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("qwen3_moe", device)
     fused, _ = fused_copy(model)
     module, given = experts_of(fused), inputs_of(experts_of(model))
     assert operators_of(lambda: module(*given)) == OPERATORS
@@ -326,8 +326,8 @@ CHANGES = [_swapped_activation, _hooked_activation, _own_gate, _gate_of_the_clas
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_other_code_changes_afterwards_runs(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused, _ = fused_copy(model_of("qwen3_moe"))
+def test_what_other_code_changes_afterwards_runs(change: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, _ = fused_copy(model_of("qwen3_moe", device))
     module = experts_of(fused)
     given = inputs_of(module)
     assert operators_of(lambda: module(*given)) == OPERATORS
@@ -338,8 +338,8 @@ def test_what_other_code_changes_afterwards_runs(change: Any, monkeypatch: pytes
         assert_equal(found, results(module, *given))
 
 
-def test_calls_in_unusual_forms_run_as_in_stock() -> None:
-    model = model_of("qwen3_moe")
+def test_calls_in_unusual_forms_run_as_in_stock(device: str) -> None:
+    model = model_of("qwen3_moe", device)
     fused, _ = fused_copy(model)
     module, stock = experts_of(fused), experts_of(model)
     hidden, index, weights = inputs_of(stock)
@@ -352,8 +352,8 @@ def test_calls_in_unusual_forms_run_as_in_stock() -> None:
         module(hidden, index)
 
 
-def test_a_linear_of_others_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused, _ = fused_copy(model_of("qwen3_moe"))
+def test_a_linear_of_others_is_called(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, _ = fused_copy(model_of("qwen3_moe", device))
     module, given, linear = experts_of(fused), inputs_of(experts_of(fused)), moe._grouped_linear
     expected = module(*given)
     monkeypatch.setattr(moe, "_grouped_linear", lambda *args, **kwargs: 2 * linear(*args, **kwargs))
@@ -363,8 +363,8 @@ def test_a_linear_of_others_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.allclose(found, expected)
 
 
-def test_limit_and_alpha_are_those_of_the_moment() -> None:
-    model = model_of("gpt_oss")
+def test_limit_and_alpha_are_those_of_the_moment(device: str) -> None:
+    model = model_of("gpt_oss", device)
     fused, _ = fused_copy(model)
     for module in (experts_of(model), experts_of(fused)):
         module.alpha, module.limit = 1.25, 0.5
@@ -423,11 +423,11 @@ def test_options_leave_experts_out() -> None:
     }
 
 
-def test_adapters_on_parameters_are_trained() -> None:
+def test_adapters_on_parameters_are_trained(device: str) -> None:
     peft = pytest.importorskip("peft")
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets, init_lora_weights=False)
-    model = peft.get_peft_model(model_of("qwen3_moe"), config)
+    model = peft.get_peft_model(model_of("qwen3_moe", device), config)
     fused, report = fused_copy(model, adapter=False)
     assert report.counts["experts"] == 2
     assert operators_of(lambda: step(fused)) == OPERATORS * 2

@@ -73,13 +73,16 @@ class Calls:
         return operator.results_of(spec, *arguments)
 
 
+def shape_of_ids(device: str) -> tuple[int, int]:
+    """Sequences and their tokens: on a GPU bitsandbytes multiplies fewer rows by kernels of its own."""
+    return (2, 1024) if device == "cuda" else (1, 5)
+
+
 def step(
     model: Any, device: str, autocast: torch.dtype | None = BF16, counts: bool = True
 ) -> tuple[list[Tensor], Counter[str]]:
     """The last hidden state, gradients of hidden states and of all that is trained, and the calls of the forward."""
-    # On a GPU bitsandbytes multiplies fewer rows by kernels of its own.
-    shape = (2, 1024) if device == "cuda" else (1, 5)
-    ids = torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(1)).to(device)
+    ids = torch.randint(0, 128, shape_of_ids(device), generator=torch.Generator().manual_seed(1)).to(device)
     torch.manual_seed(5)
     noted = Calls()
     with (
@@ -393,9 +396,8 @@ def test_values_are_written_in_the_16_bits_of_attention_unless_something_else_re
     assert values_of(model, device) == BF16, "a dropout before the adapter does not matter"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="no kernel runs on a CPU beside a GPU")
-def test_a_warm_layer_costs_few_frames_and_saves_few_tensors() -> None:
-    model = model_of("cpu")
+def test_a_warm_layer_costs_few_frames_and_saves_few_tensors(device: str) -> None:
+    model = model_of(device)
     model.enable_input_require_grads()
     fused_norm.apply_fused_norm(model, strict=False)
     saved: list[tuple[int, ...]] = []
@@ -403,12 +405,12 @@ def test_a_warm_layer_costs_few_frames_and_saves_few_tensors() -> None:
     def run() -> None:
         saved.clear()
         with (
-            torch.autocast("cpu", BF16),
+            torch.autocast(device, BF16),
             torch.autograd.graph.saved_tensors_hooks(
                 lambda one: (saved.append(tuple(one.shape)), one)[1], lambda one: one
             ),
         ):
-            model(input_ids=torch.zeros(2, 5, dtype=torch.long), use_cache=False)
+            model(input_ids=torch.zeros(shape_of_ids(device), dtype=torch.long, device=device), use_cache=False)
 
     frames = frames_of(model.base_model.model.layers[0], run)
     assert frames.total() <= MOST_FRAMES, explained(frames)

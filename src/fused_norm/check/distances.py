@@ -35,6 +35,11 @@ TRIMMED = 3
 make a distance."""
 
 
+FEW = 8
+"""A slope is of more numbers than these: among a few, such as the decays of a delta net's heads, one has most of the
+size, and its rounding is a slope. Their distance shows as much."""
+
+
 def share_apart(tensor: Tensor, right: Tensor, *, rows_left_out: float = 0.0) -> float:
     """The share of the numbers that differ, 1 if shapes or dtypes do.
 
@@ -111,13 +116,13 @@ def distances(tensors: Mapping[str, Tensor], right: Mapping[str, Tensor], *, tri
 
 
 def slope_errors(tensors: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
-    """``slope_error`` of each tensor but those that are all but zero, which have no slope."""
+    """``slope_error`` of each tensor but those that are all but zero or of a few numbers, which have no slope."""
     squares = {name: value.double().square().mean().item() for name, value in right.items()}
     least = ZERO_SHARE**2 * max(squares.values(), default=0.0)
     return {
         name: slope_error(tensors[name], truth) if name in tensors else math.inf
         for name, truth in right.items()
-        if squares[name] > least
+        if squares[name] > least and truth.numel() > FEW
     }
 
 

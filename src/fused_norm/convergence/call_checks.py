@@ -21,10 +21,12 @@ from ..check.distances import TURNED_ROWS, distance, share_apart, share_differen
 from ..kernels.linear_cross_entropy import IGNORED
 from ..patcher import disabled
 from .fused_calls import (
+    CONVOLUTION_METHODS,
     FusedCall,
     computes,
     copied,
     is_tensor,
+    named_leaves,
     paths_of,
     returned,
     share_changed,
@@ -43,8 +45,9 @@ _BEGINNING, _LONG = 21, 32
 """Positions in the beginning of a sequence, and positions above which a sequence has one."""
 
 _PACKED, _LARGE = 64, 8.0
-"""Positions of the sequences that stand for packed ones, as kernels' tiles have them, and how much larger their numbers
-are made: the gates of an untrained model are near zero, where all activations are alike."""
+"""Positions of the sequences that stand for packed ones, as kernels' tiles have them, and the factor by which their
+numbers are larger, and gradients smaller: the gates of an untrained model are near zero, where all activations are
+alike."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,14 @@ def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
 
     Each with whether norms are frozen, and whether it is differentiated.
     """
-    sequences = max(len(tensor) for tensor in tensors_in(call.arguments.arguments) if tensor.dim())
+    sequences = max(len(tensor) for tensor in tensors_in(call.arguments.arguments) if _has_rows(call, tensor))
     beginning = _with_tensors(call, _beginning)
-    packed = _with_tensors(call, functools.partial(_packed, sequences=sequences))
+    packed = _with_tensors(
+        call,
+        functools.partial(_packed, sequences=sequences, factor=_LARGE),
+        # Larger gates make larger gradients, and a norm of little divides by little: in fp16 stock's would overflow.
+        functools.partial(_packed, sequences=sequences, factor=1 / _LARGE),
+    )
     # The last positions of a head's sequence have no label, and the one before the last is the last then.
     spoilt = _with_tensors(call, lambda tensor: _with_a_nan(tensor.roll(1, 0) if _is_of_head(call) else tensor))
     return {
@@ -184,7 +192,9 @@ class _Repeated:
             for name, parameter in model.get_submodule(path)._parameters.items()
             if parameter is not None and parameter.requires_grad and name in ("weight", "bias")
         }
-        leaves = {name: value for name, value in bound.arguments.items() if is_tensor(value) and value.requires_grad}
+        leaves = {name: leaf for name, leaf in named_leaves(bound) if is_tensor(leaf) and leaf.requires_grad}
+        parameters = {name: leaf for name, leaf in named_leaves(bound) if isinstance(leaf, nn.Parameter)}
+        trained |= {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         tensors = tensors_in(bound.arguments)
         self._rows, device = tensors[0].shape[:-1].numel(), tensors[0].device
         with contextlib.ExitStack() as stack:
@@ -197,9 +207,9 @@ class _Repeated:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             torch.manual_seed(0)  # dropout drops the same in both
             outputs = returned(call.method(*bound.args, **bound.kwargs))
-            self._has_products = _has_products(call)
+            self._is_cast_by_autocast = _has_products(call) or _is_of_convolution(call)
             self._dtypes = [tensor.dtype for tensor in (*tensors, *outputs)]
-            self._dtypes += [torch.bfloat16] if mixed and self._has_products else []
+            self._dtypes += [torch.bfloat16] if mixed and self._is_cast_by_autocast else []
             # Stock code returns one norm, which each consumer reads, and autocast casts.
             consumers = 1 + len(call.dtypes) - len(outputs)
             outputs[:1] = [outputs[0].view_as(outputs[0]).to(dtype) for dtype in call.dtypes[:consumers]]
@@ -229,7 +239,7 @@ class _Repeated:
 
     def rounding_of(self, name: str) -> float:
         """The last place of a gradient; a sum, as a weight's, is of numbers in the coarsest dtype of the call."""
-        is_sum = name.endswith((".weight", ".bias")) or self._has_products
+        is_sum = name.endswith((".weight", ".bias")) or self._is_cast_by_autocast
         return _last_place(self.gradients[name].dtype, *(self._dtypes if is_sum else ()))
 
     @property
@@ -249,6 +259,16 @@ class _Repeated:
 def _last_place(*dtypes: torch.dtype) -> float:
     """The last place of the coarsest of some dtypes."""
     return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+
+
+def _has_rows(call: FusedCall, tensor: Tensor) -> bool:
+    """Return whether a tensor of a call has rows: no single number, and no weight of a convolution."""
+    return tensor.dim() == 3 if _is_of_convolution(call) else tensor.dim() > 0
+
+
+def _is_of_convolution(call: FusedCall) -> bool:
+    """Return whether a call is that of a convolution, whose tensors are [batch, channels, positions]."""
+    return call.method.__name__ in CONVOLUTION_METHODS
 
 
 def _is_of_head(call: FusedCall) -> bool:
@@ -276,9 +296,9 @@ def _beginning(tensor: Tensor) -> Tensor:
     return tensor.detach()[(slice(1), *inner)].requires_grad_(tensor.requires_grad)
 
 
-def _packed(tensor: Tensor, sequences: int) -> Tensor:
-    """Larger numbers in sequences of ``_PACKED`` positions; angles that they share become those of other positions."""
-    longer = _LARGE * tensor.detach() if tensor.is_floating_point() else tensor
+def _packed(tensor: Tensor, sequences: int, factor: float) -> Tensor:
+    """Multiplied numbers in sequences of ``_PACKED`` positions; angles that they share become those of other ones."""
+    longer = factor * tensor.detach() if tensor.is_floating_point() else tensor
     for dim, size in enumerate(tensor.shape[1:-1], start=1):
         if size > _LONG:
             longer = longer.index_select(dim, torch.arange(_PACKED, device=tensor.device) % size)
@@ -295,13 +315,28 @@ def _with_a_nan(tensor: Tensor) -> Tensor:
     return spoilt
 
 
-def _with_tensors(call: FusedCall, change: Callable[[Tensor], Tensor]) -> FusedCall:
-    """A call with other tensors of rows; its labels, one for each row, are those of the same rows."""
+def _with_tensors(
+    call: FusedCall, change: Callable[[Tensor], Tensor], change_gradient: Callable[[Tensor], Tensor] | None = None
+) -> FusedCall:
+    """A call with other tensors of rows; its labels, one for each row, are those of the same rows.
 
-    def changed(tensor: Tensor) -> Tensor:
-        if not tensor.dim():
+    Args:
+        call: with the tensors.
+        change: makes the other ones of those that the call is given.
+        change_gradient: makes those of its gradients, if ``change`` does not.
+    """
+
+    def changed(tensor: Tensor, change: Callable[[Tensor], Tensor] = change) -> Tensor:
+        if not _has_rows(call, tensor):
             return tensor
+        if _is_of_convolution(call):
+            return change(tensor.transpose(1, 2)).transpose(1, 2)
         return change(tensor) if tensor.is_floating_point() else change(tensor[..., None])[..., 0]
 
-    gradients = [None if gradient is None else changed(gradient) for gradient in call.gradients]
-    return replace(call, arguments=with_arguments(call.arguments, changed), gradients=gradients)
+    arguments = with_arguments(call.arguments, changed)
+    if "length" in arguments.arguments:  # a convolution's result is cut to it
+        arguments.arguments["length"] = arguments.arguments["x"].shape[-1]
+    gradients = [
+        None if gradient is None else changed(gradient, change_gradient or change) for gradient in call.gradients
+    ]
+    return replace(call, arguments=arguments, gradients=gradients)

@@ -71,6 +71,8 @@ _KINDS: Mapping[str, _Kind] = {
     "consumers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
 }
 
+CONVOLUTION_METHODS = _KINDS["conv"].methods
+
 _SITES_OF_CALL: Mapping[tuple[str, str], int] = {("norm", "norm_add_norm"): 2, ("qk", "qk_norm"): 2}
 """The number of sites of a kind that one call of an operator fuses, if it is more than one."""
 
@@ -95,7 +97,8 @@ class FusedCall:
     Attributes:
         path: of the module that was called.
         method: that was called.
-        weighted: paths of the modules whose weights took part: norms, the products of adapters, or the head.
+        weighted: paths of the modules whose weights took part: norms, convolutions, the products of adapters, or the
+            head.
         arguments: the method's, by its parameters' names; tensors are copies, or empty ones.
         operators: names of the operators that it ran, and what else makes a site fused.
         changed: share of the numbers among its arguments that it changed.
@@ -304,6 +307,17 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
+def named_leaves(given: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call by name; those that a method passes on are named by their place or keyword."""
+    for name, value in given.arguments.items():
+        if isinstance(value, tuple):
+            yield from ((f"{name}[{index}]", leaf) for index, leaf in enumerate(value))
+        elif isinstance(value, dict):
+            yield from value.items()
+        else:
+            yield name, value
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in a tree, without parameters; the first one of a norm's for its consumers."""
     return [tensor for leaf in tree_leaves(tree) if is_tensor(tensor := tensors_of(leaf)[0])]
@@ -329,7 +343,7 @@ def _are_of_one_node(outputs: Any) -> bool:
 def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
     """The modules among arguments whose weights take part in a call; for a LoRA layer those of its adapters."""
     for argument in arguments:
-        if isinstance(argument, FusedNorm | FusedHead):
+        if isinstance(argument, FusedNorm | FusedHead | nn.Conv1d):
             yield argument
         elif isinstance(argument, FusedAdapter):
             layer: Any = argument

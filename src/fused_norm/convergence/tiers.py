@@ -60,11 +60,6 @@ class Settings:
         return {**self.overrides, **_HEADS.get(family, {}), **({} if width is None else {"hidden_size": width})}
 
 
-_NOT_TRAINED = ("gemma4_text", "qwen3_5_text", "qwen3_5_moe_text")
-"""Trained only if they are named: in their tiny models' checks of calls gradients overflow in fp16. Under autocast the
-gate of Gemma 4's per-layer inputs, whose tensors have two dtypes, runs stock code, and the report says otherwise."""
-
-
 @dataclass(frozen=True)
 class Tier:
     """A plan that has a name.
@@ -81,7 +76,7 @@ class Tier:
 
     what: str
     settings: Settings
-    families: tuple[str, ...] = tuple(name for name in FAMILIES if name not in _NOT_TRAINED)
+    families: tuple[str, ...] = tuple(FAMILIES)
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     wide: tuple[str, ...] = ()
     features_in: tuple[str, ...] = ()
@@ -105,6 +100,7 @@ _WIDTHS = {
 _HEADS: Mapping[str, Mapping[str, Any]] = {
     "granite": {"logits_scaling": 3.0},
     "gemma2": {"final_logit_softcapping": 2.0},
+    "gemma4_text": {"final_logit_softcapping": 2.0},
 }
 """Options of heads that transform logits: a scale that is no power of two, and a cap near the logits of an untrained
 model."""

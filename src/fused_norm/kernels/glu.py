@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import ACTIVATIONS, Unsupported, check_choice, other_dtype
+from .arguments import ACTIVATIONS, Unsupported, check_choice
 from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Spec, kernel_backward
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
@@ -40,9 +40,6 @@ class Glu(Operator):
                 ValueError,
             )
         return check_choice("activation", activation, ACTIVATIONS)
-
-    def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
-        return other_dtype("gate", "up", *arguments[:2])
 
     def is_elementwise(self, *tensors: Any) -> bool:
         return tensors[1] is not None
