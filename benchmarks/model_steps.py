@@ -293,6 +293,7 @@ def _with_adapters(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
 
     if "qlora" in case.step:
         quantise(step.model, step.gradient.dtype)
+        release_memory(step.tokens.device)  # of the linears before, which hold each other
     with torch.random.fork_rng(devices=[step.tokens.device] if step.tokens.device.type == "cuda" else []):
         torch.manual_seed(0)
         config = LoraConfig(

@@ -77,8 +77,7 @@ OF_USERS_CALLS = {
     "absent must be a tensor of torch.bool, not …",
     "absent must have shape … on …, not … on …",
     "rstd has shape …, and x …",
-    "cos must be as wide as q for a layout that is deinterleaved, …, not …",
-    "…; pass the part of the heads that is rotated",
+    "cos must be as wide as q, …, in a deinterleaved layout, not …",
     "rstd must be float32, not …",
     "under casting 'none' the forward uses another rstd than it keeps",
 }

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product, takewhile
+from itertools import product
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -103,7 +103,11 @@ class FusedExperts(nn.Module):
             [T, H], in the dtype of the hidden states.
         """
         by_name = dict(zip(_ARGUMENTS, (hidden_states, top_k_index, top_k_weights), strict=True))
-        given = [*takewhile(lambda value: value is not None, by_name.values())]
+        given: list[Any] = []
+        for value in by_name.values():
+            if value is None:
+                break
+            given.append(value)
         stock = self.fused_norm_origin.forward
         if len(given) < len(_ARGUMENTS):  # some have other names, or are left out
             rest = {name: by_name[name] for name in _ARGUMENTS[len(given) :] if by_name[name] is not None}
