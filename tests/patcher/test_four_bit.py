@@ -414,7 +414,7 @@ def test_a_warm_layer_costs_few_frames_and_saves_few_tensors(device: str) -> Non
 
     frames = frames_of(model.base_model.model.layers[0], run)
     assert frames.total() <= MOST_FRAMES, explained(frames)
-    assert len(saved) <= 52, saved
+    assert len(saved) <= 54, saved
 
 
 def test_few_rows_are_left_to_a_product_of_bitsandbytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
