@@ -107,8 +107,8 @@ def _draw_bars(axes: Any, cells: Mapping[tuple[str, str], str], unit: str) -> No
 
 def main(arguments: Sequence[str]) -> None:
     """Draw the losses of the demo in a folder, and the README's table, into the documentation."""
-    kept = json.loads(min(Path(arguments[0]).glob("comparisons/*.json")).read_text(encoding="utf-8"))["result"]
-    losses = {name: kept[name]["losses"] for name in ("stock", "fused")}
+    result = json.loads(min(Path(arguments[0]).glob("comparisons/*.json")).read_text(encoding="utf-8"))
+    losses = {name: result[name]["losses"] for name in ("stock", "fused")}
     svg = draw(losses, cells_of(steps_of_the_readme()))
     (ROOT / "docs" / "first_screen.svg").write_text(svg, encoding="utf-8")
 
