@@ -97,6 +97,7 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
         "residual": 2,
         "sandwich": 0,
         "mlp": 2,
+        "conv": 0,
         "experts": 0,
         "adapter": 0,
         "loss": 1,

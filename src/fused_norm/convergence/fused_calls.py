@@ -60,7 +60,7 @@ _KINDS: Mapping[str, _Kind] = {
     ),
     "mlp": _Kind(
         frozenset({"glu", "glu_for_consumers"}),
-        frozenset({"fused_norm_gate", "fused_norm_gate_packed", "fused_norm_gated"}),
+        frozenset({"fused_norm_gate", "fused_norm_gate_packed", "fused_norm_product"}),
     ),
     "conv": _Kind(frozenset({"causal_conv1d"}), frozenset({"fused_norm_conv", "fused_norm_conv_module"})),
     "experts": _Kind(frozenset({"expert_gate"}), frozenset({"forward"})),

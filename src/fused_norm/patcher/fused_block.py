@@ -36,7 +36,7 @@ from .fused_norm_module import (
     spec_and_weights,
     warn_once,
 )
-from .gated_linear import fused_norm_gated
+from .gated_linear import fused_norm_gated, fused_norm_product
 from .hooks import is_idle_dropout
 from .linear_inputs import ConsumerSpec, NormOutputs, consumer_spec, fused_norm_inputs
 from .rewrite import Rewrite
@@ -224,6 +224,7 @@ class FusedBlock(nn.Module):
         return act(gate) * up
 
     fused_norm_gated = fused_norm_gated
+    fused_norm_product = fused_norm_product
 
     def fused_norm_gate_packed(self, activation: Formula, act: Any, packed: Any) -> Any:
         """``act(gate) * up`` of the two halves of a tensor; ``activation`` is the formula of ``act``."""
