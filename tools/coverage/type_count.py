@@ -200,8 +200,7 @@ def with_random_weights(model: nn.Module) -> nn.Module:
 
 def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]:
     """Run a small model, and those of its parts by themselves of which it leaves norms out."""
-    if hasattr(model, "set_experts_implementation") and model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the grouped product wants widths of its own
+    _use_experts(model, "eager")  # the grouped product wants widths of its own
     norms = {path: module for path, module in model.named_modules() if normalises(module) == "rms"}
     traced = TracedSums(model, norms.keys())
     why, ran = None, False
@@ -230,11 +229,19 @@ def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]
     return SmallModel(model, layers, divisor, traced, norms), why
 
 
+def _use_experts(model: Any, implementation: str) -> None:
+    """Choose among transformers' implementations of experts, if the model has any."""
+    if hasattr(model, "set_experts_implementation") and model._can_set_experts_implementation():
+        model.set_experts_implementation(implementation)
+
+
 def _count_in_small_model(result: TypeCount, small: SmallModel) -> None:
     result.layers, result.divisor = small.layers, small.divisor
     result.norms_run = len(small.traced.called), len(small.norms)
     inputs = inputs_with_labels(small.model) if _has_head(small.model) else None
+    _use_experts(small.model, "grouped_mm")
     report = apply_fused_norm(small.model, strict=False)
+    _use_experts(small.model, "eager")
     if inputs is not None:
         _count_loss(result, small.model, inputs, report)
     remove_fused_norm(small.model)
