@@ -15,7 +15,7 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.glu import GLU_FOR_CONSUMERS
 from .activation_recognition import Formula
 from .adapters import AdapterInput, Summands, is_plain_in_4_bits, reads_in
-from .fused_norm_module import run_fused, warn_once
+from .fused_norm_module import is_disabled, run_fused
 from .recompute import recomputes_linears
 
 
@@ -36,11 +36,12 @@ def fused_norm_gated(block: Any, activation: Formula, act: Any, linear: Any, **f
         gate, up = _sum(gate), _sum(up)
         if dtype is not None:
             tensors = gate, up, None, None
-    if tensors is not None:
+    if tensors is not None and not is_disabled():
         written = (1, torch.float32) if dtype is None else (2, dtype)
         outputs = block.fused_norm_product(activation, act, *tensors, *written)
-        y, own = (outputs, outputs) if isinstance(outputs, Tensor) else (outputs[0], outputs[-1])
-        return linear(y if dtype is None else AdapterInput(y, own, torch.float32))
+        if outputs is not None:
+            y, own = (outputs, outputs) if isinstance(outputs, Tensor) else (outputs[0], outputs[-1])
+            return linear(y if dtype is None else AdapterInput(y, own, torch.float32))
     return linear(block.fused_norm_gate(activation, act, gate=_sum(gate), up=_sum(up)))
 
 
@@ -55,12 +56,16 @@ def fused_norm_product(
     consumers: int,
     dtype: torch.dtype,
 ) -> Any:
-    """``act(gate + gate_added) * (up + up_added)`` in float32, cast to ``dtype``: a tensor, or one per consumer."""
+    """``act(gate + gate_added) * (up + up_added)`` in float32, cast to ``dtype``: a tensor, or one per consumer.
+
+    None if kernels do not take it; inside ``disabled()``, where nothing calls it but to compare, the formula.
+    """
     tensors = gate, up, gate_added, up_added
     outputs, reason = run_fused(GLU_FOR_CONSUMERS, None, *tensors, activation, consumers, dtype)
     if reason is None:
         return outputs
-    warn_once(block.fused_norm_origin, reason)
+    if not is_disabled():
+        return None
     if gate_added is not None and up_added is not None:
         gate, up = gate.float() + gate_added, up.float() + up_added
     return (act(gate) * up).to(dtype)
