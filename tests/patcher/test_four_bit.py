@@ -21,7 +21,7 @@ from fused_norm.kernels.lora_linear_4bit import LORA_SUMMANDS_4BIT
 from fused_norm.kernels.operator import calls
 from fused_norm.patcher import four_bit, recompute_linears
 
-from .models import relative
+from .models import EXPERTS_ARE_MLPS, relative
 from .test_frames import explained, frames_of
 
 MOST_FRAMES = 260
@@ -378,6 +378,7 @@ def values_of(model: Any, device: str, **given: Any) -> torch.dtype:
     return dtype
 
 
+@pytest.mark.skipif(EXPERTS_ARE_MLPS, reason="in transformers 4 values stay float32")
 def test_values_are_written_in_the_16_bits_of_attention_unless_something_else_reads_them(device: str) -> None:
     model = model_of(device)
     fused_norm.apply_fused_norm(model, strict=False)
