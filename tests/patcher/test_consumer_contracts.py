@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer with a norm in front of a block."""
+    """A layer with a norm before a block."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_the_report_has_the_reason_why_linears_share_one_input() -> None:
     assert reason_of(made(block="return self.q(y)", given="x, y=1.0")) == "", "it does not read x at all"
     model = made()
     model.layers[0].block.gradient_checkpointing = False
-    assert reason_of(model) == "it may be checkpointed by itself"
+    assert reason_of(model) == "it may be checkpointed on its own"
 
 
 @pytest.mark.parametrize(("count", "expected"), [(MOST_CONSUMERS, MOST_CONSUMERS), (MOST_CONSUMERS + 1, 0)])

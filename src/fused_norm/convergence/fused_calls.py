@@ -22,8 +22,8 @@ from ..check.distances import share_different
 from ..kernels.autocast import autocast_dtype
 from ..kernels.operator import Operator, Recompute
 from ..patcher.adapters import FusedAdapter
-from ..patcher.experts import FusedExperts
 from ..patcher.fused_block import FusedBlock
+from ..patcher.fused_experts import FusedExperts
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
 from ..patcher.lazy_logits import CrossEntropy
 from ..patcher.linear_inputs import tensors_of
@@ -284,9 +284,8 @@ def sites_not_compiled(sites: Iterable[Site], graphs: Sequence[Sequence[str]]) -
     for name in (name for graph in graphs for name in graph):
         operator = name.removeprefix("fused_norm.").removesuffix("_forward.default")
         for kind, of_kind in _KINDS.items():
-            if operator in of_kind.operators or (
-                operator == "qk_norm" and kind == "rope"
-            ):  # with a rotation and without
+            # The operator of heads also rotates without a norm.
+            if operator in of_kind.operators or (operator, kind) == ("qk_norm", "rope"):
                 numbers[kind] += _SITES_OF_CALL.get((kind, operator), 1)
     missing = []
     for site in sites:

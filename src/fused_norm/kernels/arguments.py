@@ -169,7 +169,7 @@ def check_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim
     rotary, width = cos.shape[-1] if cos.dim() else 0, sides[0][1].shape[-1]
     flat = [(name, x) for name, x in sides if x.dim() != 4]
     if type(unsqueeze_dim) is not int or unsqueeze_dim not in (1, 2):
-        reason = f"unsqueeze_dim must be 1 for heads in front of tokens or 2, not {unsqueeze_dim!r}"
+        reason = f"unsqueeze_dim must be 1 for heads before tokens or 2, not {unsqueeze_dim!r}"
     elif flat:
         ((name, x), *_) = flat
         reason = f"{name} must have 4 dimensions, not shape {tuple(x.shape)}; unsqueeze what is missing"

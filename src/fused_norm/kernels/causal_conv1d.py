@@ -37,7 +37,7 @@ class CausalConv1d(Operator):
             refusal = None if name == "bias" and tensor is None else check_tensor(name, tensor, ("x", x))
             if refusal is not None:
                 return refusal
-        return _wrong_shapes(x, weight, bias) or (
+        return _check_shapes(x, weight, bias) or (
             None if activation is None else check_choice("activation", activation, ("silu",))
         )
 
@@ -76,7 +76,7 @@ class CausalConv1d(Operator):
 CAUSAL_CONV1D = CausalConv1d()
 
 
-def _wrong_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Unsupported | None:
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Unsupported | None:
     """Refuse tensors that do not go together, and other dtypes than x's, which PyTorch's convolution refuses too."""
     reason = None
     if x.dim() != 3:

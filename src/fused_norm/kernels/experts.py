@@ -1,4 +1,4 @@
-"""What a mixture of experts computes around its products: rows to experts, the gate, rows back to their tokens."""
+"""The operators of a mixture of experts around its products: rows to experts, the gate, rows back to their tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ExpertGate(Operator):
         return (
             check_choice("activation", activation, ACTIVATIONS)
             or check_flag("interleaved", interleaved)
-            or _wrong_absent(absent, x)
+            or _check_absent(absent, x)
         )
 
     def reference(self, spec: Spec, *arguments: Any) -> Tensor:
@@ -97,7 +97,7 @@ class ExpertPermute(Operator):
         x, position, absent = arguments
         if x.dim() != 2:
             return Unsupported(f"x must have shape [tokens, N], not {tuple(x.shape)}", ValueError)
-        return _wrong_position(position, x) or _wrong_absent(absent, x, position.numel())
+        return _check_position(position, x) or _check_absent(absent, x, position.numel())
 
     def reference(self, spec: Spec, *arguments: Any) -> Tensor:
         return reference.expert_permute(*arguments)
@@ -145,7 +145,7 @@ class ExpertUnpermute(Operator):
             )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             return Unsupported(f"dtype must be a floating point dtype, not {dtype!r}", TypeError)
-        return _wrong_position(position, weights) or _wrong_absent(absent, x)
+        return _check_position(position, weights) or _check_absent(absent, x)
 
     def reference(self, spec: Spec, *arguments: Any) -> Tensor:
         return reference.expert_unpermute(*arguments)
@@ -175,7 +175,7 @@ EXPERT_PERMUTE = ExpertPermute()
 EXPERT_UNPERMUTE = ExpertUnpermute()
 
 
-def _wrong_position(position: Any, tokens: Tensor) -> Unsupported | None:
+def _check_position(position: Any, tokens: Tensor) -> Unsupported | None:
     """Refuse a ``position`` that is no int64 matrix with a row for each of the tokens, on their device."""
     if not isinstance(position, Tensor) or position.dtype != torch.int64:
         kind = position.dtype if isinstance(position, Tensor) else type(position).__name__
@@ -189,7 +189,7 @@ def _wrong_position(position: Any, tokens: Tensor) -> Unsupported | None:
     )
 
 
-def _wrong_absent(absent: Any, x: Tensor, rows: int | None = None) -> Unsupported | None:
+def _check_absent(absent: Any, x: Tensor, rows: int | None = None) -> Unsupported | None:
     """Refuse an ``absent`` that is no bool for each row of x, or of as many ``rows`` as given, on x's device."""
     if absent is None:
         return None

@@ -123,15 +123,11 @@ class LoraLinear4bit(Operator):
                 perform(Cast(adapter_x, adapter_narrow))
             launch_narrow(adapter_narrow, a, a.stride()[::-1], h, copy=copies[0])
         linear = *weight, bias
-        outputs = self._outputs_of(narrow, h, b, linear, block, factor, y_dtype, launch=launch, copy=copies[1])
+        outputs = self.outputs_of(narrow, h, b, linear, block, factor, y_dtype, launch=launch, copy=copies[1])
         adapter_copy = adapter_narrow if "adapter_x" in copied and adapter_narrow is not adapter_x else None
         return *outputs, h if training else None, adapter_copy, *copies
 
-    def _outputs_of(self, *given: Any, **how: Any) -> tuple[Tensor, ...]:
-        """All outputs; the arguments are those of ``output_of``."""
-        return (self.output_of(*given, **how),)
-
-    def output_of(
+    def outputs_of(
         self,
         x: Tensor,
         h: Tensor,
@@ -143,8 +139,8 @@ class LoraLinear4bit(Operator):
         *,
         launch: bool = True,
         copy: Tensor | None = None,
-    ) -> Tensor:
-        """The output for rows of x and of ``h = adapter_x @ a^T``, both of the dtype of products.
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs for rows of x and of ``h = adapter_x @ a^T``, both of the dtype of products.
 
         Args:
             x: [..., K].
@@ -153,18 +149,20 @@ class LoraLinear4bit(Operator):
             linear: the tensors of its weight, and its bias.
             block: weights that share a scale.
             factor: of the adapter.
-            y_dtype: that of the output.
-            launch: without it the output is only allocated.
+            y_dtype: that of the sum, if that is the output.
+            launch: without it the outputs are only allocated.
             copy: b, rounded to h's dtype, is written there.
         """
         *weight, bias = linear
         w, base = x.new_empty((len(b), x.shape[-1])), x.new_empty((*x.shape[:-1], len(b)))
-        y = base if y_dtype == base.dtype else x.new_empty(base.shape, dtype=y_dtype)
+        adds = len(self.outputs) == 1
+        dtype = y_dtype if adds else base.dtype
+        y = base if adds and dtype == base.dtype else x.new_empty(base.shape, dtype=dtype)
         if launch:
             launch_dequantize(PackedWeight(*weight), block, w)  # type: ignore[arg-type]
             perform(Product(x, w, base, bias, transposed=True))
-            launch_widen(h, b, b.stride()[::-1], base, y, factor, copy)
-        return y
+            launch_widen(h, b, b.stride()[::-1], base if adds else None, y, factor, copy)
+        return (y,) if adds else (base, y)
 
     def compute_grads(self, route: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
         _, _, _, adapter_dtype, *_ = call.saved_scalars
@@ -238,28 +236,6 @@ class LoraSummands4bit(LoraLinear4bit):
     name = "lora_summands_4bit"
     plain_name = "lora_linear_4bit"
     outputs: ClassVar[tuple[str, ...]] = ("base", "added")
-
-    def _outputs_of(
-        self,
-        x: Tensor,
-        h: Tensor,
-        b: Tensor,
-        linear: Tensors,
-        block: int,
-        factor: float,
-        y_dtype: torch.dtype,
-        *,
-        launch: bool = True,
-        copy: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        *weight, bias = linear
-        w = x.new_empty((len(b), x.shape[-1]))
-        base, added = (x.new_empty((*x.shape[:-1], len(b))) for _ in self.outputs)
-        if launch:
-            launch_dequantize(PackedWeight(*weight), block, w)  # type: ignore[arg-type]
-            perform(Product(x, w, base, bias, transposed=True))
-            launch_widen(h, b, b.stride()[::-1], None, added, factor, copy)
-        return base, added
 
     def reference(self, spec: Spec, *arguments: Any) -> Any:
         x, adapter_x, a, b, *weight, bias, block, factor, dtype, _ = arguments

@@ -61,7 +61,7 @@ BackwardImpl = Callable[["Operator", Spec, BackwardCall], Grads]
 
 
 class _BackwardState(NamedTuple):
-    """What the backward of a recorded call needs besides tensors.
+    """The state that a recorded call keeps for its backward besides tensors.
 
     Attributes:
         spec: the meaning of the norm.
@@ -375,7 +375,7 @@ class Operator(ABC):
         return self.needs_reference(spec, *arguments) if reason is None else Unsupported(reason)
 
     def _no_kernels_for(self, *tensors: Any) -> str | None:
-        """Why nothing runs on these tensors, the operator's first ones, whatever the others are."""
+        """Return the reason that no kernel takes the operator's first tensors, whatever the others are; or None."""
         if runs_kernels_on(*tensors):
             return None
         if is_transformed():
@@ -386,7 +386,7 @@ class Operator(ABC):
         return f"kernels do not run on {tensors[0].device.type}"
 
     def _inference_tensor(self, spec: Spec, tensors: Tensors) -> str | None:
-        """Why not to run kernels that save a tensor for their backward, if autograd cannot save it."""
+        """Return the reason that autograd cannot save a tensor that the kernels would save; None if it can."""
         if _is_trained(tensors):
             copied = self.copied(spec, tensors)
             for name, t in zip(self.tensor_names, tensors, strict=True):

@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Recording:
-    """What a call did, for calls like it.
+    """The launches and allocations of one call, which repeat for calls like it.
 
     Attributes:
         call: repeats it and returns the results; returns None for arguments that are not like those of the call.

@@ -25,7 +25,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 class Spelling(NamedTuple):
-    """How modelling code writes the steps of a norm, which changes the last place of an fp32.
+    """The functions by which modelling code takes the steps of a norm; others change the last place of an fp32.
 
     Attributes:
         inverse_root: ``v ** -0.5``, or the root itself if x is divided by it.

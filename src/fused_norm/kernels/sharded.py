@@ -57,7 +57,7 @@ def is_taken(value: Any) -> bool:
 
 
 def placement_obstacle(rows: Sequence[Any], weights: Sequence[Any] = (), *, elementwise: bool = False) -> str | None:
-    """Why no device can compute its part of a call alone; None if all can, or there is no DTensor.
+    """Return the reason that a device cannot compute its part of a call alone; None if all can, or without DTensors.
 
     An empty reason is not logged: in compiled graphs the compiler fuses what DTensor does.
 

@@ -20,7 +20,7 @@ from ..kernels.autocast import autocast_dtype, is_any_autocast_on
 from ..kernels.operator import dispatch_modes, is_dynamo_compiling
 from .adapters import AdapterInput, is_plain_in_4_bits
 from .fused_norm_module import is_disabled
-from .hooks import function_mode
+from .hooks import defined_function, function_mode
 
 HARMLESS = frozenset({"dropout", "scaling", "is_causal", "sliding_window", "softcap"})
 """Arguments of attention functions that do not depend on the dtype of q and k."""
@@ -119,30 +119,20 @@ def _reader_of(attend: FunctionType, code: CodeType) -> _Reader | None:
     """
     own: Mapping[str, Any] = attend.__globals__
     calls: list[tuple[Mapping[str, Any], str, Any]]
-    if attend is _defined_in(_SDPA, "sdpa_attention_forward"):
+    if attend is defined_function(_SDPA, "sdpa_attention_forward"):
         names = {"use_gqa_in_sdpa": _SDPA}
         calls = [(vars(torch.nn.functional), "scaled_dot_product_attention", torch._C._nn.scaled_dot_product_attention)]
-    elif attend is _defined_in(_FLASH, "flash_attention_forward"):
+    elif attend is defined_function(_FLASH, "flash_attention_forward"):
         names = {"_flash_attention_forward": _FLASH_UTILS}
         if "get_target_dtype" in own:  # else transformers 4, in which it asks by itself
             names["get_target_dtype"] = _FLASH
         utils = vars(sys.modules[_FLASH_UTILS])
-        calls = [(utils, "fa_peft_integration_check", _defined_in(_FLASH_UTILS, "fa_peft_integration_check"))]
+        calls = [(utils, "fa_peft_integration_check", defined_function(_FLASH_UTILS, "fa_peft_integration_check"))]
     else:
         return None
-    calls += [(own, name, _defined_in(module, name)) for name, module in names.items()]
+    calls += [(own, name, defined_function(module, name)) for name, module in names.items()]
     if any(function is None for _, _, function in calls):
         return None
     unless = frozenset(inspect.signature(attend).parameters) - HARMLESS - _POSITIONAL
     with_code = tuple((*call, getattr(call[2], "__code__", None)) for call in calls)
     return _Reader(unless, with_code, own.get("use_gqa_in_sdpa"))
-
-
-def _defined_in(module: str, name: str) -> FunctionType | None:
-    """The function that a loaded module defines by this name; None if there is none, or another's function or code."""
-    namespace = vars(sys.modules.get(module, sys))
-    found = namespace.get(name)
-    if type(found) is not FunctionType or found.__globals__ is not namespace:
-        return None
-    code = found.__code__
-    return found if (code.co_filename, code.co_qualname) == (namespace["__file__"], name) else None

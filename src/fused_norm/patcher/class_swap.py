@@ -12,8 +12,8 @@ from torch import nn
 
 from ..spec import FusedNormError
 from .adapters import FusedAdapter
-from .experts import FusedExperts
 from .fused_block import FusedBlock
+from .fused_experts import FusedExperts
 from .fused_norm_module import FusedNorm
 from .hooks import name_of_function
 from .losses import FusedHead, FusedLoss

@@ -22,9 +22,8 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.causal_conv1d import CAUSAL_CONV1D
 from .code_fingerprint import fingerprint
 from .fused_norm_module import is_disabled, run_fused
-from .hooks import are_plain_calls, is_genuine
+from .hooks import are_plain_calls, is_function_as_module, is_genuine, runs_as_compared, short_name
 from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError
-from .rotation_recognition import function_name, is_function_as_module, runs_as_compared
 from .running_code import RunningCode
 
 SILU = ("silu", "swish")
@@ -89,11 +88,11 @@ def recognise_convolution(function: Any) -> ConvolutionFunction:
         raise UnrecognisedError(f"its convolution is a {type(function).__name__}, not a function")
     reached = fingerprint(function)
     if reached.native is not None:
-        raise UnrecognisedError(f"{function_name(function)} runs {reached.native}, a kernel already")
+        raise UnrecognisedError(f"{short_name(function)} runs {reached.native}, a kernel already")
     try:
         ignored = _outcomes.get_or_compute(reached, None, lambda: _ignored_by_convolution(function))
     except UnrecognisedError:
-        raise UnrecognisedError(f"{function_name(function)} computes no causal convolution") from None
+        raise UnrecognisedError(f"{short_name(function)} computes no causal convolution") from None
     forward = function if isinstance(function, FunctionType) else type(function).forward
     return ConvolutionFunction(function, RunningCode(forward), ignored)
 
@@ -108,7 +107,7 @@ def convolve_as_module(conv: Any, x: Any, length: Any, activation: str | None) -
 
 
 def is_causal_convolution(module: Any) -> bool:
-    """Return whether a module is an ``nn.Conv1d`` of each channel by itself, padded by all taps but one."""
+    """Return whether a module is an ``nn.Conv1d`` that convolves each channel alone, padded by all taps but one."""
     if type(module) is not nn.Conv1d or module.padding_mode != "zeros":
         return False
     is_depthwise = module.groups == module.in_channels == module.out_channels

@@ -1,7 +1,7 @@
 """The methods that rewritten forwards of layers, attentions and MLPs call: several modules' work in one kernel.
 
 They are called only if no hook, wrapper, sharding or offloading is skipped by it: the guard of the rewritten forward
-(``guard.py``) has asked. Where a kernel does not take a module's input, the modules are called one after the other, as
+(``guard.py``) has asked. If a kernel does not take a module's input, the modules are called one after the other, as
 in the stock code.
 """
 
@@ -37,10 +37,10 @@ from .fused_norm_module import (
     warn_once,
 )
 from .gated_linear import fused_norm_gated, fused_norm_product
-from .hooks import is_idle_dropout
+from .hooks import is_idle_dropout, short_name
 from .linear_inputs import ConsumerSpec, NormOutputs, consumer_spec, fused_norm_inputs
 from .rewrite import Rewrite
-from .rotation_recognition import Rotation, full_cos_sin, function_name
+from .rotation_recognition import Rotation, full_cos_sin
 
 
 class FusedBlock(nn.Module):
@@ -194,7 +194,7 @@ class FusedBlock(nn.Module):
             return None
         if rotation.angles is not full_cos_sin and not is_disabled() and isinstance(q, Tensor) and runs_kernels_on(q):
             if not all(map(is_plain, (q, cos, sin))):
-                what = f"{function_name(rotation.function)} is called with tensors of other kinds than the kernel takes"
+                what = f"{short_name(rotation.function)} is called with tensors of other kinds than the kernel takes"
                 warn_once(self.fused_norm_origin, what)
                 return None
             cos, sin = rotation.angles(cos, *further), rotation.angles(sin, *further)

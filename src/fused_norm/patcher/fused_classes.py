@@ -15,8 +15,8 @@ from torch import nn
 from ..options import RecomputeLevel
 from ..spec import Casting, GatedNormSpec, NormSpec
 from .adapters import FusedAdapter
-from .experts import FusedExperts, GateOfExperts
 from .fused_block import FusedBlock
+from .fused_experts import FusedExperts, GateOfExperts
 from .fused_norm_module import FusedGatedNorm, FusedNorm
 from .guard import guarded_forward
 from .hooks import are_plain_calls

@@ -1,6 +1,6 @@
 """The forward of fused norms, and the switch that turns all fusing off.
 
-Every call checks first that the kernels may take it. Where they may not, it runs the stock code of the norm's own
+Every call checks first that the kernels may take it. If they may not, it runs the stock code of the norm's own
 class, so a patched model can do all that it could before; or PyTorch's operators, if options replace its rounding.
 """
 

@@ -1,6 +1,6 @@
 """The guard of a rewritten forward: is all that it computes without a call still plain?
 
-Where other code sees the call of a norm or an activation, another forward runs: the one that a patch would make of the
+If other code sees the call of a norm or an activation, another forward runs: the one that a patch would make of the
 class as things are, in which that call stands as in the stock source.
 """
 
@@ -63,7 +63,7 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
             if len(variants) > _MOST_VARIANTS:
                 return stock
             what = ", ".join(sorted(names))
-            logger.info("%s runs a forward of its own where other code sees calls of %s", origin.__name__, what)
+            logger.info("%s runs a forward of its own because other code sees calls of %s", origin.__name__, what)
             left = tuple(rewrites_around(origin, rewrites, seen))
             try:
                 variants[key] = finish(rewritten_forward(origin, left) if left else stock)

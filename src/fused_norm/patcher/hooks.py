@@ -21,6 +21,8 @@ from torch.nn.modules.module import (
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from .running_code import RunningCode
+
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 modes = torch._C._len_torch_function_stack
 
@@ -153,3 +155,41 @@ def name_of_function(function: Any) -> str:
     function = getattr(function, "func", getattr(function, "__func__", function))
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{getattr(function, '__module__', '?')}.{name}"
+
+
+def short_name(function: Any) -> str:
+    """Return the name of a function without its module; of a module that stands for one, its class's."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def runs_as_compared(value: Any, function: Any, running: RunningCode) -> bool:
+    """Return whether ``value`` is a function, or a module that stands for one, and runs the code that was compared.
+
+    No hook or other code would see it called.
+    """
+    if value is not function:
+        return False
+    if type(value) is FunctionType:
+        return running.is_in(value)
+    return _has_forward_of_class(value) and not has_hooks(value) and running.is_in(type(value).forward)
+
+
+def is_function_as_module(value: Any) -> bool:
+    """Return whether a value is a module that stands for a function, as Hugging Face's ``kernels`` makes them."""
+    return isinstance(value, nn.Module) and next(value.parameters(), None) is None and _has_forward_of_class(value)
+
+
+def _has_forward_of_class(module: nn.Module) -> bool:
+    """Return whether a module runs the forward of its class, which ``kernelize`` may bind to the instance."""
+    forward = vars(module).get("forward")
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward
+
+
+def defined_function(module: str, name: str) -> FunctionType | None:
+    """Return the function that a loaded module itself defines by this name; None without one, or for another's code."""
+    namespace = vars(sys.modules.get(module, sys))
+    found = namespace.get(name)
+    if type(found) is not FunctionType or found.__globals__ is not namespace:
+        return None
+    code = found.__code__
+    return found if (code.co_filename, code.co_qualname) == (namespace["__file__"], name) else None

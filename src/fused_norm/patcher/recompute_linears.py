@@ -211,7 +211,8 @@ def _linear_in_4_bits(x: Tensor, weight: Tensor, state: Any) -> Any:
 def _with_adapter_in_4_bits(
     x: Tensor, h: Tensor, b: Tensor, *linear: Tensor | None, block: int, factor: float, dtype: torch.dtype
 ) -> Tensor:
-    return LORA_LINEAR_4BIT.output_of(x, h, b, linear, block, factor, dtype)
+    (y,) = LORA_LINEAR_4BIT.outputs_of(x, h, b, linear, block, factor, dtype)
+    return y
 
 
 def _behind_views(edge: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..kernels import reference
 from ..spec import RotaryLayout
 from .code_fingerprint import fingerprint
-from .hooks import has_hooks
+from .hooks import is_function_as_module, runs_as_compared, short_name
 from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, plain_pytorch
 from .running_code import RunningCode
 
@@ -141,7 +141,7 @@ class Rotation:
             and (cos.shape[2] == q.shape[3] or self.partial)
             and all((dtype, cos.dtype) in pairs for dtype in rotated)
         )
-        name = function_name(self.function)
+        name = short_name(self.function)
         return None if compared else f"{name} is called with shapes or dtypes that were not compared"
 
 
@@ -155,41 +155,14 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
     code = fingerprint(function)
     if code.native is not None:  # a foreign kernel may write out of bounds for shapes that it does not expect
-        raise UnrecognisedError(f"{function_name(function)} runs {code.native}, which is not tried")
+        raise UnrecognisedError(f"{short_name(function)} runs {code.native}, which is not tried")
     try:
         rotation = _outcomes.get_or_compute(code, arguments, lambda: _compare(function, arguments))
     except UnrecognisedError:
         what = "one tensor" if arguments == 3 else "q and k"
-        raise UnrecognisedError(f"{function_name(function)} does not compute a rotation of pairs of {what}") from None
+        raise UnrecognisedError(f"{short_name(function)} does not compute a rotation of pairs of {what}") from None
     forward = function if isinstance(function, FunctionType) else type(function).forward
     return replace(rotation, function=function, running=RunningCode(forward))
-
-
-def function_name(rotation: Any) -> str:
-    """The name of a rotation's function, or of the module's class."""
-    return getattr(rotation, "__name__", type(rotation).__name__)
-
-
-def runs_as_compared(value: Any, function: Any, running: RunningCode) -> bool:
-    """Return whether ``value`` is a function, or a module that stands for one, and runs the code that was compared.
-
-    No hook or other code would see it called.
-    """
-    if value is not function:
-        return False
-    if type(value) is FunctionType:
-        return running.is_in(value)
-    return _has_forward_of_class(value) and not has_hooks(value) and running.is_in(type(value).forward)
-
-
-def is_function_as_module(value: Any) -> bool:
-    return isinstance(value, nn.Module) and next(value.parameters(), None) is None and _has_forward_of_class(value)
-
-
-def _has_forward_of_class(module: nn.Module) -> bool:
-    """Return whether a module runs the forward of its class, which ``kernelize`` may bind to the instance."""
-    forward = vars(module).get("forward")
-    return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
 def _compare(function: Any, arguments: int) -> Rotation:

@@ -23,8 +23,8 @@ from .class_swap import (
     has_derived_class,
     stock_class,
 )
-from .experts import KnownGates, is_experts, other_implementation, recognise_experts
 from .fused_classes import fused_adapter_class, fused_experts_class, fused_norm_class
+from .fused_experts import KnownGates, is_experts, other_implementation, recognise_experts
 from .fused_norm_module import FusedNorm
 from .hooks import are_plain_calls, replaced_forward, replaced_linear
 from .loss_survey import language_models, survey_losses

@@ -1,4 +1,4 @@
-"""What a mixture of experts computes around its products, in Triton: kernels and their launchers.
+"""The steps of a mixture of experts around its products in Triton, forward and backward: kernels and their launchers.
 
 A token goes to K experts. ``position`` [M, K] has, for each token and each of its experts, the row of the tensor in
 which the rows of one expert follow each other. ``absent`` marks the rows of that tensor whose expert is on another

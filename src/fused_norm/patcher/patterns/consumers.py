@@ -13,7 +13,7 @@ becomes, whatever the names are,
     residual = x
     hidden = self.attention(hidden=hidden)
 
-and a norm that is fused with the add in front of it is told its consumer there. In the forward of the attention,
+and a norm that is fused with the add before it is told its consumer there. In the forward of the attention,
 
     query = self.q_proj(hidden)
     key = self.k_proj(hidden)
@@ -86,7 +86,7 @@ class Inputs(Match):
         if self.other is not None:
             return f"its forward reads {self.name} in {self.other}"
         if hasattr(block.module, "gradient_checkpointing"):
-            return "it may be checkpointed by itself"
+            return "it may be checkpointed on its own"
         if any("autocast" in name for name in names_in(block.origin)):
             return "its forward may change autocast before its linears"
         total = 0

@@ -39,13 +39,13 @@ CONVOLUTION_NAME = re.compile(r"causal_conv(?!.*(update|step))")
 """Part of the names of functions that convolve a sequence; others update the state of one that is generated."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Convolution(Match):
     """One call of a causal convolution.
 
     Attributes:
         call: the call.
-        called: the global function, or the attribute that may be an ``nn.Conv1d``.
+        callee: the global function, or the attribute that may be an ``nn.Conv1d``.
         length: what a module's result is cut to, None for a function.
         act: what is called for the result alone, if anything is.
         act_call: that call.
@@ -53,7 +53,7 @@ class Convolution(Match):
     """
 
     call: ast.Call
-    called: Callee
+    callee: Callee
     length: ast.expr | None
     act: Callee | None
     act_call: ast.Call | None
@@ -66,12 +66,12 @@ class Convolution(Match):
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Put the fused call in the convolution's place."""
         method = "fused_norm_conv" if self.length is None else "fused_norm_conv_module"
-        before: list[ast.expr] = [self.call.func]
+        leading: list[ast.expr] = [self.call.func]
         if self.length is not None:
-            before.insert(0, ast.Constant(None) if self.act_call is None else self.act_call.func)
+            leading.insert(0, ast.Constant(None) if self.act_call is None else self.act_call.func)
             self.call.args.append(self.length)
-        self.call.args[:0] = before
-        self.call.func = ast.Attribute(ast.Name(forward.own, ast.Load()), method, ast.Load())
+        self.call.args[:0] = leading
+        self.call.func = forward.code(f"self.{method}")
         if self.act_call is not None:
             forward.replace(self.act_call, self.act_call.args[0])
 
@@ -79,7 +79,7 @@ class Convolution(Match):
         """Return whether it is made in this module, and by a causal convolution if by a module."""
         if not may_hold(self.conditions, block.module):
             return False
-        return self.called.is_function or is_causal_convolution(self.called.resolve(block))
+        return self.callee.is_function or is_causal_convolution(self.callee.resolve(block))
 
     def recognised(self, block: Block, function: Any) -> Activation | None:
         """What is known of its activation, of a module's; ``function``: what it is written in, a class for its forward.
@@ -87,12 +87,11 @@ class Convolution(Match):
         Raises:
             UnrecognisedError: if it is not what is fused.
         """
-        if self.called.is_function:
-            recognise_convolution(global_of(function, self.called.name))
+        if self.callee.is_function:
+            recognise_convolution(global_of(function, self.callee.name))
         if self.act is None:
             return None
-        act = global_of(function, self.act.name) if self.act.is_function else block.member(self.act.name)
-        activation = recognise_activation(act)
+        activation = recognise_activation(self.act.resolve(block, function))
         if activation.formula != "silu":
             raise UnrecognisedError(f"the activation of its convolution is {activation.formula}")
         return activation
@@ -100,16 +99,16 @@ class Convolution(Match):
 
 def decide_convolutions(convolutions: Sequence[Convolution], block: Block) -> Iterator[Site]:
     """The rows of convolutions, but for those that the module's settings never run."""
-    for index, one in enumerate(convolutions):
-        if not one.is_site(block):
+    for index, convolution in enumerate(convolutions):
+        if not convolution.is_site(block):
             continue
         row = block.own_row("conv", block.applied_parts("convolutions", index) is not None)
-        watched = [] if one.called.is_function else [one.called.resolve(block)]
-        watched += [one.act.resolve(block)] if one.act is not None else []
+        watched = [] if convolution.callee.is_function else [convolution.callee.resolve(block)]
+        watched += [] if convolution.act is None else [convolution.act.resolve(block)]
         if any(isinstance(part, nn.Module) and (has_hooks(part) or "forward" in vars(part)) for part in watched):
             row = row.skipped("hooks or other code stand on its convolution or the activation of it", "overridden")
         try:
-            activation = one.recognised(block, block.origin)
+            activation = convolution.recognised(block, block.origin)
         except UnrecognisedError as error:
             yield row.skipped(str(error))
             continue
@@ -122,18 +121,18 @@ def decide_missed_convolutions(
     convolutions: Sequence[Convolution], block: Block, function: Any, reason: str
 ) -> Iterator[Site]:
     """The row of convolutions that cannot be fused, for a ``reason``, in a ``function`` that the forward calls."""
-    for one in convolutions:
+    for convolution in convolutions:
         with suppress(UnrecognisedError):
-            if one.is_site(block):
-                one.recognised(block, function)
+            if convolution.is_site(block):
+                convolution.recognised(block, function)
                 yield block.own_row("conv", already=False).skipped(f"its convolution {reason}", in_helper=True)
                 return
 
 
 def find_convolutions(definition: ast.FunctionDef, flow: Dataflow) -> list[Convolution]:
     """The calls of functions with such a name, and of modules whose result is cut to a length at once."""
-    found = [_convolution(node, flow) for node in ast.walk(definition) if isinstance(node, ast.Call)]
-    return [one for one in found if one is not None]
+    calls = (_convolution(node, flow) for node in ast.walk(definition) if isinstance(node, ast.Call))
+    return [convolution for convolution in calls if convolution is not None]
 
 
 def _convolution(call: ast.Call, flow: Dataflow) -> Convolution | None:
@@ -182,9 +181,9 @@ def convolutions_of(
     layer: Any, convolutions: Sequence[Convolution], rewrites: tuple[Rewrite, ...]
 ) -> tuple[ConvolutionFunction, ...]:
     """The functions that ``rewrites`` fuse; one that convolves no longer is left out, and called as it is."""
-    found = []
+    functions = []
     for rewrite in rewrites:
-        if rewrite.pattern == "convolutions" and convolutions[rewrite.index].called.is_function:
+        if rewrite.pattern == "convolutions" and convolutions[rewrite.index].callee.is_function:
             with suppress(UnrecognisedError):
-                found.append(recognise_convolution(global_of(layer, convolutions[rewrite.index].called.name)))
-    return tuple(dict.fromkeys(found))
+                functions.append(recognise_convolution(global_of(layer, convolutions[rewrite.index].callee.name)))
+    return tuple(dict.fromkeys(functions))

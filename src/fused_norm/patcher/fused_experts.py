@@ -24,10 +24,9 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.experts import EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
 from .activation_recognition import FORMULAS, Activation, Formula, recognise_activation
-from .attention_functions import _defined_in
 from .code_fingerprint import own_attributes, value_of
 from .fused_norm_module import is_disabled, run_fused, warn_once
-from .hooks import are_plain_calls, name_of_function
+from .hooks import are_plain_calls, defined_function, name_of_function
 from .probe import DTYPES, UnrecognisedError, cpu_replica, plain_pytorch, same_values
 from .running_code import RunningCode
 from .source import cells_of
@@ -180,7 +179,7 @@ def other_implementation(experts: Any, origin: Any) -> str | None:
 
 def grouped_mm() -> Any:
     """Transformers' own function for ``grouped_mm``; None if there is none, or other code has replaced it."""
-    return _defined_in(_MOE, "grouped_mm_experts_forward")
+    return defined_function(_MOE, "grouped_mm_experts_forward")
 
 
 def _are_plain(hidden: Any, index: Any, weights: Any) -> bool:

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fused_norm
 from fused_norm.kernels.operator import calls
-from fused_norm.patcher import experts, fused_norm_module
+from fused_norm.patcher import fused_experts, fused_norm_module
 from fused_norm.patcher.activation_recognition import FORMULAS
-from fused_norm.patcher.experts import FusedExperts, is_experts
+from fused_norm.patcher.fused_experts import FusedExperts, is_experts
 
 from .models import logged
 
@@ -172,9 +172,9 @@ def by_formula(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def run(operator: Any, spec: Any, *arguments: Any) -> tuple[Any, None]:
         called.append(operator.name)
         act = {"act": FORMULAS[arguments[2]]} if operator.name == "expert_gate" else {}
-        return getattr(experts.reference, operator.name)(*arguments, **act), None
+        return getattr(fused_experts.reference, operator.name)(*arguments, **act), None
 
-    monkeypatch.setattr(experts, "run_fused", run)
+    monkeypatch.setattr(fused_experts, "run_fused", run)
     return called
 
 
@@ -276,9 +276,11 @@ def test_what_grouped_mm_computes_is_compared_in_full(function: Any) -> None:
 
     gate = "silu", False, None, None
     for kind, is_right in ((type(module), True), (Own, False)):
-        replica = experts.cpu_replica(kind, {**plain, "num_experts": experts._EXPERTS, "config": module.config})
+        replica = fused_experts.cpu_replica(
+            kind, {**plain, "num_experts": fused_experts._EXPERTS, "config": module.config}
+        )
         replica._modules.update(module._modules)
-        assert experts._agrees(replica, _GROUPED, gate) is is_right
+        assert fused_experts._agrees(replica, _GROUPED, gate) is is_right
 
 
 def test_other_implementations_run_as_they_are(device: str, caplog: pytest.LogCaptureFixture) -> None:
