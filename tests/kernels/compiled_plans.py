@@ -1,7 +1,7 @@
 """Compile the launches of every operator, as they are planned, for GPUs that need not be there.
 
-A script, because tests run interpreted. It prints a line for each kernel with the shared memory of a program, and the
-registers and spilled bytes of a lane; it ends with 1 where one does not fit.
+A script, because tests run interpreted. It prints a line for each kernel with the shared memory of a program, the
+registers and spilled bytes of a lane, and its narrow stores; it ends with 1 if one does not fit.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ SPILLED = {"sm_120": 56, "gfx942": 64}
 """Bytes that a lane may spill, where it is more than ``FEW``: in two norms of 128 columns, and in rows too wide to hold
 that six linears read."""
 FEW = 48
+NARROW = 4
+"""Stores of fewer than 32 bits that a kernel may have: rows of numbers are written in wide ones."""
 LLAMA = norm_spec("llama", False, 1e-6)
 
 Called = tuple[Operator, str, Callable[[], Any]]
@@ -63,11 +65,15 @@ Called = tuple[Operator, str, Callable[[], Any]]
 
 
 class Used(NamedTuple):
-    """What a kernel takes of its device: bytes for a program, registers of a lane, bytes that a lane spills."""
+    """What a kernel takes of its device: bytes for a program, registers of a lane, bytes that a lane spills.
+
+    ``narrow``: its stores of fewer than 32 bits, as written in PTX.
+    """
 
     shared: int
     registers: int
     spilled: int
+    narrow: int
 
 
 def used_by(kernel: Any) -> Used:
@@ -75,13 +81,14 @@ def used_by(kernel: Any) -> Used:
     shared = kernel.metadata.shared
     if "amdgcn" in kernel.asm:
         said = dict(re.findall(r"^\s+\.(\w+):\s+(\d+)$", kernel.asm["amdgcn"], re.MULTILINE))
-        return Used(shared, int(said["vgpr_count"]), 4 * int(said["vgpr_spill_count"]))
+        return Used(shared, int(said["vgpr_count"]), 4 * int(said["vgpr_spill_count"]), 0)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
         said = dict(re.findall(r"(\w+):(\d+)", subprocess.run(command, capture_output=True, text=True).stdout))
-    return Used(shared, int(said["REG"]), int(said["STACK"]))
+    narrow = re.findall(r"st\.global\.[bu](?:8|16)\b", kernel.asm["ptx"])
+    return Used(shared, int(said["REG"]), int(said["STACK"]), len(narrow))
 
 
 def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
@@ -270,6 +277,7 @@ def compile_all(name: str, only: Sequence[str], table: PlanTable, widths: Sequen
                 continue
             used = used_by(compiled(launch, target))
             fits = used.shared <= target.device.shared_memory and used.spilled <= SPILLED.get(name, FEW)
+            fits &= used.narrow <= NARROW
             fit &= fits
             line = f"{name} {operator.name} {way}, {dtype}, {launch.name}: {used}"
             sys.stdout.write(line + ("\n" if fits else " does not fit\n"))

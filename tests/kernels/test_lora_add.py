@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fused_norm.kernels import lora_add, reference
 from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton import lora_kernels
 from fused_norm.kernels.triton.launch import Launch
 
@@ -123,6 +124,19 @@ def test_many_rows_are_cut_into_shares_and_larger_tiles(device: str, monkeypatch
     monkeypatch.setattr(lora_kernels, "_MAX_PARTIALS", 2)
     given = integers(inputs(device, (300,), 40, 24, 8))
     assert_equal(run(by(lora_add, 2), given), formula(given, 2))
+
+
+@pytest.mark.parametrize(("processors", "rows_of_tile"), [(1, 128), (8, 64), (100, 32)])
+@pytest.mark.parametrize("rank", [8, 48, 130])
+def test_tiles_of_a_large_gpu_give_the_same_bits(
+    rank: int, processors: int, rows_of_tile: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    large = Device(processors, shared_memory=232_448)
+    monkeypatch.setattr(lora_kernels, "device_props", lambda _: large)
+    given = integers(inputs(device, (300,), 300, 140, rank))
+    assert_equal(run(by(lora_add, 0.7), given), formula(given, 0.7))
+    tiles = {launch.constants["ROWS"] for launch in launches if launch.name == "_narrow_kernel"}
+    assert tiles == {min(rows_of_tile, 64) if rank <= 32 else rows_of_tile}
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.7])
