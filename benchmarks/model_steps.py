@@ -225,11 +225,12 @@ def randomize_norm_weights(model: nn.Module, generator: torch.Generator) -> dict
     """Add noise to the weight of every norm, because an error in gamma does not show if gamma is one.
 
     Returns:
-        The paths of all norms, those with a gate aside, with what they compute.
+        The paths of all norms that have a weight and no gate, with what they compute.
     """
     report = apply_fused_norm(model, rope=False, residual=False)
     norms = {site.path: site.spec for site in report.fused if site.kind in ("norm", "qk") and site.spec is not None}
     remove_fused_norm(model)
+    norms = {path: spec for path, spec in norms.items() if hasattr(model.get_submodule(path), "weight")}
     with torch.no_grad():
         for path in norms:
             weight: Any = model.get_submodule(path).weight
