@@ -23,7 +23,7 @@ from compiled_launches import TARGETS, Noted, Target, compiled
 from fused_norm.kernels.arguments import ACTIVATIONS
 from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
 from fused_norm.kernels.causal_conv1d import WIDTHS as TAPS
-from fused_norm.kernels.experts import EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
+from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
@@ -209,6 +209,9 @@ def expert_calls(dtype: torch.dtype) -> Iterator[Called]:
         for activation in ACTIVATIONS:
             yield EXPERT_GATE, f"{activation} of {width}", both(EXPERT_GATE, x, absent, activation, False, None, None)
         yield EXPERT_GATE, f"clamped, {width} wide", both(EXPERT_GATE, x, absent, "silu", True, 7.0, 1.702)
+    for width in (2880, 5760):
+        bias, ends = torch.empty(32, width, dtype=dtype), torch.zeros(32, dtype=torch.int32)
+        yield EXPERT_BIAS, f"{width} wide", both(EXPERT_BIAS, bias, torch.zeros(64, dtype=torch.int64), ends)
     for width in (2048, 2880, 7168):
         hidden, rows = (torch.empty(count, width, dtype=dtype) for count in (tokens, tokens * count))
         weights = torch.empty(tokens, count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fused_norm.kernels import expert_gate, expert_permute, expert_unpermute, reference
-from fused_norm.kernels.experts import EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
+from fused_norm.kernels import expert_bias, expert_gate, expert_permute, expert_unpermute, reference
+from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.operator import Operator
+from fused_norm.kernels.triton.memory import CLAMP_HAS_GRADIENT_AT_LIMIT
 
 from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
 
@@ -49,6 +50,14 @@ def rows_of_experts(device: str, tokens: int, count: int, gone: int = 0) -> tupl
     order = torch.randperm(tokens * count, generator=torch.Generator().manual_seed(3))
     absent = torch.arange(tokens * count) >= tokens * count - gone
     return order.view(tokens, count).to(device), absent.to(device)
+
+
+def sorted_experts(device: str, rows: Sequence[int], gone: int = 0) -> tuple[Tensor, Tensor]:
+    """The expert of each row, and ``ends``, for experts with so many ``rows``; the last rows are nobody's."""
+    counts = torch.tensor(rows)
+    expert = torch.arange(len(rows)).repeat_interleave(counts)
+    expert = torch.cat([expert, torch.full((gone,), len(rows) - 1)])
+    return expert.to(device), counts.cumsum(0).int().to(device)
 
 
 def poisoned(tensor: Tensor, absent: Tensor) -> Tensor:
@@ -121,7 +130,8 @@ def test_a_limit_is_inside_and_what_is_beyond_has_no_gradient(device: str) -> No
     (dexpected,) = torch.autograd.grad(expected.sum(), x)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(dx, dexpected)
-    assert (dx == 0).tolist() == [[False, True, False, False, False, True]]
+    has_gradient = CLAMP_HAS_GRADIENT_AT_LIMIT
+    assert (dx != 0).tolist() == [[has_gradient, False, True, has_gradient, has_gradient, False]]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +155,28 @@ def test_rows_go_to_experts_and_their_gradients_are_summed_once(
     for k in range(count):
         total += present[position[:, k]]
     assert torch.equal(ours.dx, total.to(dtype)), "in fp32, in the order of k, rounded once"
+
+
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [((5, 0, 70, 1), 37), ((3,), 16), ((0, 40, 33, 0), 130), pytest.param((200, 9), 600, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
+    dtype: torch.dtype, rows: tuple[int, ...], width: int, device: str
+) -> None:
+    expert, ends = sorted_experts(device, rows, gone=3)
+    given = drawn(device, bias=((len(rows), width), dtype, 1.0), dy=((len(expert), width), dtype, 1.0))
+    is_after = torch.arange(len(expert), device=device) >= ends[-1]
+    ours = run(lambda bias: expert_bias(bias, expert, ends), given.but(dy=poisoned(given.dy, is_after)))
+    assert torch.equal(ours.y, given.bias[expert].masked_fill(is_after.unsqueeze(-1), 0))
+    whole = given.mapped(lambda one: one.mul(4).round())  # sums in fp32 are exact
+    summed = run(lambda bias: expert_bias(bias, expert, ends), whole)
+    truth = torch.stack([part.double().sum(0) for part in whole.dy[: sum(rows)].split(rows)])
+    assert torch.equal(summed.dbias, truth.to(dtype)), "in fp32, rounded once"
+    truth = torch.stack([part.double().sum(0) for part in given.dy[: sum(rows)].split(rows)])
+    near = {FP32: 1e-5, FP16: 1e-3, BF16: 6e-3}[dtype]
+    torch.testing.assert_close(ours.dbias.double(), truth, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize(
@@ -200,14 +232,16 @@ def calls(device: str, dtype: torch.dtype = FP32) -> dict[str, tuple[Operator, t
     position, absent = rows_of_experts(device, 4, 3, gone=2)
     x, rows, both = (torch.randn(shape, device=device).to(dtype) for shape in ((4, 10), (12, 10), (12, 20)))
     weights = torch.rand(4, 3, device=device)
+    expert, ends = sorted_experts(device, (5, 0, 4, 1), gone=2)
     return {
+        "bias": (EXPERT_BIAS, (torch.randn(4, 10, device=device).to(dtype), expert, ends)),
         "gate": (EXPERT_GATE, (both, absent, "silu", True, 1.5, 1.702)),
         "permute": (EXPERT_PERMUTE, (x, position, absent)),
         "unpermute": (EXPERT_UNPERMUTE, (rows, weights, position, absent, dtype)),
     }
 
 
-EACH = pytest.mark.parametrize("name", ["gate", "permute", "unpermute"])
+EACH = pytest.mark.parametrize("name", ["bias", "gate", "permute", "unpermute"])
 
 
 def leaves_of(operator: Operator, arguments: tuple[Any, ...]) -> tuple[list[Any], list[Tensor]]:
@@ -281,6 +315,7 @@ def _next_weights(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 FAULTS: dict[str, tuple[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = {
+    "biases are those of the next expert": ("bias", lambda given: (given[0].roll(1, 0), *given[1:])),
     "the mask of a gate is dropped": ("gate", lambda given: (given[0], None, *given[2:])),
     "halves are exchanged": ("gate", lambda given: (given[0].view(-1, 10, 2).flip(-1).reshape(-1, 20), *given[1:])),
     "gate and up are halves": ("gate", lambda given: (*given[:3], False, *given[4:])),
@@ -309,6 +344,7 @@ def test_faults_show_beside_float64(fault: str, device: str) -> None:
 
 
 X, INDEX = torch.ones(6, 8), torch.arange(6).view(3, 2)
+EXPERT, ENDS = torch.zeros(3).long(), torch.full((6,), 3).int()
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an odd width": (lambda: expert_gate(X[:, :7]), ValueError, r"even last dimension.*\(6, 7\)"),
     "an unknown activation": (lambda: expert_gate(X, None, "relu"), ValueError, "one of silu, gelu, gelu_tanh"),
@@ -328,6 +364,14 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "dtype must be a floating point dtype",
     ),
+    "a vector of biases": (lambda: expert_bias(X[0], EXPERT, ENDS), ValueError, r"bias must have shape \[experts, N\]"),
+    "experts of 32 bits": (
+        lambda: expert_bias(X, EXPERT.int(), ENDS),
+        TypeError,
+        "expert must be a tensor of torch.int",
+    ),
+    "ends of 64 bits": (lambda: expert_bias(X, EXPERT, ENDS.long()), TypeError, "ends must be a tensor of torch.int32"),
+    "too few ends": (lambda: expert_bias(X, EXPERT, ENDS[:5]), ValueError, r"ends must have shape \(6,\)"),
     "no tensor": (lambda: expert_unpermute(1, X, INDEX), TypeError, "x must be a tensor"),
 }
 

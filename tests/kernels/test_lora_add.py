@@ -126,13 +126,14 @@ def test_many_rows_are_cut_into_shares_and_larger_tiles(device: str, monkeypatch
     assert_equal(run(by(lora_add, 2), given), formula(given, 2))
 
 
-@pytest.mark.parametrize(("processors", "rows_of_tile"), [(1, 128), (8, 64), (100, 32)])
+@pytest.mark.parametrize(("few_rows", "rows_of_tile"), [(100, 128), (200, 64), (300, 32)])
 @pytest.mark.parametrize("rank", [8, 48, 130])
 def test_tiles_of_a_large_gpu_give_the_same_bits(
-    rank: int, processors: int, rows_of_tile: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch, device: str
+    rank: int, few_rows: int, rows_of_tile: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    large = Device(processors, shared_memory=232_448)
+    large = Device(132, shared_memory=232_448)
     monkeypatch.setattr(lora_kernels, "device_props", lambda _: large)
+    monkeypatch.setattr(lora_kernels, "_FEW_ROWS", few_rows)
     given = integers(inputs(device, (300,), 300, 140, rank))
     assert_equal(run(by(lora_add, 0.7), given), formula(given, 0.7))
     tiles = {launch.constants["ROWS"] for launch in launches if launch.name == "_narrow_kernel"}

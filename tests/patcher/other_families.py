@@ -149,6 +149,11 @@ def experts_launched(layers: int) -> dict[str, int]:
     return {} if EXPERTS_ARE_MLPS else dict.fromkeys(names, layers)
 
 
+def biases_launched(layers: int) -> dict[str, int]:
+    """The same for both biases of such experts."""
+    return {} if EXPERTS_ARE_MLPS else {"expert_bias": 2 * layers}
+
+
 def launched(**operators: int) -> dict[str, int]:
     """How often operators run in a forward of a decoder, besides that of its head."""
     return {"linear_cross_entropy": 1, **operators}
@@ -214,7 +219,7 @@ OTHERS: Mapping[str, Other] = {
     # Its angles are those of one half.
     "gpt_oss": Other(
         counts(loss=1, norm=5, rope=2, residual=2, experts=2),
-        launched(rms_norm=3, add_rms_norm=2, rope=2, **experts_launched(2)),
+        launched(rms_norm=3, add_rms_norm=2, rope=2, **experts_launched(2), **biases_launched(2)),
         {"num_experts_per_tok": 2, "num_local_experts": 4, "layer_types": LAYERS},
     ),
     "stablelm": Other(

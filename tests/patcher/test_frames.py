@@ -58,7 +58,7 @@ def explained(frames: Counter[str]) -> str:
     return "\n".join([f"{frames.total()} frames", *(f"{number} {frame}" for frame, number in frames.most_common())])
 
 
-@pytest.mark.parametrize(("model_type", "most"), [("qwen3", 54), ("llama", 54), ("gemma3_text", 63)])
+@pytest.mark.parametrize(("model_type", "most"), [("qwen3", 55), ("llama", 55), ("gemma3_text", 64)])
 def test_a_layer_that_has_run_before_takes_few_frames(model_type: str, most: int, device: str) -> None:
     """Eight of them are for decorators of forwards in some releases of transformers, six more in release 4."""
     most += 6 * EXPERTS_ARE_MLPS

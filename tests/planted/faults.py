@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fused_norm.kernels import reference
 from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
-from fused_norm.kernels.experts import EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
+from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
@@ -70,7 +70,7 @@ from .planting import (
 )
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
-_OF_EXPERTS = (EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE)
+_OF_EXPERTS = (EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE)
 _IN_MODELS = (*_NORMED, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS)
 OF_ADAPTERS = (LORA_ADD, LORA_LINEAR_4BIT)
 """The operators of adapters."""
@@ -717,6 +717,13 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("packed", _ROTATED, _with_angles(_of_the_first_sequence)),  # all sequences are rotated by the first one's angles
     # The halves of gate and up are exchanged.
     ("halves", (EXPERT_GATE,), lambda call: call.results(x=call["x"].roll(call["x"].shape[-1] // 2, -1))),
+    # Rows get the bias of the next expert.
+    (
+        "next-bias",
+        (EXPERT_BIAS,),
+        lambda call: call.results(bias=call["bias"].roll(1, 0)),
+        "no expert has a bias",
+    ),
     # Rows go to the experts of the next token.
     ("next-row", (EXPERT_PERMUTE,), lambda call: call.results(position=call["position"].roll(1, 0))),
     # Rows have the weights of the next token, or of the token's next expert.

@@ -19,7 +19,7 @@ def outcomes_of(family, precision, names, execution="eager", **how):
     return {name: result.outcome for name, result in results.items()}
 
 
-OF_NO_FAMILY = ("gated_rms_norm", "causal_conv1d", "expert_gate", "expert_permute", "expert_unpermute")
+OF_NO_FAMILY = ("gated_rms_norm", "causal_conv1d", "expert_bias", "expert_gate", "expert_permute", "expert_unpermute")
 """The operators that neither of the two families has; those of experts have a test of their own."""
 
 

@@ -2,7 +2,7 @@
 
 from . import fp8
 from .causal_conv1d import causal_conv1d
-from .experts import expert_gate, expert_permute, expert_unpermute
+from .experts import expert_bias, expert_gate, expert_permute, expert_unpermute
 from .fp8 import add_rms_norm_fp8, rms_norm_fp8
 from .gated_rms_norm import gated_rms_norm
 from .glu import glu
@@ -17,6 +17,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_fp8",
     "causal_conv1d",
+    "expert_bias",
     "expert_gate",
     "expert_permute",
     "expert_unpermute",

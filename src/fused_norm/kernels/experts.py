@@ -1,4 +1,4 @@
-"""The operators of a mixture of experts around its products: rows to experts, the gate, rows back to their tokens."""
+"""The operators of a mixture of experts around its products: rows to experts, biases, the gate, rows back to tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .arguments import ACTIVATIONS, Unsupported, check_choice, check_flag
 from .glu import Activation
 from .operator import BackwardCall, Operator, Recompute, Spec
 from .triton.experts_kernels import (
+    launch_expert_bias_backward,
+    launch_expert_bias_forward,
     launch_expert_gate_backward,
     launch_expert_gate_forward,
     launch_expert_permute,
@@ -170,6 +172,58 @@ class ExpertUnpermute(Operator):
         return reference.expert_unpermute_backward(dy, *saved)
 
 
+class ExpertBias(Operator):
+    """``expert_bias`` as an operator, which has no norm."""
+
+    name = "expert_bias"
+    has_norm = False
+    tensors = "Tensor bias, Tensor expert, Tensor ends"
+    outputs = ("y",)
+    other_rules = ("expert", "ends")
+    takes_dtensors = False
+    saved = "Tensor expert, Tensor ends"
+    gradients = ("dbias",)
+
+    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+        bias, expert, ends = arguments
+        if bias.dim() != 2:
+            return Unsupported(f"bias must have shape [experts, N], not {tuple(bias.shape)}", ValueError)
+        shapes = {"expert": (None, torch.int64), "ends": (bias.shape[0], torch.int32)}
+        for (name, (length, dtype)), vector in zip(shapes.items(), (expert, ends), strict=True):
+            if not isinstance(vector, Tensor) or vector.dtype != dtype:
+                kind = vector.dtype if isinstance(vector, Tensor) else type(vector).__name__
+                return Unsupported(f"{name} must be a tensor of {dtype}, not {kind}", TypeError)
+            if vector.dim() != 1 or vector.device != bias.device or length not in (None, len(vector)):
+                shape = "rows" if length is None else length
+                return Unsupported(
+                    f"{name} must have shape ({shape},) on {bias.device}, not {tuple(vector.shape)} on {vector.device}",
+                    ValueError,
+                )
+        return None
+
+    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
+        return reference.expert_bias(*arguments)
+
+    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        bias, expert, ends = arguments
+        y = bias.new_empty((len(expert), bias.shape[1]))
+        if launch:
+            launch_expert_bias_forward(bias, expert, ends, y)
+        return (y,)
+
+    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dy,), (_, ends) = call.incoming, call.saved
+        dbias = dy.new_empty((len(ends), dy.shape[1]))
+        if launch:
+            launch_expert_bias_backward(dy, ends, dbias)
+        return (dbias,)
+
+    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,) = call.incoming
+        return (reference.expert_bias_backward(dy, *call.saved),)
+
+
+EXPERT_BIAS = ExpertBias()
 EXPERT_GATE = ExpertGate()
 EXPERT_PERMUTE = ExpertPermute()
 EXPERT_UNPERMUTE = ExpertUnpermute()
@@ -237,6 +291,27 @@ def expert_gate(
     """
     limit, alpha = (float(number) if isinstance(number, int) else number for number in (limit, alpha))
     return EXPERT_GATE.checked(None, x, absent, activation, interleaved, limit, alpha)
+
+
+def expert_bias(bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+    """The bias of each row's expert, for rows in the order of experts: ``y[s] = bias[expert[s]]``.
+
+    Rows after the last of ``ends`` are zero, and their gradients are not read. The backward sums the gradients of an
+    expert's rows in fp32, in a fixed order, and rounds once.
+
+    Args:
+        bias: [E, N], float32, bfloat16 or float16; float64 is computed by the PyTorch reference.
+        expert: [S], int64: numbers below E that do not fall.
+        ends: [E], int32: how many rows the experts up to each one have.
+
+    Returns:
+        y, [S, N], contiguous, of bias's dtype.
+
+    Raises:
+        TypeError: for anything but dense tensors of these dtypes.
+        ValueError: for shapes and devices that do not fit.
+    """
+    return EXPERT_BIAS.checked(None, bias, expert, ends)
 
 
 def expert_permute(x: Tensor, position: Tensor, absent: Tensor | None = None) -> Tensor:

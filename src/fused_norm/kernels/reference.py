@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spec import NormSpec, RotaryLayout
-from .triton.memory import out_dtype
+from .triton.memory import CLAMP_HAS_GRADIENT_AT_LIMIT, out_dtype
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -446,8 +446,9 @@ def expert_gate_backward(
         dgate = (d * (up.to(wide) + 1) * (share + g * alpha * share * (1 - share))).to(x.dtype)
         dup = (d * (g * share).to(x.dtype).to(wide)).to(x.dtype)
     if limit is not None:
-        dgate = torch.where(given_gate <= limit, dgate, 0.0)
-        dup = torch.where((given_up <= limit) & (given_up >= -limit), dup, 0.0)
+        is_below = torch.le if CLAMP_HAS_GRADIENT_AT_LIMIT else torch.lt
+        dgate = torch.where(is_below(given_gate, limit), dgate, 0.0)
+        dup = torch.where(is_below(given_up.abs(), limit), dup, 0.0)
     return torch.stack((dgate, dup), dim=-1).reshape(x.shape) if interleaved else torch.cat((dgate, dup), dim=-1)
 
 
@@ -456,6 +457,21 @@ def expert_permute(x: Tensor, position: Tensor, absent: Tensor | None) -> Tensor
     order = torch.empty_like(position).view(-1)
     order[position.view(-1)] = torch.arange(position.numel(), device=position.device)
     return _present_rows(x[order // position.shape[1]], absent)
+
+
+def expert_bias(bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+    """The bias of each row's expert; rows after the last of ``ends`` are zeros."""
+    return _present_rows(bias[expert], _is_after(ends, expert))
+
+
+def expert_bias_backward(dy: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+    """The sum of the gradients of each expert's rows; rows after the last of ``ends`` do not count."""
+    present = _present_rows(dy, _is_after(ends, expert))
+    return dy.new_zeros((len(ends), dy.shape[1])).index_put((expert,), present, accumulate=True)
+
+
+def _is_after(ends: Tensor, expert: Tensor) -> Tensor:
+    return torch.arange(len(expert), device=ends.device) >= ends[-1:]
 
 
 def expert_unpermute(x: Tensor, weights: Tensor, position: Tensor, absent: Tensor | None, dtype: torch.dtype) -> Tensor:

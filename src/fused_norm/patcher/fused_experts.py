@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..kernels.autocast import autocast_dtype
-from ..kernels.experts import EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
+from ..kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
 from .activation_recognition import FORMULAS, Activation, Formula, recognise_activation
 from .code_fingerprint import own_attributes, value_of
@@ -214,7 +214,8 @@ def _run(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[
         return fused(EXPERT_UNPERMUTE, reference.expert_unpermute, x, weights, *rest)
 
     gate: GateOfExperts = experts.fused_norm_gate
-    steps = Steps(partial(fused, EXPERT_PERMUTE, permuted), partial(fused, EXPERT_GATE, gated), unpermute)
+    permute, bias = partial(fused, EXPERT_PERMUTE, permuted), partial(fused, EXPERT_BIAS, reference.expert_bias)
+    steps = Steps(permute, bias, partial(fused, EXPERT_GATE, gated), unpermute)
     try:
         y = outputs(experts, gate.function, steps, gate.options_of(experts) or (), hidden, index, weights)
     except _NotTakenError:
@@ -232,6 +233,7 @@ class Steps:
     """The functions by which experts are computed around their products; they take what the operators do."""
 
     permute: Callable[..., Tensor]
+    bias: Callable[..., Tensor]
     gate: Callable[..., Tensor]
     unpermute: Callable[..., Tensor]
 
@@ -260,13 +262,16 @@ def outputs(
     if getattr(experts, "_is_expert_parallel", True):
         absent = sorted_ids >= count
         sorted_ids.clamp_(max=count - 1)
-    biases = [getattr(experts, f"{name}_bias")[sorted_ids] if experts.has_bias else None for name in _PRODUCTS]
-    both = linear(steps.permute(hidden, position, absent), experts.gate_up_proj, ends, bias=biases[0])
-    y = linear(steps.gate(both, absent, *options), experts.down_proj, ends, bias=biases[1])
+
+    def multiply(x: Tensor, name: str) -> Tensor:
+        bias = steps.bias(getattr(experts, f"{name}_bias"), sorted_ids, ends) if experts.has_bias else None
+        y: Tensor = linear(x, getattr(experts, name), ends, bias=bias)
+        return y
+
+    both = multiply(steps.permute(hidden, position, absent), "gate_up_proj")
+    y = multiply(steps.gate(both, absent, *options), "down_proj")
     return steps.unpermute(y, weights, position, absent, hidden.dtype)
 
-
-_PRODUCTS = ("gate_up_proj", "down_proj")
 
 KnownGates = dict[Any, tuple[Formula, bool, str | None, str | None] | str]
 """The gates of modules, or the reasons why they have none, by their class and all that they hold."""
@@ -379,7 +384,7 @@ def _is_gate(replica: Any, activation: Formula, interleaved: bool, *names: str |
 
 def _agrees(replica: Any, function: Any, gate: tuple[Formula, bool, str | None, str | None]) -> bool:
     """Return whether a replica's outputs and all gradients have the bits of the formula, with absent experts too."""
-    steps = Steps(reference.expert_permute, _gate_formula, reference.expert_unpermute)
+    steps = Steps(reference.expert_permute, reference.expert_bias, _gate_formula, reference.expert_unpermute)
     formula = partial(outputs, replica, function, steps, _options(replica, *gate))
     generator = torch.Generator().manual_seed(0)
 

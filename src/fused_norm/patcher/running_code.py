@@ -62,24 +62,27 @@ class RunningCode:
 
     def is_in(self, function: Any) -> bool:
         """Return whether a function, usually the original one, runs this code; asked at each call."""
-        if self._code is None:
-            return True
-        code = getattr(function, "__code__", None)  # a forward may be no function
-        if code is not self._code:
-            if code != self._code:
+        running: RunningCode | None = self
+        while running is not None:  # and what it wraps, in turn
+            if running._code is None:
+                return True
+            code = getattr(function, "__code__", None)  # a forward may be no function
+            if code is not running._code:
+                if code != running._code:
+                    return False
+                running._code = code  # the same, compiled again
+            if function.__defaults__ is not running._defaults:
                 return False
-            self._code = code  # the same, compiled again
-        if function.__defaults__ is not self._defaults:
-            return False
-        if self.quick is not None:
-            return function.__kwdefaults__ is None
-        others = _others(function)
-        if len(others) != len(self._others):
-            return False
-        for known, other in zip(self._others, others, strict=True):
-            if (known._value if known._reference is None else known._reference()) is not other:
+            if running.quick is not None:
+                return function.__kwdefaults__ is None
+            others = _others(function)
+            if len(others) != len(running._others):
                 return False
-        return self._wrapped is None or self._wrapped.is_in(function.__wrapped__)
+            for known, other in zip(running._others, others, strict=True):
+                if (known._value if known._reference is None else known._reference()) is not other:
+                    return False
+            running, function = running._wrapped, getattr(function, "__wrapped__", None)
+        return True
 
     # Dynamo asks once, while it traces; it does not see through all that wraps a forward.
     is_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -119,4 +122,7 @@ def _others(function: Any) -> list[Any]:
                 others.append(cell.cell_contents)
             except ValueError:
                 others.append(ValueError)  # it is empty
-    return others + [value for name, value in vars(function).items() if name == "__wrapped__"]
+    attributes = vars(function)
+    if "__wrapped__" in attributes:
+        others.append(attributes["__wrapped__"])
+    return others

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..plans import conv_plan
 from .devices import device_props
-from .language import let_next_begin, round_to
+from .language import as_mask, let_next_begin, round_to
 from .launch import launch
 from .memory import contiguous
 from .weight_grad import reduce_partials
@@ -24,7 +24,7 @@ from .weight_grad import reduce_partials
 @triton.jit
 def _load_row(ptr, t, stride, first, end, live):
     """Row ``t`` as fp32, zero where it is not from ``first`` to ``end``."""
-    return tl.load(ptr + t * stride, mask=live & (t >= first) & (t < end), other=0.0).to(tl.float32)
+    return tl.load(ptr + t * stride, mask=as_mask(live & (t >= first) & (t < end)), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _conv_grad(dy, c, live, SILU: tl.constexpr):
 
 @triton.jit
 def _store_row(ptr, t, stride, first, end, live, value):
-    mask = live & (t >= first) & (t < end)
+    mask = as_mask(live & (t >= first) & (t < end))
     tl.store(ptr + t * stride, round_to(value, ptr.dtype.element_ty), mask=mask)
 
 

@@ -54,15 +54,15 @@ def device_props(device: torch.device) -> Device:
 
 def name_of(device: torch.device) -> tuple[str, str]:
     """The name of ``device``, and the capability of its architecture, empty if it has none."""
-    if device.type == "cpu":
-        return "cpu", ""
+    if device.type in ("cpu", "meta"):
+        return device.type, ""
     properties = torch.get_device_module(device).get_device_properties(device)
     capability = f"{properties.major}.{properties.minor}" if hasattr(properties, "major") else ""
     return properties.name, getattr(properties, "gcnArchName", capability) if torch.version.hip else capability
 
 
 def _hardware_of(device: torch.device) -> Device:
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return Device(processors=4)
     properties = torch.get_device_module(device).get_device_properties(device)
     processors = getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count

@@ -18,9 +18,9 @@ from torch import Tensor
 from ..plans import ForwardPlan, expert_gate_plan, expert_rows_plan
 from .devices import device_props
 from .glu_kernels import _share, _share_and_slope
-from .language import TRITON_DTYPES, load_tile, round_to, rows_of, store_tile
+from .language import TRITON_DTYPES, as_mask, load_tile, round_to, rows_of, store_tile
 from .launch import launch
-from .memory import INT32_LIMIT, as_strided_rows, contiguous
+from .memory import CLAMP_HAS_GRADIENT_AT_LIMIT, INT32_LIMIT, as_strided_rows, contiguous
 
 
 @triton.jit
@@ -112,7 +112,9 @@ def _expert_gate_backward_kernel(
     M,
     N, x_stride, dy_stride, dx_stride, limit, alpha,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, INT64: tl.constexpr, ACTIVATION: tl.constexpr,
+    AT_LIMIT: tl.constexpr,
 ):  # fmt: skip
+    """AT_LIMIT: a number that is the limit itself has a gradient."""
     row, block, col = _tile(M, N, ROWS, BLOCK, INT64)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     present = _is_present(absent_ptr, row, row < M)
@@ -127,8 +129,12 @@ def _expert_gate_backward_kernel(
     dgate = dy * up * slope
     dup = dy * round_to(gate * share, dtype)
     if limit is not None:
-        dgate = tl.where(given_gate <= limit, dgate, 0.0)
-        dup = tl.where((given_up <= limit) & (given_up >= -limit), dup, 0.0)
+        if AT_LIMIT:
+            dgate = tl.where(given_gate <= limit, dgate, 0.0)
+            dup = tl.where((given_up <= limit) & (given_up >= -limit), dup, 0.0)
+        else:
+            dgate = tl.where(given_gate < limit, dgate, 0.0)
+            dup = tl.where((given_up < limit) & (given_up > -limit), dup, 0.0)
     _store_pair((dx_ptr, dx_stride), row, row < M, block, N, dgate, dup, BLOCK, INTERLEAVED)
 
 
@@ -202,7 +208,7 @@ def _expert_unpermute_backward_kernel(
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, N, BLOCK):
             col = start + tl.arange(0, BLOCK)
-            live = (col < N) & is_present
+            live = as_mask((col < N) & is_present)
             dy = tl.load(dy_ptr + row * dy_stride + col, mask=live, other=0.0).to(tl.float32)
             if dx_ptr is not None:
                 dx = round_to(dy * weight, dx_ptr.dtype.element_ty)
@@ -213,6 +219,47 @@ def _expert_unpermute_backward_kernel(
         if dweights_ptr is not None:
             dweight = tl.sum(total, axis=0)
             tl.store(dweights_ptr + row * K + k, round_to(dweight, dweights_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _expert_bias_forward_kernel(
+    bias_ptr,  # [E, N]
+    expert_ptr,  # [M]
+    ends_ptr,  # [E]
+    y_ptr,  # [M, N]
+    M,
+    E, N, bias_stride, y_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
+    row, _, col = _tile(M, N, ROWS, BLOCK, INT64)
+    present, inside = row < tl.load(ends_ptr + E - 1), col < N
+    expert = tl.load(expert_ptr + row, mask=present, other=0)
+    bias = load_tile((bias_ptr, bias_stride), expert, col, present[:, None] & inside[None, :])
+    store_tile((y_ptr, y_stride), row, col, (row < M)[:, None] & inside[None, :], bias)
+
+
+@triton.jit
+def _expert_bias_backward_kernel(
+    dy_ptr,  # [M, N]
+    ends_ptr,  # [E]
+    dbias_ptr,  # [E, N]
+    N, dy_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
+    """One program for an expert and a block of columns."""
+    expert = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        live = (row < end)[:, None] & (col < N)[None, :]
+        if INT64:
+            row = row.to(tl.int64)
+        total += load_tile((dy_ptr, dy_stride), row, col, live)
+    dtype: tl.constexpr = dbias_ptr.dtype.element_ty
+    tl.store(dbias_ptr + expert * N + col, round_to(tl.sum(total, axis=0), dtype), mask=col < N)
 
 
 Gate = tuple[str, bool, float | None, float | None]
@@ -244,6 +291,8 @@ def _launch_gate(kernel: Any, x: Tensor, absent: Tensor | None, others: tuple[Te
         "INT64": rows * max(spacing) >= INT32_LIMIT,
         "ACTIVATION": activation,
     }
+    if kernel is _expert_gate_backward_kernel:
+        constants["AT_LIMIT"] = CLAMP_HAS_GRADIENT_AT_LIMIT
     tensors, numbers = (lead, contiguous(absent), *arranged), (rows, width, *spacing, limit, alpha)
     launch(kernel, _grid(rows, width, plan), tensors, numbers, constants, warps=plan.warps, fuse=False)
 
@@ -322,6 +371,31 @@ def launch_expert_unpermute_backward(
     numbers = dy_stride, x_stride, width
     kernel = _expert_unpermute_backward_kernel
     launch(kernel, (tokens, 1), tensors, numbers, constants, warps=plan.warps, fuse=False)
+
+
+def launch_expert_bias_forward(bias: Tensor, expert: Tensor, ends: Tensor, y: Tensor) -> None:
+    """Write ``y`` [M, N]: rows of ``bias`` [E, N] by ``expert`` [M], and zeros from the last of ``ends`` [E] on."""
+    rows, width = y.shape
+    if y.numel() == 0:
+        return
+    (bias_rows, bias_stride), (y_rows, y_stride) = _rows_of(bias), _rows_of(y)
+    plan = expert_rows_plan(width, device_props(y.device))
+    constants = _tiles(plan, max(rows * y_stride, bias.shape[0] * bias_stride))
+    tensors = bias_rows, contiguous(expert), contiguous(ends), y_rows
+    numbers = rows, len(ends), width, bias_stride, y_stride
+    grid = _grid(rows, width, plan)
+    launch(_expert_bias_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=False)
+
+
+def launch_expert_bias_backward(dy: Tensor, ends: Tensor, dbias: Tensor) -> None:
+    """Write ``dbias`` [E, N], contiguous: the sums over the rows of ``dy`` [M, N] up to each of ``ends`` [E]."""
+    if dbias.numel() == 0:
+        return
+    dy_rows, dy_stride = _rows_of(dy)
+    constants = {"ROWS": 32, "BLOCK": 128, "INT64": dy.shape[0] * dy_stride >= INT32_LIMIT}
+    grid = dbias.shape[0], -(-dbias.shape[1] // constants["BLOCK"])
+    tensors, numbers = (dy_rows, contiguous(ends), dbias), (dbias.shape[1], dy_stride)
+    launch(_expert_bias_backward_kernel, grid, tensors, numbers, constants, warps=4, fuse=False)
 
 
 def _rows_of(x: Tensor) -> tuple[Tensor, int]:

@@ -44,6 +44,14 @@ def round_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def as_mask(condition):
+    """A condition as loads and stores take it: Triton's interpreter keeps one of a block and a number as integers."""
+    if interpreted:
+        return condition != 0
+    return condition
+
+
+@triton.jit
 def _round_in_range(value, dtype: tl.constexpr):
     """Values rounded to ``dtype``; those that would overflow, as squares in fp16 do, are left as they are."""
     rounded = round_to(value, dtype)

@@ -218,10 +218,9 @@ def launch_narrow(
     rows, rank, width = h.shape[:-1].numel(), h.shape[-1], x.shape[-1]
     tile = {"R": _padded(rank), "INT64": _is_long(arranged, h), "COPIED": _COPIED}
     if _multiplies_from_shared_memory(h):
-        fill_gpu = rows // device_props(h.device).processors
-        tile["ROWS"] = max(32, min(64 if rank <= 32 else 128, next_power_of_2(fill_gpu)))
+        tile["ROWS"] = 32 if rows <= _FEW_ROWS else 64 if rows <= 2 * _FEW_ROWS or rank <= 32 else 128
         column = tile["ROWS"] * x.element_size() + tile["R"] * 4
-        widest = 128 if fill_gpu > 64 else 256
+        widest = 256 if rows <= 2 * _FEW_ROWS else 128
         tile["BLOCK"] = max(16, min(widest, next_power_of_2(_TWO_TILES // (2 * column) + 1) // 2))
         warps = 8 if tile["ROWS"] == 128 or tile["ROWS"] * tile["R"] > 8192 else 4
     else:
