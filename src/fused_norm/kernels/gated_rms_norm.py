@@ -13,7 +13,7 @@ from .arguments import GATES, Unsupported, check_choice, check_flag
 from .operator import BackwardCall, Operator, norm_spec
 from .plans import WIDEST_GATED
 from .triton.gated_kernels import Gating, empty_gated_norm, launch_gated_backward, launch_gated_forward
-from .triton.memory import empty_copy, empty_rows_like, empty_weight_grad, norm_reads_copy
+from .triton.memory import empty_copy, empty_rows_like, empty_weight_grad
 
 Gate = Literal["silu", "sigmoid"]
 """The activation of a norm's gate, one of ``arguments.GATES``."""
@@ -53,9 +53,6 @@ class GatedRMSNorm(Operator):
         if width // groups <= WIDEST_GATED:
             return None
         return Unsupported(f"rows of {width} in {groups} groups are more than a kernel holds")
-
-    def reads_copy(self, weight: Tensor, arguments: Sequence[Any]) -> bool:
-        return norm_reads_copy(arguments[self.tensor_count], weight)
 
     def reference(self, *arguments: Any) -> Tensor:
         x, gate, weight, spec, *how = arguments

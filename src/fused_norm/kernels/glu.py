@@ -113,21 +113,21 @@ class GluForConsumers(Glu):
         (y,), (*_, consumers, _) = results, arguments
         return (y, *(y.detach() for _ in range(consumers - 1))) if trained else y
 
-    def group_outputs(self, found: Any) -> list[tuple[Tensor, ...]]:
-        return [found if isinstance(found, tuple) else (found,)]
+    def group_outputs(self, outputs: Any) -> list[tuple[Tensor, ...]]:
+        return [outputs if isinstance(outputs, tuple) else (outputs,)]
 
-    def compute_grads(self, route: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         present = tuple(dy for dy in call.incoming if dy is not None)
         dy: Any = present
         if len(present) < 2:
             dy = present[0] if present else None
-        elif route is not kernel_backward:
+        elif impl is not kernel_backward:
             dy = present[0].float() + present[1]
         need_dgate, need_dup, *need_added = call.needed
         needed = need_dgate or need_added[0], need_dup or need_added[1], False, False
-        dgate, dup, *_ = super().compute_grads(route, call._replace(incoming=(dy,), needed=needed))
-        of_added = [one if is_needed else None for one, is_needed in zip((dgate, dup), need_added, strict=True)]
-        return dgate if need_dgate else None, dup if need_dup else None, *of_added
+        dgate, dup, *_ = super().compute_grads(impl, call._replace(incoming=(dy,), needed=needed))
+        added_grads = [d if is_needed else None for d, is_needed in zip((dgate, dup), need_added, strict=True)]
+        return dgate if need_dgate else None, dup if need_dup else None, *added_grads
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up, *added), (need_dgate, need_dup, *_) = call.incoming, call.saved, call.needed

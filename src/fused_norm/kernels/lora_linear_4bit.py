@@ -160,12 +160,12 @@ class LoraLinear4bit(Operator):
             launch_widen(h, b, b.stride()[::-1], base if adds else None, y, factor, copy)
         return (y,) if adds else (base, y)
 
-    def compute_grads(self, route: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         _, _, _, adapter_dtype, *_ = call.saved_scalars
         if adapter_dtype is None:  # adapter_x is x
             need_dx, _, *others = call.needed
             call = call._replace(needed=(need_dx, False, *others))
-        return super().compute_grads(route, call)
+        return super().compute_grads(impl, call)
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy, *others), (adapter_x, a, b, h, *weight, _), (block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype) = (
@@ -240,13 +240,13 @@ class LoraSummands4bit(LoraLinear4bit):
         base = torch.nn.functional.linear(x.to(dtype), w, bias)
         return base, torch.nn.functional.linear(h, b.to(dtype)) * factor
 
-    def compute_grads(self, route: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         dbase, dadded = call.incoming
         if dbase is None and dadded is not None:
             dbase = torch.zeros_like(dadded)
         elif dadded is None and dbase is not None:
             dadded = torch.zeros_like(dbase)
-        return super().compute_grads(route, call._replace(incoming=(dbase, dadded)))
+        return super().compute_grads(impl, call._replace(incoming=(dbase, dadded)))
 
 
 LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT = LoraLinear4bit(), LoraSummands4bit()

@@ -21,7 +21,7 @@ from ..spec import Casting
 from . import reference
 from .arguments import Unsupported, check_mode, check_scale, other_order
 from .operator import BackwardCall, BackwardImpl, Operator, Recompute, kernel_backward, norm_spec
-from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype, norm_reads_copy, out_dtype
+from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype, out_dtype
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward, launch_norm_from_rstd
 
@@ -54,9 +54,6 @@ class NormOperator(Operator):
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         return other_order(*arguments[:2]) if self._adds else None
-
-    def reads_copy(self, weight: Tensor, arguments: Sequence[Any]) -> bool:
-        return norm_reads_copy(arguments[self.tensor_count], weight)
 
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
         """The sum has no gradient to pass on if the norm's weight alone needs one."""

@@ -21,7 +21,7 @@ from .recording import CallCache, Recording, SingleCall, appended, record
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import Interceptors, launches
-from .triton.memory import memory_order
+from .triton.memory import memory_order, norm_reads_copy
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -152,13 +152,11 @@ class Operator(ABC):
 
     def __init__(self) -> None:
         """Register the operator with PyTorch."""
-        self.tensor_count, self.option_count = len(_names(self.tensors)), len(_names(self.options))
-        self.rules = TensorRules(_names(self.tensors), self.tensors, self.same_shape, self.other_rules)
-        self.tensor_names = self.rules.names
-        option_names, self._saved_names, self._scalar_names = map(
-            _names, (self.options, self.saved, self.saved_scalars)
-        )
+        self.tensor_names, option_names = _names(self.tensors), _names(self.options)
+        self._saved_names, self._scalar_names = _names(self.saved), _names(self.saved_scalars)
+        self.tensor_count, self.option_count = len(self.tensor_names), len(option_names)
         self.takes_spec = option_names[:1] == ["spec"]
+        self.rules = TensorRules(self.tensor_names, self.tensors, self.same_shape, self.other_rules)
         self._copied = [name for name in self.copies if name in self.tensor_names]
         self.result_names = (*self.outputs, *self.extra_saved, *(f"{name}_copy" for name in self._copied))
         self._forward_names = (*self.tensor_names, *option_names, *self.result_names)
@@ -229,9 +227,9 @@ class Operator(ABC):
     def reads_copy(self, weight: Tensor, arguments: Sequence[Any]) -> bool:
         """Return whether the backward of stock code reads a tensor made of a weight, and not the weight.
 
-        ``weight`` is one of ``arguments``, and named in ``copies``.
+        ``weight`` is one of ``arguments``, and named in ``copies``. Unless overridden, it is that of a norm.
         """
-        return False
+        return self.takes_spec and norm_reads_copy(arguments[self.tensor_count], weight)
 
     def copied(self, arguments: Sequence[Any], *, traced: bool = False) -> list[str]:
         """The weights to copy for the backward: those that stock code does not save themselves.

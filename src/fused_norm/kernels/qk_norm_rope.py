@@ -26,7 +26,6 @@ from .triton.memory import (
     empty_rows_like,
     empty_weight_grad,
     norm_dtype,
-    norm_reads_copy,
 )
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
@@ -89,9 +88,6 @@ class QKNorm(HeadsOperator):
         q, k, q_weight, k_weight, cos, sin, spec, unsqueeze_dim, dtype = arguments
         q_out, k_out = reference.qk_norm_rope(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim)
         return reference.cast_output(q_out, dtype), reference.cast_output(k_out, dtype)
-
-    def reads_copy(self, weight: Tensor, arguments: Sequence[Any]) -> bool:
-        return norm_reads_copy(arguments[self.tensor_count], weight)
 
     def forward(
         self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
