@@ -187,7 +187,7 @@ def test_a_process_that_is_killed_leaves_what_others_finished(tmp_path, capsys, 
     assert "its process was killed" in capsys.readouterr().out
 
 
-def _die(group):
+def _die(plan, group):
     os._exit(9)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.plan import Plan
-from fused_norm.convergence.text_sequences import pack, read_files, standard_library, training_order, varied
+from fused_norm.convergence.text_sequences import pack, read_files, standard_library, varied
 from fused_norm.convergence.tiers import TIERS
 
 
@@ -25,7 +25,7 @@ def tiny_plan(comparisons, layers=1, **changes):
             for model in {each.model: None for each in comparisons}
         },
         settings=settings,
-        sequences=lambda comparison: training_order(packed, count=8, seed=comparison.seed),
+        tokens=dict.fromkeys((each.model for each in comparisons), packed),
         facts={"data": 1},
         cpu=not torch.cuda.is_available(),
     )

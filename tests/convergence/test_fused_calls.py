@@ -322,9 +322,7 @@ def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
 )
 def test_linears_that_have_an_output_of_a_norm_each_are_held_to_the_bits_of_one(precision, fault):
     comparison, state = Comparison("llama", precision), PlantedFault()
-    plan = tiny_plan([comparison])
-    source, options, sequences = plan.sources["llama"], plan.options(comparison), plan.sequences(comparison)
-    trainer = PairedRuns(source, comparison, plan.settings, options, sequences, cpu=True)
+    trainer = PairedRuns(tiny_plan([comparison], cpu=True), comparison)
     assert set(trainer.check_bits(fused_for("all"), consumers=False).values()) == {0.0}
     assert max(trainer.check_bits(faulty(comparison, FAULTS[fault], state), consumers=False).values()) > 0.01
     assert state.share > 0.01

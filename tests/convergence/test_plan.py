@@ -1,6 +1,9 @@
 """The axes make the comparisons, and those that share stock and control runs stand together."""
 
+import pickle
+
 import pytest
+import torch
 
 from fused_norm.convergence.comparison import (
     EXECUTIONS,
@@ -17,6 +20,8 @@ from fused_norm.convergence.tiers import TIERS
 from fused_norm.model_configs import FAMILIES
 from fused_norm.patcher import FuseOptions
 from fused_norm.spec import KINDS
+
+from .plans import tiny_plan
 
 
 @pytest.mark.parametrize("tier", ["quick", "full"])
@@ -76,3 +81,13 @@ def test_what_the_fused_model_alone_does_is_compared_with_the_runs_of_the_eager_
     )
     assert by_baseline([eager, alone, masked]) == {eager: [eager, alone], masked: [masked]}
     assert by_baseline([lora, lora_alone]) == {lora: [lora, lora_alone]}
+
+
+def test_every_process_has_sequences_of_its_own_in_each_step_and_a_worker_gets_the_plan_as_it_is():
+    comparison = Comparison("llama", "fp32", seed=1)
+    plan = tiny_plan([comparison], processes=3)
+    sequences, options = plan.sequences(comparison), plan.settings.options
+    assert len(sequences) == options.steps * options.batch_size * 3
+    copy = pickle.loads(pickle.dumps(plan))
+    assert torch.equal(copy.sequences(comparison), sequences)
+    assert copy.settings_key(comparison) == plan.settings_key(comparison)

@@ -177,9 +177,8 @@ def test_labels_are_left_out_if_the_model_is_given_their_number(is_counted, monk
     comparison = Comparison("llama", "fp32")
     plan = tiny_plan([comparison])
     source = Source.of_family("llama", {"num_hidden_layers": 1})
-    tokens = plan.sequences(comparison)
     with pytest.raises(InterruptedError):
-        PairedRuns(source, comparison, plan.settings, plan.options(comparison), tokens, plan.cpu).train()
+        PairedRuns(replace(plan, sources={"llama": source}), comparison).train()
     (labels,) = given
     assert (labels is not None and bool((labels == IGNORED).any())) == is_counted
 

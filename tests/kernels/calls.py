@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,12 +18,21 @@ from .numerics import BF16, FP16, FP32, in_layout
 
 
 class Call(NamedTuple):
-    """An operator, the meaning of its norm if it has one, its tensors and the options behind them."""
+    """An operator, its tensors and its options, the first of which is the meaning of its norm if it has one."""
 
     name: str
-    spec: NormSpec | None
     tensors: Sequence[Tensor | None]
     options: tuple[Any, ...] = ()
+
+    @property
+    def spec(self) -> NormSpec | None:
+        """The meaning of the norm; None if there is none."""
+        return self.options[0] if OPERATORS[self.name].takes_spec else None
+
+    def with_spec(self, **changes: Any) -> Call:
+        """The call with another meaning of the norm."""
+        assert self.spec is not None
+        return self._replace(options=(replace(self.spec, **changes), *self.options[1:]))
 
     @property
     def semantics(self) -> tuple[Any, ...]:
@@ -50,7 +60,7 @@ class Call(NamedTuple):
     ) -> list[Tensor]:
         """What the call returns, of other tensors and by another function if given."""
         call = operator or OPERATORS[self.name]
-        return present(call(self.spec, *(self.tensors if tensors is None else tensors), *self.options))
+        return present(call(*(self.tensors if tensors is None else tensors), *self.options))
 
     def results(self, operator: Callable[..., Any] | None = None) -> list[Tensor]:
         """The outputs, and the gradients of all tensors that can have one; by the operator's call unless given."""
@@ -113,35 +123,35 @@ def every_call(
     k = x[:, :1].contiguous()
     sequence, taps = made(2, 2 * rows, width), made(width, 4)
     return {
-        "norm": Call("rms_norm", llama, (x, w), (None,)),
-        "norm uncast": Call("rms_norm", none, (r, None), ("static_persistent",)),
-        "add in gemma": Call("add_rms_norm", gemma, (x, r, w), (None, 1.0)),
-        "add": Call("add_rms_norm", llama, (x, x.clone(), inner), (None, 1.0)),
-        "add scaled": Call("add_rms_norm", none, (x, x.clone(), None), (None, 0.22)),
-        "norm and add": Call("norm_add", llama, (x, r, w)),
-        "sandwich": Call("norm_add_norm", gemma, (x, r, inner, w)),
-        "sandwich uncast": Call("norm_add_norm", none, (x, r, None, w)),
-        "heads": Call("qk_norm", llama, (x, r.transpose(1, 2)[:, :1].contiguous(), w, inner, None, None), (1, None)),
-        "heads rotated in part": Call("qk_norm", gemma, (x, k, inner, inner.clone(), cos, sin), (1, None)),
+        "norm": Call("rms_norm", (x, w), (llama, None)),
+        "norm uncast": Call("rms_norm", (r, None), (none, "static_persistent")),
+        "add in gemma": Call("add_rms_norm", (x, r, w), (gemma, None, 1.0)),
+        "add": Call("add_rms_norm", (x, x.clone(), inner), (llama, None, 1.0)),
+        "add scaled": Call("add_rms_norm", (x, x.clone(), None), (none, None, 0.22)),
+        "norm and add": Call("norm_add", (x, r, w), (llama,)),
+        "sandwich": Call("norm_add_norm", (x, r, inner, w), (gemma,)),
+        "sandwich uncast": Call("norm_add_norm", (x, r, None, w), (none,)),
+        "heads": Call("qk_norm", (x, r.transpose(1, 2)[:, :1].contiguous(), w, inner, None, None), (llama, 1, None)),
+        "heads rotated in part": Call("qk_norm", (x, k, inner, inner.clone(), cos, sin), (gemma, 1, None)),
         "rotation in part": Call(
-            "rope", None, (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True, "half", False, None)
+            "rope", (x, r[:, :1].contiguous(), cos.float(), sin.float()), (1, True, "half", False, None)
         ),
-        "glu": Call("glu", None, (x, r), ("silu",)),
-        "rotation of one": Call("rope", None, (x, None, whole_cos, whole_sin), (1, False, "half", False, None)),
-        "glu packed": Call("glu", None, (packed, None), ("gelu_tanh",)),
-        "gated in groups": Call("gated_rms_norm", llama, (x, r, w), ("silu", True, 2 - width % 2)),
-        "gate first": Call("gated_rms_norm", gemma, (x, x.clone(), inner), ("sigmoid", False, 1)),
-        "heads rotated": Call("qk_norm", llama, (x, k, w, inner, whole_cos, whole_sin), (1, None)),
+        "glu": Call("glu", (x, r), ("silu",)),
+        "rotation of one": Call("rope", (x, None, whole_cos, whole_sin), (1, False, "half", False, None)),
+        "glu packed": Call("glu", (packed, None), ("gelu_tanh",)),
+        "gated in groups": Call("gated_rms_norm", (x, r, w), (llama, "silu", True, 2 - width % 2)),
+        "gate first": Call("gated_rms_norm", (x, x.clone(), inner), (gemma, "sigmoid", False, 1)),
+        "heads rotated": Call("qk_norm", (x, k, w, inner, whole_cos, whole_sin), (llama, 1, None)),
         "heads rotated in part and cast": Call(
-            "qk_norm", llama, (x, k, w, w.clone(), cos.float(), sin.float()), (1, dtype or BF16)
+            "qk_norm", (x, k, w, w.clone(), cos.float(), sin.float()), (llama, 1, dtype or BF16)
         ),
         "rotation cast": Call(
-            "rope", None, (x, k, whole_cos.float(), whole_sin.float()), (1, False, "half", False, dtype or FP16)
+            "rope", (x, k, whole_cos.float(), whole_sin.float()), (1, False, "half", False, dtype or FP16)
         ),
-        "conv": Call("causal_conv1d", None, (sequence, taps, inner), ("silu",)),
-        "conv alone": Call("causal_conv1d", None, (sequence, made(width, 3), None), (None,)),
-        "expert gate": Call("expert_gate", None, (packed, None), ("silu", True, 1.5, 1.702)),
-        "adapter": Call("lora_add", None, (r.to(dtype or FP32), x, first, second), (0.7,)),
+        "conv": Call("causal_conv1d", (sequence, taps, inner), ("silu",)),
+        "conv alone": Call("causal_conv1d", (sequence, made(width, 3), None), (None,)),
+        "expert gate": Call("expert_gate", (packed, None), ("silu", True, 1.5, 1.702)),
+        "adapter": Call("lora_add", (r.to(dtype or FP32), x, first, second), (0.7,)),
     }
 
 

@@ -97,20 +97,21 @@ def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
     The forward is launched once more if it can copy its weights for the backward.
     """
 
-    spec = LLAMA if operator.has_norm else None
+    if operator.takes_spec:
+        arguments = *arguments[: operator.tensor_count], LLAMA, *arguments[operator.tensor_count :]
 
     def call() -> None:
-        results = operator.forward(spec, *arguments, training=True)
-        copied = operator.copied(spec, arguments[: operator.tensor_count])
+        results = operator.forward(*arguments, training=True)
+        copied = operator.copied(arguments)
         if copied:
-            operator.forward(spec, *arguments, training=True, copied=copied)
+            operator.forward(*arguments, training=True, copied=copied)
         if type(operator).backward is not Operator.backward:
             saved, facts = operator.save(arguments, results)
             outputs: list[Any] = [arguments[0] if one is None else one for one in results[: len(operator.outputs)]]
             if "consumers" in operator.options:
                 outputs[0] = (outputs[0],) * arguments[-2]  # for each consumer
             needed = [one is not None for one in arguments[: len(operator.gradients)]]
-            operator.backward(spec, BackwardCall(outputs, saved, facts, needed))
+            operator.backward(BackwardCall(outputs, saved, facts, needed))
 
     return call
 
@@ -160,7 +161,7 @@ def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
     def call(*options: Any) -> Callable[[], Any]:
         def launch_all() -> None:
             arguments = x, weight, None, target, None, "mean", -100, *options, None, [True, True, False]
-            loss, *gradients = LINEAR_CROSS_ENTROPY.forward(None, *arguments, training=True)
+            loss, *gradients = LINEAR_CROSS_ENTROPY.forward(*arguments, training=True)
             launch_multiply(gradients[0], loss.reshape(1))
 
         return launch_all

@@ -135,7 +135,7 @@ def test_other_numbers_of_taps_take_the_reference(device: str) -> None:
     operator = OPERATORS["causal_conv1d"]
     for taps in (1, 5):
         given = inputs(device, 2, 6, 3, taps=taps)
-        refusal = operator.unsupported(None, given.x, given.w, given.b, "silu")
+        refusal = operator.unsupported(given.x, given.w, given.b, "silu")
         assert refusal is not None
         assert f"{taps} taps" in refusal.reason
         assert torch.equal(by_kernel("silu")(given.x, given.w, given.b), by_stock("silu")(given.x, given.w, given.b))
@@ -149,7 +149,7 @@ def test_the_reference_has_the_bits_of_stock_and_its_backward_is_near_float64(
     operator = OPERATORS["causal_conv1d"]
     for taps, bias in ((4, True), (2, False)):
         given = inputs(device, 2, 6, 5, taps=taps, bias=bias, dtype=dtype)
-        ours = run(lambda x, w, b: operator.reference(None, x, w, b, activation), given)
+        ours = run(lambda x, w, b: operator.reference(x, w, b, activation), given)
         for name, value in run(by_stock(activation), given).present().items():
             assert torch.equal(value, getattr(ours, name)), name
         leaves = [one.requires_grad_() for one in (given.x.clone(), given.w.clone())]

@@ -244,7 +244,7 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
         return [tensor for tensor in kept if is_among(tensor, tensors)]
 
     operator, wanted = OPERATORS[call.name], present([leaves[place] for place in places])
-    copied = [leaves[operator.tensor_names.index(name)] for name in operator.copied(call.spec, leaves)]
+    copied = [leaves[operator.tensor_names.index(name)] for name in operator.copied((*leaves, *call.options))]
     copies = [one for one in kept if not is_among(one, [*leaves, *outputs]) and one.dim() == 1]
     assert len(among(wanted)) == len(wanted) - len(copied)
     assert [one.tolist() for one in copies] == [one.tolist() for one in present(copied)]

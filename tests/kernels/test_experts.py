@@ -102,7 +102,7 @@ def test_every_width_of_a_gate(width: int, interleaved: bool, device: str) -> No
 @pytest.mark.parametrize("gate", [gate for gate in GATES if gate[0] == "silu"], ids=str)
 def test_each_operation_of_a_gate_is_rounded(gate: tuple[Any, ...], dtype: torch.dtype, device: str) -> None:
     x = gate_inputs(device, 20, 512, dtype).x
-    ours = EXPERT_GATE(None, x, None, *gate)
+    ours = EXPERT_GATE(x, None, *gate)
     assert (ours != stock_gate(x, None, *gate)).double().mean() < 2e-3
     unrounded = stock_gate(x.float(), None, *gate).to(dtype)
     assert (ours != unrounded).double().mean() > 0.05, "one rounding is told from several"
@@ -112,10 +112,10 @@ def test_each_operation_of_a_gate_is_rounded(gate: tuple[Any, ...], dtype: torch
 def test_rows_of_absent_experts_are_not_read(gate: tuple[Any, ...], device: str) -> None:
     given = gate_inputs(device, 9, 24, BF16)
     absent = torch.arange(9, device=device) >= 6
-    expected = run(lambda x: EXPERT_GATE(None, x, absent, *gate), given)
+    expected = run(lambda x: EXPERT_GATE(x, absent, *gate), given)
     sick = given.but(x=poisoned(given.x, absent), dy=poisoned(given.dy, absent))
-    ours = run(lambda x: EXPERT_GATE(None, x, absent, *gate), sick)
-    alone = run(lambda x: EXPERT_GATE(None, x, None, *gate), given.mapped(lambda one: one[:6]))
+    ours = run(lambda x: EXPERT_GATE(x, absent, *gate), sick)
+    alone = run(lambda x: EXPERT_GATE(x, None, *gate), given.mapped(lambda one: one[:6]))
     for name, value in ours.present().items():
         assert torch.equal(value, getattr(expected, name))
         assert not value[6:].any()
@@ -255,7 +255,7 @@ def test_each_is_a_registered_operator(name: str, device: str) -> None:
     operator, arguments = calls(device)[name]
     for training in (True, False):
         torch.library.opcheck(operator._forward_op, (*arguments, training))
-    (result,) = (operator.forward(None, *arguments, training=True),)
+    (result,) = (operator.forward(*arguments, training=True),)
     saved, facts = operator.save(arguments, result)
     needed = [True] * len(operator.gradients)
     torch.library.opcheck(operator._backward_op, (torch.randn_like(result[0]), *saved, *facts, *needed))
@@ -266,15 +266,15 @@ def test_kernels_and_formula_agree_in_every_form_of_a_call(name: str, device: st
     operator, arguments = calls(device)[name]
     (given, leaves), found = leaves_of(operator, arguments), []
     for call in (operator, operator.reference):
-        y = call(None, *given)
+        y = call(*given)
         first = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
         second = torch.autograd.grad(sum(one.square().sum() for one in first), leaves)
-        repeated = torch.autograd.grad(call(None, *given).sin().sum(), leaves)
+        repeated = torch.autograd.grad(call(*given).sin().sum(), leaves)
         found.append([y, *first, *second, *repeated])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     exact = tuple(one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in arguments)
-    assert operator.checked(None, *exact).dtype in (torch.float64, FP32), "float64 takes the reference"
+    assert operator.checked(*exact).dtype in (torch.float64, FP32), "float64 takes the reference"
 
 
 @EACH
@@ -284,7 +284,7 @@ def test_a_call_repeats_its_bits_in_any_layout_and_writes_to_nothing(name: str, 
 
     def results(arguments: tuple[Any, ...]) -> list[Tensor]:
         given, leaves = leaves_of(operator, arguments)
-        y = operator(None, *given)
+        y = operator(*given)
         return [y, *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel(), device=device).view_as(y).to(y))]
 
     first, second = results(arguments), results(arguments)
@@ -304,7 +304,7 @@ def test_no_rows_are_no_launch(name: str, device: str) -> None:
     operator, arguments = calls(device)[name]
     empty = tuple(one[:0] if isinstance(one, Tensor) else one for one in arguments)
     given, leaves = leaves_of(operator, empty)
-    y = operator.checked(None, *given)
+    y = operator.checked(*given)
     assert y.shape[0] == 0
     assert all(one.shape[0] == 0 for one in torch.autograd.grad(y.sum(), leaves))
 
@@ -335,10 +335,10 @@ def test_faults_show_beside_float64(fault: str, device: str) -> None:
     operator, arguments = calls(device)[name]
 
     def is_right(arguments: tuple[Any, ...]) -> bool:
-        return (operator(None, *arguments).double() - truth).norm() <= 1e-5 * truth.norm()
+        return (operator(*arguments).double() - truth).norm() <= 1e-5 * truth.norm()
 
     exact = (one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in arguments)
-    truth = operator.reference(None, *exact)
+    truth = operator.reference(*exact)
     assert is_right(arguments)
     assert not is_right(plant(arguments))
 

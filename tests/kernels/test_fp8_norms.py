@@ -396,14 +396,15 @@ def test_opcheck(name: str, device: str) -> None:
         "block128": ((x, r.float(), w, None, None), 0.5),
         "coat": ((x, None, w, codes.q, codes.scale), 1.0),
     }[name]
-    meaning, arguments = ("llama", False, 1e-6), (*tensors, scale, name)
+    spec = norm_spec("llama", False, 1e-6)
+    meaning, options = (spec.casting, spec.zero_centered, spec.eps), (scale, name)
     forward, backward = (getattr(torch.ops.fused_norm, f"norm_fp8_{way}") for way in ("forward", "backward"))
     # What else opcheck looks at takes no FP8, or takes one NaN for another number than the next.
     checks = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(forward, (*meaning, *arguments, True), test_utils=checks)
+    torch.library.opcheck(forward, (*meaning, *tensors, *options, True), test_utils=checks)
     if tensors[3] is None:
         return
-    saved, facts = NORM_FP8.save(arguments, forward(*meaning, *arguments, True))
+    saved, (_, *facts) = NORM_FP8.save((*tensors, spec, *options), forward(*meaning, *tensors, *options, True))
     incoming = (None, None, torch.randn_like(x), None, None)
     for needed in ((True, False, True), (True, False, False), (False, False, True)):
         torch.library.opcheck(backward, (*meaning, *incoming, *saved, *facts, *needed), test_utils=checks)

@@ -137,9 +137,9 @@ def gradients_of_two_consumers(
     """
     gate, up = (one.clone().requires_grad_() for one in (given.gate, given.up))
     if fused:
-        ys = GLU_FOR_CONSUMERS(None, gate, up, None, None, activation, 2, dtype)
+        ys = GLU_FOR_CONSUMERS(gate, up, None, None, activation, 2, dtype)
     else:
-        y = GLU(None, gate, up, activation)
+        y = GLU(gate, up, activation)
         ys = y.to(dtype), y.to(dtype)
     dys = given.dy.to(dtype), (given.dy * 3).sin().to(dtype)
     outputs, incoming = zip(*[(ys[int(place)], dys[int(place)]) for place in used], strict=True)
@@ -168,9 +168,9 @@ def test_for_consumers_its_gradients_are_differentiated_again(device: str) -> No
     for fused in (True, False):
         gate, up = (one.clone().requires_grad_() for one in (given.gate, given.up))
         if fused:
-            y, other = GLU_FOR_CONSUMERS(None, gate, up, None, None, "silu", 2, BF16)
+            y, other = GLU_FOR_CONSUMERS(gate, up, None, None, "silu", 2, BF16)
         else:
-            y, other = (GLU(None, gate, up, "silu").to(BF16) for _ in range(2))
+            y, other = (GLU(gate, up, "silu").to(BF16) for _ in range(2))
         (dgate,) = torch.autograd.grad((y.float() * other.float()).sum(), gate, create_graph=True)
         seconds += torch.autograd.grad(dgate.square().sum(), up)
     assert (seconds[0] - seconds[1]).norm() < 1e-2 * seconds[1].norm()
@@ -178,14 +178,14 @@ def test_for_consumers_its_gradients_are_differentiated_again(device: str) -> No
 
 def test_without_a_gradient_one_output_serves_all_consumers(device: str) -> None:
     given = inputs(device, 3, 8, gate=FP32, up=FP32)
-    y = GLU_FOR_CONSUMERS(None, given.gate, given.up, None, None, "silu", 2, BF16)
+    y = GLU_FOR_CONSUMERS(given.gate, given.up, None, None, "silu", 2, BF16)
     assert torch.equal(y, glu(given.gate, given.up, "silu").to(BF16))
 
 
 def test_a_product_in_16_bits_is_left_as_it_is(device: str) -> None:
     """Stock code rounds the sum of its consumers' gradients then."""
     given = inputs(device, 3, 8)
-    reason = GLU_FOR_CONSUMERS.differs_from_eager(None, given.gate, given.up, None, None, "silu", 2, BF16)
+    reason = GLU_FOR_CONSUMERS.differs_from_eager(given.gate, given.up, None, None, "silu", 2, BF16)
     assert reason is not None
 
 
@@ -197,16 +197,16 @@ def test_gate_and_up_as_summands_have_the_bits_of_their_sums(dtype: torch.dtype,
         leaves = [one.clone().requires_grad_() for one in (given.a, given.b, given.c, given.d)]
         dys = given.dy, (given.dy * 3).sin()
         gate, up = (one.float() + other for one, other in (leaves[::2], leaves[1::2]))
-        y = GLU(None, gate, up, activation)
+        y = GLU(gate, up, activation)
         expected = torch.autograd.grad((y.to(dtype), y.to(dtype)), leaves, dys)
         for _ in range(2):  # recorded, and repeated
-            outputs = GLU_FOR_CONSUMERS(None, *leaves, activation, 2, dtype)
+            outputs = GLU_FOR_CONSUMERS(*leaves, activation, 2, dtype)
             assert torch.equal(outputs[0], y.to(dtype))
             for one, other in zip(torch.autograd.grad(outputs, leaves, dys), expected, strict=True):
                 assert one.dtype == dtype
                 assert torch.equal(one, other)
         by_formula = torch.autograd.grad(
-            GLU_FOR_CONSUMERS(None, *leaves, activation, 2, dtype), leaves, dys, create_graph=True
+            GLU_FOR_CONSUMERS(*leaves, activation, 2, dtype), leaves, dys, create_graph=True
         )
         for one, other in zip(by_formula, expected, strict=True):
             assert (one - other).norm() < 1e-2 * other.norm()

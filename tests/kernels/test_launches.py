@@ -130,13 +130,13 @@ def offsets(call: Call) -> tuple[list[bool], list[bool]]:
     """
     operator, arguments = ALL[call.name], (*call.tensors, *call.options)
     results: list[torch.Tensor] = []
-    forward = launches_of(lambda: results.extend(operator.forward(call.spec, *arguments, training=True)))
+    forward = launches_of(lambda: results.extend(operator.forward(*arguments, training=True)))
     saved, facts = operator.save(arguments, results)
     outputs = results[: len(operator.outputs)]
     incoming = [None if one is None else expanded(*one.shape, dtype=one.dtype) for one in outputs]
     needed = [one is not None for one in call.tensors[: call.differentiated]]
     gradients = BackwardCall(incoming, saved, facts, needed)
-    backward = launches_of(lambda: operator.compute_grads(kernel_backward, call.spec, gradients))
+    backward = launches_of(lambda: operator.compute_grads(kernel_backward, gradients))
 
     def told(made: list[Launch]) -> list[bool]:
         far = [one for one in made if is_long([t for t in one.tensors if t is not None])]
@@ -169,7 +169,7 @@ def test_offsets_into_any_product_of_an_adapter_are_64_bits_wide_if_32_do_not_re
     rows: int, k: int, n: int, rank: int
 ) -> None:
     a, b = (torch.empty(shape, device="meta") for shape in ((rank, k), (n, rank)))
-    forward, backward = offsets(Call(LORA_ADD.name, None, (expanded(rows, n), expanded(rows, k), a, b), (0.7,)))
+    forward, backward = offsets(Call(LORA_ADD.name, (expanded(rows, n), expanded(rows, k), a, b), (0.7,)))
     assert all(forward + backward)
     assert len(forward + backward) == {4: 1, 256: 5}[rank]
 

@@ -317,7 +317,7 @@ def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(
     if strides is not None:
         a, b = (one.as_strided(one.shape, strides) if name == of else one for of, one in (("a", a), ("b", b)))
     base, x = (torch.empty(2, width, dtype=BF16, device="meta") for width in (n, k))
-    refusal = LORA_ADD.unsupported(None, base, x, a, b, 1.0)
+    refusal = LORA_ADD.unsupported(base, x, a, b, 1.0)
     assert refusal is not None
     assert refusal.reason == "a or b has more elements than 32 bits count"
 
@@ -375,8 +375,8 @@ def test_a_compiled_call_gives_the_same_bits(frozen: tuple[str, ...], device: st
 def test_stock_code_that_would_give_another_result_is_not_replaced(device: str) -> None:
     given = inputs(device, *SMALL)
     x, a, b = given.x, given.a, given.b
-    assert LORA_ADD.differs_from_eager(None, given.base, x, a, b, 1.0) is None
-    assert LORA_ADD.differs_from_eager(None, given.base.float(), x, a, b, 1.0) is None
-    assert "float16" in str(LORA_ADD.differs_from_eager(None, given.base.half(), x, a, b, 1.0))
+    assert LORA_ADD.differs_from_eager(given.base, x, a, b, 1.0) is None
+    assert LORA_ADD.differs_from_eager(given.base.float(), x, a, b, 1.0) is None
+    assert "float16" in str(LORA_ADD.differs_from_eager(given.base.half(), x, a, b, 1.0))
     turned = given.base.transpose(0, 1).contiguous().transpose(0, 1)
-    assert LORA_ADD.differs_from_eager(None, turned, x, a, b, 1.0) == "base is not contiguous"
+    assert LORA_ADD.differs_from_eager(turned, x, a, b, 1.0) == "base is not contiguous"

@@ -35,12 +35,12 @@ class FourBit:
 
     def fused(self, x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, y_dtype: torch.dtype) -> Tensor:
         options = self.bias, self.state.blocksize, FACTOR, self.dtype, y_dtype
-        return LORA_LINEAR_4BIT(None, x, adapter_x, a, b, *parts_of(self.codes, self.state), *options)
+        return LORA_LINEAR_4BIT(x, adapter_x, a, b, *parts_of(self.codes, self.state), *options)
 
     def stock(self, x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, y_dtype: torch.dtype) -> Tensor:
         weight = bnb.dequantize_4bit(self.codes, self.state).to(self.dtype)
         base = linear(x.to(self.dtype), weight, self.bias).to(y_dtype)
-        return LORA_ADD(None, base, adapter_x.to(self.dtype), a, b, FACTOR)
+        return LORA_ADD(base, adapter_x.to(self.dtype), a, b, FACTOR)
 
 
 def results(way: Any, layer: FourBit, x: Tensor, y_dtype: torch.dtype, dropped: bool, needed: str) -> list[Any]:
@@ -105,7 +105,7 @@ def test_summands_have_the_bits_of_the_sum(dropped: bool, used: str, device: str
         wide, a, b = leaves
         parts = *parts_of(layer.codes, layer.state), layer.bias, layer.state.blocksize, FACTOR, BF16, FP32
         for _ in range(2):  # recorded, and repeated
-            y = operator(None, wide, wide * 0.5 if dropped else wide, a, b, *parts)
+            y = operator(wide, wide * 0.5 if dropped else wide, a, b, *parts)
             if operator is LORA_SUMMANDS_4BIT:
                 assert [one.dtype for one in y] == [BF16, BF16]
                 total = {"both": y[0].float() + y[1], "base": y[0].float(), "added": y[1].float()}[used]
@@ -176,4 +176,4 @@ def test_tensors_that_do_not_go_together_are_named(device: str) -> None:
     layer = FourBit(device, BF16, FP32)
     parts, x = parts_of(layer.codes, layer.state), torch.randn(5, K + 2, device=device)
     with pytest.raises(ValueError, match="must have shapes"):
-        LORA_LINEAR_4BIT.checked(None, x, x, layer.a, layer.b, *parts, None, 64, FACTOR, BF16, FP32)
+        LORA_LINEAR_4BIT.checked(x, x, layer.a, layer.b, *parts, None, 64, FACTOR, BF16, FP32)

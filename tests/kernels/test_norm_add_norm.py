@@ -244,7 +244,7 @@ def test_the_backward_gets_both_rstd_unrounded(device: str) -> None:
     sandwich = Sandwich("none", False, BF16, BF16, BF16, BF16)
     inputs = sandwich.inputs((5, 80), device)
     arguments = inputs.x, inputs.r, inputs.inner, inputs.w
-    _, s, *results = NORM_ADD_NORM.forward(sandwich.outer_norm.spec, *arguments, training=True)
+    _, s, *results = NORM_ADD_NORM.forward(*arguments, sandwich.outer_norm.spec, training=True)
     for tensor, rstd in zip((inputs.x, s), results[:2], strict=True):
         exact = (tensor.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         assert rstd.dtype == FP32

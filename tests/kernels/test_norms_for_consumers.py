@@ -66,14 +66,14 @@ def read(ys: Sequence[Tensor], s: Tensor, unread: Sequence[int] = ()) -> Tensor:
 def stock(name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, dtype: torch.dtype | None) -> Any:
     """The outputs of the plain operator, cast by each consumer for itself as autocast does; autograd adds up."""
     x = tensors[0] * 1
-    found = OPERATORS[name](spec, x, *tensors[1:], *PLAIN[name])
+    found = OPERATORS[name](x, *tensors[1:], spec, *PLAIN[name])
     y, s = (found, x) if name == "rms_norm" else found
     is_cast = dtype is not None and y.dtype == FP32
     return [y.to(dtype) if is_cast else y for _ in range(consumers)], s
 
 
 def fused(name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, dtype: torch.dtype | None) -> Any:
-    *ys, s = for_consumers(name)(spec, tensors[0] * 1, *tensors[1:], *options_of(name, consumers, dtype))
+    *ys, s = for_consumers(name)(tensors[0] * 1, *tensors[1:], spec, *options_of(name, consumers, dtype))
     return ys, s
 
 
@@ -191,7 +191,7 @@ def test_calls_that_are_not_trained_return_one_output_and_the_sum(name: str, dev
     expected, s = stock(name, LLAMA, tensors, 1, BF16)
     for _ in range(2):
         with torch.no_grad():
-            found = for_consumers(name)(LLAMA, *tensors, *options_of(name, 3, BF16))
+            found = for_consumers(name)(*tensors, LLAMA, *options_of(name, 3, BF16))
         assert_same(found, [expected[0].detach(), s.detach()], exact=is_exact(tensors))
         assert not any(one.requires_grad for one in found if one is not tensors[0])
 
@@ -199,7 +199,7 @@ def test_calls_that_are_not_trained_return_one_output_and_the_sum(name: str, dev
 def test_a_frozen_input_is_handed_on_without_a_gradient(device: str) -> None:
     x, weight = tensors_of("rms_norm", device, BF16, BF16)
     for _ in range(2):
-        *ys, s = for_consumers("rms_norm")(LLAMA, x.detach(), weight, 2, None)
+        *ys, s = for_consumers("rms_norm")(x.detach(), weight, LLAMA, 2, None)
         assert not s.requires_grad
         (found,) = torch.autograd.grad(read(ys, s), [weight])
         ys, s = stock("rms_norm", LLAMA, (x.detach(), weight), 2, None)
@@ -209,7 +209,7 @@ def test_a_frozen_input_is_handed_on_without_a_gradient(device: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_only_float32_is_left_out(dtype: torch.dtype, device: str) -> None:
     x, weight = tensors_of("rms_norm", device, BF16, BF16)
-    y, *_ = for_consumers("rms_norm")(LLAMA, x, weight, 2, dtype)
+    y, *_ = for_consumers("rms_norm")(x, weight, LLAMA, 2, dtype)
     assert y.dtype == BF16
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -52,16 +51,18 @@ def _fresh_compiler() -> None:
 @CALLS
 def test_opcheck(case: str, layout: str, device: str) -> None:
     call = every_call(device, layout)[case]
-    name, _, tensors, options = call
+    name, tensors, options = call
     operator, semantics = OPERATORS[name], call.semantics
+    others = options[operator.takes_spec :]
     forward = getattr(torch.ops.fused_norm, f"{name}_forward")
     for training in (True, False):
-        torch.library.opcheck(forward, (*semantics, *tensors, *options, training))
+        torch.library.opcheck(forward, (*semantics, *tensors, *others, training))
     if name == "norm_add":  # its backward is that of rms_norm
         return
-    results = forward(*semantics, *tensors, *options, True)
+    results = forward(*semantics, *tensors, *others, True)
     results = (results,) if isinstance(results, Tensor) else results
     saved, facts = operator.save((*tensors, *options), results)
+    facts = facts[operator.takes_spec :]
     outputs = results[: len(operator.outputs)]
     incoming = [torch.randn_like(output) if output.numel() else None for output in outputs]
     backward = getattr(torch.ops.fused_norm, f"{name}_backward")
@@ -83,21 +84,18 @@ def test_compiles_as_one_graph_with_equal_results(case: str, device: str) -> Non
 class Doubled(operator.Operator):
     """Has one output and one gradient, which a schema returns as a tensor and not as a tuple."""
 
-    name, has_norm, tensors, outputs, saved, gradients = "doubled", False, "Tensor x", ("y",), "Tensor x", ("dx",)
+    name, tensors, outputs, saved, gradients = "doubled", "Tensor x", ("y",), "Tensor x", ("dx",)
 
-    def check(self, spec, x):
-        pass
-
-    def reference(self, spec, x):
+    def reference(self, x):
         return 2 * x
 
-    def forward(self, spec, x, *, training, launch=True):
+    def forward(self, x, *, training, launch=True):
         return (2 * x if launch else torch.empty_like(x),)
 
     def save(self, arguments, results):
         return arguments, ()
 
-    def backward(self, spec, call, *, launch=True):
+    def backward(self, call, *, launch=True):
         return (2 * call.incoming[0] if launch else torch.empty_like(call.incoming[0]),)
 
 
@@ -106,7 +104,7 @@ def test_an_operator_may_have_one_gradient_alone(monkeypatch: pytest.MonkeyPatch
     doubled, x = Doubled(), torch.randn(3, 4, device=device, requires_grad=True)
     compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")
     for call in (doubled, compiled):
-        y = call(None, x)
+        y = call(x)
         (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
         assert torch.equal(y, 2 * x)
         assert torch.equal(dx, torch.full_like(x, 2))
@@ -306,7 +304,7 @@ def test_exports(trained: bool, device: str) -> None:
 @pytest.mark.parametrize("case", NORMED)
 def test_without_eps_dead_rows_of_a_tile_leave_no_trace(case: str, rows: int, device: str) -> None:
     call = every_call(device, rows=rows)[case]
-    call = call._replace(spec=replace(call.spec, eps=0.0))
+    call = call.with_spec(eps=0.0)
     truth = call.converted(Tensor.double)
     for ours, expected in zip(call.results(), truth.results(OPERATORS[call.name].reference), strict=True):
         assert (ours.double() - expected).norm() <= 0.05 * expected.norm()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_norm.kernels.norm import RECOMPUTED_NORM
 from fused_norm.kernels.operator import calls, norm_spec
-from fused_norm.spec import CASTINGS, Casting, NormSpec
+from fused_norm.spec import CASTINGS, Casting
 
 from .calls import CALLS, Call, every_call
 from .conftest import OPERATORS
@@ -33,11 +33,11 @@ class Observer:
     def __init__(self) -> None:
         self.recomputes: list[Any] = []
 
-    def called(self, operator: Any, spec: NormSpec, arguments: tuple[Any, ...]) -> Any:
-        outputs = operator.results_of(spec, *arguments)
+    def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
+        outputs = operator.results_of(*arguments)
         results = outputs if isinstance(outputs, tuple) else (outputs,)
         kept = results[0].grad_fn.saved_tensors[-len(operator.extra_saved) :] if operator.extra_saved else ()
-        self.recomputes.append(operator.recompute(spec, arguments, (*results, *kept)))
+        self.recomputes.append(operator.recompute(arguments, (*results, *kept)))
         return outputs
 
 
@@ -82,7 +82,7 @@ def test_norms_are_recomputed_with_the_roundings_of_their_casting(
 ) -> None:
     for case in ("norm", "add", "add in gemma", "sandwich"):
         call = every_call(device, dtype=dtype)[case]
-        assert_recomputed_or_kept(call._replace(spec=norm_spec(casting, call.spec.zero_centered, 1e-6)))
+        assert_recomputed_or_kept(call.with_spec(casting=casting, eps=1e-6))
 
 
 @pytest.mark.parametrize(("case", "width"), [("norm", 5000), ("sandwich", 2100)])
@@ -94,20 +94,20 @@ def test_the_rows_of_an_output_recomputed_come_from_the_rstd(device: str) -> Non
     x, weight = made(device, 6, 40), made(device, 40)
     rstd = torch.rand(6, 1, device=device)
     with torch.no_grad():
-        y = RECOMPUTED_NORM(GEMMA, x, weight, rstd, None)
+        y = RECOMPUTED_NORM(x, weight, rstd, GEMMA, None)
         expected = (x.float() * rstd * (1 + weight.float())).to(BF16)
     assert torch.equal(y, expected)
     for wrong in (torch.rand(6, device=device), torch.rand(5, 1, device=device)):
         with pytest.raises(ValueError, match="rstd has shape"):
-            RECOMPUTED_NORM.checked(GEMMA, x, weight, wrong, None)
+            RECOMPUTED_NORM.checked(x, weight, wrong, GEMMA, None)
     with pytest.raises(ValueError, match="'none'"):
-        RECOMPUTED_NORM.checked(norm_spec("none", False, 1e-6), x, weight, rstd, None)
+        RECOMPUTED_NORM.checked(x, weight, rstd, norm_spec("none", False, 1e-6), None)
 
 
 def test_an_empty_output_is_recomputed(device: str) -> None:
     x, weight = made(device, 0, 40), made(device, 40)
     with torch.no_grad():
-        assert RECOMPUTED_NORM(LLAMA, x, weight, torch.empty(0, 1, device=device), None).shape == (0, 40)
+        assert RECOMPUTED_NORM(x, weight, torch.empty(0, 1, device=device), LLAMA, None).shape == (0, 40)
 
 
 def test_an_observer_is_left_with_its_block() -> None:

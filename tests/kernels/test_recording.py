@@ -27,6 +27,7 @@ from fused_norm.kernels.plans import PlanTable, Rule
 from fused_norm.kernels.triton.devices import use_plans
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.launch import launches as observed
+from fused_norm.spec import NormSpec
 
 from .calls import NAMES, every_call
 from .conftest import OPERATORS
@@ -53,12 +54,12 @@ CASES = (*NAMES, "norm transposed heads", "norm padded rows")
 """The calls that are recorded: those of every operator, and norms of rows in another layout."""
 
 
-def case_of(case: str, device: str) -> tuple[Operator, Any, tuple[Any, ...], int]:
-    """An operator, its norm, a call's arguments, and how many of the first of them may want a gradient."""
+def case_of(case: str, device: str) -> tuple[Operator, tuple[Any, ...], int]:
+    """An operator, a call's arguments, and how many of the first of them may want a gradient."""
     layout = next((layout for layout in ("transposed heads", "padded rows") if case.endswith(layout)), "contiguous")
     dtype = FP32 if case == "norm and add" else None  # or its backward casts the residual's gradient
     call = every_call(device, layout, dtype=dtype)[case.removesuffix(f" {layout}")]
-    return OPERATORS[call.name], call.spec, (*call.tensors, *call.options), call.differentiated
+    return OPERATORS[call.name], (*call.tensors, *call.options), call.differentiated
 
 
 def fresh(arguments: tuple[Any, ...], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
@@ -118,16 +119,16 @@ def straight(one: recording.Recording) -> bool:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_does_what_the_general_path_does(case: str, device: str) -> None:
-    operator, spec, given, differentiable = case_of(case, device)
+    operator, given, differentiable = case_of(case, device)
     everything, outputs = (True,) * differentiable, (True, True)
     patterns = [(everything, outputs), ((False,) * differentiable, outputs), (everything, (True, False))]
     patterns.append((tuple(index % 2 == 0 for index in range(differentiable)), outputs))
     for wanted, used in patterns:
-        expected = step(lambda *a: operator._launched(spec, *a), fresh(given, wanted), used)
+        expected = step(operator._launched, fresh(given, wanted), used)
         for _ in range(3):
-            assert_same(step(lambda *a: operator(spec, *a), fresh(given, wanted), used), expected)
+            assert_same(step(operator, fresh(given, wanted), used), expected)
         with torch.no_grad():
-            results = operator(spec, *fresh(given, wanted))
+            results = operator(*fresh(given, wanted))
         results = [one for one in (results if isinstance(results, tuple) else (results,)) if one is not None]
         assert_same(results, expected[: len(results)], is_exact=device == "cpu")
     assert all(straight(one) for one in recordings(operator.name))
@@ -140,7 +141,7 @@ def test_a_program_does_what_the_general_path_does(case: str, device: str) -> No
 def test_a_call_that_differs_in_one_fact_gets_another_recording(other: str, device: str) -> None:
     x, w = rows(device), weight(device)
     for _ in range(2):
-        RMS_NORM(LLAMA, x, w, None)
+        RMS_NORM(x, w, LLAMA, None)
     spec, mode = (GEMMA, None) if other == "spec" else (LLAMA, "multi_wave_reload" if other == "mode" else None)
     x = {
         "dtype": x.to(BF16),
@@ -149,25 +150,24 @@ def test_a_call_that_differs_in_one_fact_gets_another_recording(other: str, devi
         "gradient": x.clone().requires_grad_(),
     }.get(other, x)
     w = None if other == "weight" else torch.nn.Parameter(w, requires_grad=False) if other == "kind" else w
-    assert RMS_NORM.run_cached(None, spec, x, w, mode) is None
-    found = RMS_NORM(spec, x, w, mode)
+    assert RMS_NORM.run_cached(None, x, w, spec, mode) is None
+    found = RMS_NORM(x, w, spec, mode)
     assert len(recordings("rms_norm")) == 2
-    assert torch.equal(found, RMS_NORM._launched(spec, x, w, mode))
+    assert torch.equal(found, RMS_NORM._launched(x, w, spec, mode))
 
 
-def with_one_other(spec: Any, options: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The meaning of a norm and an operator's options, one of them another one."""
+def with_one_other(options: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """An operator's options, one of them another one."""
     others = []
-    if spec is not None:
-        others += [(replace(spec, eps=0.1), options)]
-        if spec.casting != "none":  # whose call has no weight
-            others += [(replace(spec, zero_centered=not spec.zero_centered), options)]
     for place, value in enumerate(options):
-        other: Any = (
-            False if value is True else {"gelu_tanh": "gelu", "silu": "sigmoid", 0.22: -3.0, 0.7: -3.0}.get(value)
-        )
-        if other is not None:
-            others.append((spec, (*options[:place], other, *options[place + 1 :])))
+        if isinstance(value, NormSpec):
+            values = [replace(value, eps=0.1)]
+            if value.casting != "none":  # whose call has no weight
+                values.append(replace(value, zero_centered=not value.zero_centered))
+        else:
+            words = {"gelu_tanh": "gelu", "silu": "sigmoid", 0.22: -3.0, 0.7: -3.0}
+            values = [False] if value is True else [words[value]] if value in words else []
+        others += [(*options[:place], other, *options[place + 1 :]) for other in values]
     return others
 
 
@@ -175,15 +175,15 @@ def with_one_other(spec: Any, options: tuple[Any, ...]) -> list[tuple[Any, tuple
     "case", ["norm", "add scaled", "norm and add", "sandwich", "gated in groups", "glu packed", "heads", "adapter"]
 )
 def test_numbers_and_words_of_a_call_are_those_of_that_call(case: str, device: str) -> None:
-    operator, spec, given, differentiable = case_of(case, device)
+    operator, given, differentiable = case_of(case, device)
     tensors, options, wanted = given[: operator.tensor_count], given[operator.tensor_count :], (True,) * differentiable
-    first = step(lambda *a: operator(spec, *a), fresh(given, wanted), (True, True))
-    others = with_one_other(spec, options)
+    first = step(operator, fresh(given, wanted), (True, True))
+    others = with_one_other(options)
     assert others
-    for other_spec, other_options in others:
+    for other_options in others:
         call = fresh((*tensors, *other_options), wanted)
-        found = step(lambda *a, s=other_spec: operator(s, *a), call, (True, True))
-        assert_same(found, step(lambda *a, s=other_spec: operator._launched(s, *a), call, (True, True)))
+        found = step(operator, call, (True, True))
+        assert_same(found, step(operator._launched, call, (True, True)))
         assert any(not torch.equal(one, other) for one, other in zip(found, first, strict=True) if one is not None)
 
 
@@ -202,7 +202,7 @@ def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tens
             rms_norm(x, w)
         with torch.inference_mode():
             rms_norm(x, w)
-    assert RMS_NORM.run_cached(None, LLAMA, x, w, None) is not None
+    assert RMS_NORM.run_cached(None, x, w, LLAMA, None) is not None
     return x, w
 
 
@@ -225,15 +225,15 @@ def test_transforms_and_modes_do_not_meet_a_recording(recorded: tuple[Tensor, Te
 def test_unusual_tensors_do_not_meet_a_recording(recorded: tuple[Tensor, Tensor], device: str) -> None:
     x, w = recorded
     negative = torch._neg_view(x)
-    assert RMS_NORM.run_cached(None, LLAMA, negative, w, None) is None
+    assert RMS_NORM.run_cached(None, negative, w, LLAMA, None) is None
     assert torch.equal(rms_norm(negative, w), -rms_norm(x, w))
-    assert RMS_NORM.run_cached(None, LLAMA, x.as_subclass(Subclass), w, None) is None
-    assert RMS_NORM.run_cached(None, LLAMA, x.tolist(), w, None) is None
-    assert RMS_NORM.run_cached(None, LLAMA, x, None, None) is None
+    assert RMS_NORM.run_cached(None, x.as_subclass(Subclass), w, LLAMA, None) is None
+    assert RMS_NORM.run_cached(None, x.tolist(), w, LLAMA, None) is None
+    assert RMS_NORM.run_cached(None, x, None, LLAMA, None) is None
     with torch.inference_mode():
         inside = rms_norm(x, w)
         assert inside.is_inference()
-        assert RMS_NORM.run_cached(None, LLAMA, inside, w, None) is None
+        assert RMS_NORM.run_cached(None, inside, w, LLAMA, None) is None
     with torch.autocast(device, dtype=BF16):
         assert torch.equal(rms_norm(x, w), rms_norm(x, w))
 
@@ -244,7 +244,7 @@ def test_what_changes_an_argument_without_a_tensor_is_seen(device: str) -> None:
     for scale in (1.0, 0.0, -0.0, 2, 2.0):
         for _ in range(2):
             found = add_rms_norm(x, r, w, scale=scale)
-            expected = ADD_RMS_NORM._launched(LLAMA, x, r, w, None, scale)
+            expected = ADD_RMS_NORM._launched(x, r, w, LLAMA, None, scale)
             assert_same([*found], [*expected])
             dx, expected_dx = (torch.autograd.grad(s, x, torch.ones_like(s))[0] for _, s in (found, expected))
             assert torch.equal(dx.signbit(), expected_dx.signbit())
@@ -256,11 +256,11 @@ def test_a_tensor_given_twice(device: str) -> None:
     x, r = rows(device).requires_grad_(), rows(device).requires_grad_()
 
     def both(one: Tensor, other: Tensor, operator: Callable[..., Any], *how: Any) -> list[Tensor | None]:
-        total = operator(*how[:1], one, other, *how[1:])
+        total = operator(one, other, *how)
         return [total, *torch.autograd.grad(total, (one, other), torch.ones_like(total))]
 
     for one, other in ((x, x), (x, r), (x, x), (r, x)):
-        for operator, how in ((GLU, (None, "silu")), (NORM_ADD, (LLAMA, None))):
+        for operator, how in ((GLU, ("silu",)), (NORM_ADD, (None, LLAMA))):
             for _ in range(2):
                 assert_same(both(one, other, operator, *how), both(one, other, operator._launched, *how))
 
@@ -288,7 +288,7 @@ def test_what_was_recorded_in_one_mode_is_not_repeated_in_another(
     for layout in ("dense", "columns"):  # the latter is copied
         recording.forget_all()
         x, w, dy = rows(device, layout=layout).requires_grad_(), weight(device), rows(device)
-        y = RMS_NORM._launched(LLAMA, x, w, None)
+        y = RMS_NORM._launched(x, w, LLAMA, None)
         (dx,) = torch.autograd.grad(y, x, dy)
         for name in (*order, *order):
             with MODES[name]():
@@ -348,7 +348,7 @@ def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_take_no_gener
         assert torch.equal(rms_norm(copied, w), rms_norm(copied.contiguous(), w))
     (one,) = recordings("rms_norm")[:1]
     assert not straight(one)
-    assert RMS_NORM.run_cached(None, LLAMA, copied, w, None) is not None
+    assert RMS_NORM.run_cached(None, copied, w, LLAMA, None) is not None
     recording.forget_all()
     memory = torch.randn(200, device=device)
     rms_norm(memory[1:97].view(2, 3, 16), w)
@@ -359,7 +359,7 @@ def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_take_no_gener
     repeated: list[int] = []
     monkeypatch.setitem(one.call.__globals__, "repeat", lambda x, w: repeated.append(x.data_ptr() % 16))  # type: ignore[attr-defined]
     for start in range(5):
-        one.call(LLAMA, memory[start : start + 96].view(2, 3, 16), w, None)
+        one.call(memory[start : start + 96].view(2, 3, 16), w, LLAMA, None)
     assert repeated == [4, 8, 12]
 
 
@@ -392,7 +392,7 @@ def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
     case: str, repeated: Callable[..., list[str]], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of them at a time: in a call that a recording has to repeat, and in one that would be recorded."""
-    operator, spec, given, differentiable = case_of(case, device)
+    operator, given, differentiable = case_of(case, device)
     wanted = (True,) * differentiable
     if device == "cpu":
         monkeypatch.setattr(Launch, "run", lambda launch: None)  # it is the way that counts, and no result
@@ -402,7 +402,7 @@ def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
         arguments = [*fresh(given, wanted)]
         if odd is not None:
             arguments[odd] = at_an_odd_address(arguments[odd])
-        found = operator(spec, *arguments)
+        found = operator(*arguments)
         outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if one is not None]
         incoming = [torch.randn_like(one) for one in outputs]
         if odd_gradient is not None:
@@ -416,7 +416,7 @@ def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
     (forward,) = recordings(operator.name)
     (backward,) = forward.backwards
     found = repeated(forward=forward.forward, backward=backward.call)
-    outputs = operator(spec, *fresh(given, wanted))
+    outputs = operator(*fresh(given, wanted))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     gradients = [place for place, one in enumerate(outputs) if one is not None]
     tensors = [place for place, one in enumerate(given) if isinstance(one, Tensor)]
@@ -436,20 +436,20 @@ def test_a_call_replaces_only_the_stock_code_that_it_was_checked_against(recorde
     x, w = recorded
     rotation, other = object(), object()
     before = len(recordings("rms_norm"))
-    assert RMS_NORM.run_cached(rotation, LLAMA, x, w, None) is None
-    outputs, reason = RMS_NORM.try_fused(LLAMA, x, w, None, replaces=rotation)
+    assert RMS_NORM.run_cached(rotation, x, w, LLAMA, None) is None
+    outputs, reason = RMS_NORM.try_fused(x, w, LLAMA, None, replaces=rotation)
     assert reason is None
     assert len(recordings("rms_norm")) == before, "one recording serves both"
-    assert torch.equal(RMS_NORM.run_cached(rotation, LLAMA, x, w, None), outputs)
-    assert RMS_NORM.run_cached(other, LLAMA, x, w, None) is None
-    assert RMS_NORM.run_cached(rotation, GEMMA, x, w, None) is None
-    assert RMS_NORM.run_cached(rotation, LLAMA, x.clone().requires_grad_(), w, None) is None
+    assert torch.equal(RMS_NORM.run_cached(rotation, x, w, LLAMA, None), outputs)
+    assert RMS_NORM.run_cached(other, x, w, LLAMA, None) is None
+    assert RMS_NORM.run_cached(rotation, x, w, GEMMA, None) is None
+    assert RMS_NORM.run_cached(rotation, x.clone().requires_grad_(), w, LLAMA, None) is None
     with calls.by(noting := Noting()):
-        assert RMS_NORM.run_cached(other, LLAMA, x, w, None) is None
-        assert RMS_NORM.run_cached(rotation, LLAMA, x, w, None) is not None
+        assert RMS_NORM.run_cached(other, x, w, LLAMA, None) is None
+        assert RMS_NORM.run_cached(rotation, x, w, LLAMA, None) is not None
     assert noting.seen == ["rms_norm"]
     recording.forget_all()
-    assert RMS_NORM.run_cached(rotation, LLAMA, x, w, None) is None
+    assert RMS_NORM.run_cached(rotation, x, w, LLAMA, None) is None
 
 
 def test_launch_hooks_and_observers_see_every_call(
@@ -460,15 +460,15 @@ def test_launch_hooks_and_observers_see_every_call(
     ran: list[str] = []
     run = Launch.run
     monkeypatch.setattr(Launch, "run", lambda launch: (ran.append(launch.name), run(launch))[1])
-    one = next(one for one in recordings("rms_norm") if one.fits(LLAMA, x, w, None))
+    one = next(one for one in recordings("rms_norm") if one.fits(x, w, LLAMA, None))
     repeated: list[int] = []
     monkeypatch.setitem(one.call.__globals__, "repeat", lambda *tensors: repeated.append(len(tensors)))  # type: ignore[attr-defined]
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
-    one.call(LLAMA, x, w, None)
+    one.call(x, w, LLAMA, None)
     assert repeated == [2], "Triton's own launch calls the hooks"
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", one.call.__globals__["enter"])  # type: ignore[attr-defined]
     monkeypatch.setitem(one.call.__globals__, "device", lambda: 1)  # type: ignore[attr-defined]
-    one.call(LLAMA, x, w, None)
+    one.call(x, w, LLAMA, None)
     assert repeated == [2, 2], "and makes the tensors' device current, where that is another one"
     monkeypatch.undo()
 
@@ -476,9 +476,9 @@ def test_launch_hooks_and_observers_see_every_call(
         def launched(self, launch: Launch) -> None:
             ran.append(launch.name)
 
-        def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+        def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
             ran.append(operator.name)
-            return operator.results_of(spec, *arguments)
+            return operator.results_of(*arguments)
 
     ran.clear()
     with observed.by(Observer()):
@@ -529,10 +529,10 @@ def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
         return made
 
     def is_known() -> bool:
-        return RMS_NORM.run_cached(own, LLAMA, x, w, None) is not None
+        return RMS_NORM.run_cached(own, x, w, LLAMA, None) is not None
 
     usual = warps()
-    RMS_NORM.try_fused(LLAMA, x, w, None, replaces=own)
+    RMS_NORM.try_fused(x, w, LLAMA, None, replaces=own)
     assert is_known()
     rules = {section: (Rule(16, 64, 1, 1),) for section in ("forward", "norm_backward")}
     with use_plans(PlanTable("any", "", "", rules)):
@@ -540,7 +540,7 @@ def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
         assert warps() == [1, 1]
         again = warps()  # on a GPU a repeated call launches by other means
         assert again == [1, 1] or (device == "cuda" and {*again} <= {1})
-        RMS_NORM.try_fused(LLAMA, x, w, None, replaces=own)
+        RMS_NORM.try_fused(x, w, LLAMA, None, replaces=own)
     assert not is_known()
     again = warps()
     assert again == usual or (device == "cuda" and {*again} <= {*usual})
@@ -556,9 +556,9 @@ class Noting:
     def launched(self, launch: Launch) -> None:
         self.seen.append(launch.name)
 
-    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
         self.seen.append(operator.name)
-        return operator.results_of(spec, *arguments)
+        return operator.results_of(*arguments)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -647,12 +647,12 @@ def test_random_calls_in_turn_do_what_the_general_path_does(
     monkeypatch.setattr(recording, "EACH", 2)
     pick = random.Random(seed)
     for _ in range(24):
-        operator, spec, given, differentiable = case_of(pick.choice(CASES), device)
+        operator, given, differentiable = case_of(pick.choice(CASES), device)
         wanted = tuple(pick.random() < 0.7 for _ in range(differentiable))
         used = (pick.random() < 0.8, True)
-        expected = step(lambda *a, o=operator, s=spec: o._launched(s, *a), fresh(given, wanted), used)
+        expected = step(operator._launched, fresh(given, wanted), used)
         for _ in range(pick.randrange(1, 3)):
-            assert_same(step(lambda *a, o=operator, s=spec: o(s, *a), fresh(given, wanted), used), expected)
+            assert_same(step(operator, fresh(given, wanted), used), expected)
 
 
 @pytest.mark.parametrize("without", [(recording, "TensorGuards"), (codegen, "_empty_strided_cuda")])
@@ -661,11 +661,11 @@ def test_without_parts_of_pytorch_that_are_not_public(
 ) -> None:
     monkeypatch.setattr(*without, None)
     x, w = rows(device).requires_grad_(), weight(device)
-    expected = step(lambda *a: RMS_NORM._launched(LLAMA, *a), (x, w, None), (True,))
+    expected = step(RMS_NORM._launched, (x, w, LLAMA, None), (True,))
     for _ in range(3):
-        assert_same(step(lambda *a: RMS_NORM(LLAMA, *a), (x, w, None), (True,)), expected)
-    assert RMS_NORM.run_cached(None, LLAMA, x, w, None) is not None
-    assert RMS_NORM.run_cached(None, LLAMA, x.detach(), w, None) is None
+        assert_same(step(RMS_NORM, (x, w, LLAMA, None), (True,)), expected)
+    assert RMS_NORM.run_cached(None, x, w, LLAMA, None) is not None
+    assert RMS_NORM.run_cached(None, x.detach(), w, LLAMA, None) is None
 
 
 class Compiled:

@@ -104,11 +104,13 @@ def test_castings_differ() -> None:
         assert (centered[a] != centered[b]).double().mean() > 0.1
 
 
-def test_the_inverse_root_can_be_spelled_in_another_way() -> None:
+def test_the_inverse_root_can_be_computed_by_another_function() -> None:
     inputs = Norm(x=FP32, w=FP32).inputs((64, 128), "cpu")
     wide = inputs.x.pow(2).mean(-1, keepdim=True) + EPS
     spec = NormSpec("gemma", eps=EPS)
-    ours = reference.rms_norm(spec, inputs.x, inputs.w, spelling=reference.Spelling(lambda v: 1 / torch.sqrt(v) * 2))
+    ours = reference.rms_norm(
+        spec, inputs.x, inputs.w, functions=reference.NormFunctions(lambda v: 1 / torch.sqrt(v) * 2)
+    )
     assert torch.equal(ours, inputs.x * (1 / torch.sqrt(wide) * 2) * inputs.w)
 
 

@@ -163,7 +163,7 @@ def test_the_reason_says_what_no_device_can_compute_alone(mesh: DeviceMesh, devi
     assert placement_obstacle((rows,), (weight,)) == "DTensors and plain tensors meet in it"
     elsewhere = DTensor.from_local(whole.detach(), init_device_mesh(device, (1, 2)), [Replicate()] * 2, run_check=False)
     assert placement_obstacle((alike, elsewhere), (w,)) == "its DTensors are on several meshes"
-    assert RMS_NORM.unsupported(LLAMA, cut, w, None) == ("the input is placed as Shard(dim=2)", None)
+    assert RMS_NORM.unsupported(cut, w, LLAMA, None) == ("the input is placed as Shard(dim=2)", None)
 
 
 def test_an_adapter_is_left_to_pytorch(mesh: DeviceMesh, device: str) -> None:
@@ -173,11 +173,11 @@ def test_an_adapter_is_left_to_pytorch(mesh: DeviceMesh, device: str) -> None:
     wholes, placements = (base, x, factor, factor.t()), (Shard(0), Shard(0), Replicate(), Replicate())
     parts = [part_of(*one) for one in zip(wholes, placements, strict=True)]
     given = [spread(*one, mesh, placement) for *one, placement in zip(wholes, parts, placements, strict=True)]
-    assert LORA_ADD.unsupported(None, *given, 0.5) == ("it has no form for DTensors", None)
+    assert LORA_ADD.unsupported(*given, 0.5) == ("it has no form for DTensors", None)
     with called_operators() as called:
         y = kernels.lora_add(*given, 0.5)
     assert not len(called)
-    assert torch.equal(y.to_local(), LORA_ADD.reference(None, *parts, 0.5))
+    assert torch.equal(y.to_local(), LORA_ADD.reference(*parts, 0.5))
 
 
 def test_heads_may_be_cut_where_all_devices_have_the_angles_and_tokens_may_not(mesh: DeviceMesh, device: str) -> None:
@@ -186,10 +186,10 @@ def test_heads_may_be_cut_where_all_devices_have_the_angles_and_tokens_may_not(m
     by_heads, by_tokens = (spread(q, part_of(q, Shard(dim)), mesh, Shard(dim)) for dim in (1, 2))
     part = spread(angles, part_of(angles, Shard(1)), mesh, Shard(1))
     refusal = "not every device has cos and sin for all its tokens", None
-    assert QK_NORM.unsupported(LLAMA, by_heads, by_heads, None, None, whole, whole, 1, None) is None
-    assert QK_NORM.unsupported(LLAMA, by_tokens, by_tokens, None, None, whole, whole, 1, None) == refusal
-    assert QK_NORM.unsupported(LLAMA, by_heads, by_heads, None, None, part, part, 1, None) == refusal
-    assert QK_NORM.unsupported(LLAMA, by_tokens, by_tokens, None, None, None, None, 1, None) is None
+    assert QK_NORM.unsupported(by_heads, by_heads, None, None, whole, whole, LLAMA, 1, None) is None
+    assert QK_NORM.unsupported(by_tokens, by_tokens, None, None, whole, whole, LLAMA, 1, None) == refusal
+    assert QK_NORM.unsupported(by_heads, by_heads, None, None, part, part, LLAMA, 1, None) == refusal
+    assert QK_NORM.unsupported(by_tokens, by_tokens, None, None, None, None, LLAMA, 1, None) is None
 
 
 @pytest.mark.parametrize("heads_dim", [1, 2])
@@ -204,8 +204,8 @@ def test_angles_of_four_dimensions_tell_the_heads_whatever_unsqueeze_dim_is(
     for unsqueeze_dim in (1, 2):
         for dim in (1, 2):
             heads = [spread(one, part_of(one, Shard(dim)), mesh, Shard(dim)) for one in (q, k)]
-            by_norm = QK_NORM.unsupported(LLAMA, *heads, None, None, *given, unsqueeze_dim, None)
-            by_itself = ROPE.unsupported(None, *heads, *given, unsqueeze_dim, False, "half", False, None)
+            by_norm = QK_NORM.unsupported(*heads, None, None, *given, LLAMA, unsqueeze_dim, None)
+            by_itself = ROPE.unsupported(*heads, *given, unsqueeze_dim, False, "half", False, None)
             assert (by_norm is None) == (by_itself is None) == (dim == heads_dim)
             if by_itself is None:
                 turned = kernels.rope(*heads, *given, unsqueeze_dim=unsqueeze_dim)

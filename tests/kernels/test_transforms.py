@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def _case(name: str, device: str) -> Case:
     case = Case(*calls[name.removesuffix(" of a row")])
     if name.endswith(" of a row"):
         case = case.converted(lambda tensor: tensor[0, 0, 0].clone() if tensor.dim() == 4 else tensor)
-    return case if case.spec is None else case._replace(spec=replace(case.spec, eps=1e-3))
+    return case if case.spec is None else case.with_spec(eps=1e-3)
 
 
 OF_A_ROW = [
@@ -122,7 +121,7 @@ def functional_transforms(case: Case, function: Function) -> Sequence[Tensor]:
 def _adapter_of_a_row(device: str) -> Case:
     x, a = torch.randn(8, device=device).bfloat16(), torch.randn(3, 8, device=device)
     b, base = torch.randn(5, 3, device=device), torch.randn(5, device=device).bfloat16()
-    return Case("lora_add", None, (base, x, a, b), (0.7,))
+    return Case("lora_add", (base, x, a, b), (0.7,))
 
 
 @pytest.mark.parametrize("name", [*OF_A_ROW, "adapter of a row"])
@@ -139,7 +138,7 @@ def _tolerance(case: Case) -> float:
 @pytest.mark.parametrize("casting", ["llama", "gemma"])
 def test_a_weight_that_is_written_between_has_the_second_derivatives_of_its_forward(casting: Any, device: str) -> None:
     x, w = torch.randn(3, 8, device=device), torch.randn(8, device=device)
-    case = Case("rms_norm", NormSpec(casting, True, eps=1e-3), (x, w), (None,))
+    case = Case("rms_norm", (x, w), (NormSpec(casting, True, eps=1e-3), None))
     _assert_close(*(_second_derivatives_after_a_write(case, one) for one in (case.kernel_backward, case.by_formula)))
 
 
@@ -210,7 +209,7 @@ def test_second_derivatives_in_bf16_have_the_dtypes_of_their_tensors(casting: st
         torch.randn(5, 64, device=device).bfloat16().requires_grad_(),
         torch.randn(64, device=device).requires_grad_(),
     )
-    case = Case("rms_norm", NormSpec(casting, eps=1e-3), (x, w), (None,))  # type: ignore[arg-type]
+    case = Case("rms_norm", (x, w), (NormSpec(casting, eps=1e-3), None))  # type: ignore[arg-type]
     first = torch.autograd.grad(_loss(case.kernel_backward(x, w)), (x, w), create_graph=True)
     plain = torch.autograd.grad(_loss(case.kernel_backward(x, w)), (x, w))
     second = torch.autograd.grad(sum(one.float().square().sum() for one in first), (x, w))

@@ -50,8 +50,8 @@ def norm_of(spec: NormSpec) -> Function:
     return partial(reference.rms_norm if spec.casts_weight else uncast_gemma, spec)
 
 
-def by(name: str, spec: NormSpec | None, *options: Any) -> Function:
-    return lambda *tensors: OPERATORS[name](spec, *tensors, *options)
+def by(name: str, *options: Any) -> Function:
+    return lambda *tensors: OPERATORS[name](*tensors, *options)
 
 
 def rms(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
@@ -103,7 +103,7 @@ def heads(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
 
     tensors = {"q": drawn(1, 2, 3, 16, dtype=x), "k": drawn(1, 1, 3, 16, dtype=x)}
     tensors |= {"q_weight": drawn(16, dtype=w), "k_weight": drawn(16, dtype=w)}
-    return Pair(lambda *given: OPERATORS["qk_norm"](spec, *given, None, None, 1, None), stock, tensors)
+    return Pair(lambda *given: OPERATORS["qk_norm"](*given, None, None, spec, 1, None), stock, tensors)
 
 
 def rotated(spec: NormSpec, x: torch.dtype, w: torch.dtype, *, rotary: int = 16) -> Pair:
@@ -113,7 +113,7 @@ def rotated(spec: NormSpec, x: torch.dtype, w: torch.dtype, *, rotary: int = 16)
     def stock(*given: Tensor) -> list[Tensor]:
         return [reference.rope(one, cos, sin) for one in heads_alone.stock(*given)]
 
-    fused = lambda *given: OPERATORS["qk_norm"](spec, *given, cos[:, 0], sin[:, 0], 1, None)  # noqa: E731
+    fused = lambda *given: OPERATORS["qk_norm"](*given, cos[:, 0], sin[:, 0], spec, 1, None)  # noqa: E731
     return heads_alone._replace(fused=fused, stock=stock)
 
 
@@ -127,7 +127,7 @@ def gated(spec: NormSpec, x: torch.dtype, w: torch.dtype, *, norm_first: bool = 
 def adapter(spec: None, x: torch.dtype, w: torch.dtype) -> Pair:
     tensors = {"base": drawn(3, 14, dtype=x), "x": drawn(3, 20, dtype=x)}
     tensors |= {"a": drawn(4, 20, dtype=w), "b": drawn(14, 4, dtype=w)}
-    return Pair(by("lora_add", None, 0.7), lambda *given: reference.lora_add(*given, 0.7), tensors)
+    return Pair(by("lora_add", 0.7), lambda *given: reference.lora_add(*given, 0.7), tensors)
 
 
 KINDS: dict[str, Callable[..., Pair]] = {

@@ -21,12 +21,12 @@ def launches(monkeypatch) -> list[str]:
     def note(operator, arguments):
         calls.append(operator.public_name(*arguments))
 
-    def counted(operator, spec, *arguments):
+    def counted(operator, *arguments):
         note(operator, arguments)
-        return call(operator, spec, *arguments)
+        return call(operator, *arguments)
 
-    def counted_if_cached(operator, replaces, spec, *arguments):
-        found = run_cached(operator, replaces, spec, *arguments)
+    def counted_if_cached(operator, replaces, *arguments):
+        found = run_cached(operator, replaces, *arguments)
         if found is not None:
             note(operator, arguments)
         return found
@@ -56,10 +56,10 @@ def recomputed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     call = Operator.results_of
 
-    def noted(operator: Operator, spec: Any, *arguments: Any) -> Any:
+    def noted(operator: Operator, *arguments: Any) -> Any:
         if torch._C._current_graph_task_id() != -1:
             names.append(operator.name)
-        return call(operator, spec, *arguments)
+        return call(operator, *arguments)
 
     monkeypatch.setattr(Operator, "results_of", noted)
     return names

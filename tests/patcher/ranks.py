@@ -47,9 +47,9 @@ def _rank(rank: int, port: int, run: Callable[[int, int], Any], folder: Path, ba
 class _Called(list[str]):
     """The names of the operators that were called, and did not leave the call to the formula."""
 
-    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Operator, arguments: tuple[Any, ...]) -> Any:
         self.append(operator.plain_name or operator.name)
-        return operator.results_of(spec, *arguments)
+        return operator.results_of(*arguments)
 
 
 @contextmanager

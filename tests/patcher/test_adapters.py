@@ -59,10 +59,10 @@ class Calls:
     def __init__(self) -> None:
         self.of_adapters: list[tuple[Any, ...]] = []
 
-    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
         if operator in (LORA_ADD, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
             self.of_adapters.append(arguments)
-        return operator.results_of(spec, *arguments)
+        return operator.results_of(*arguments)
 
 
 def fused_calls(run: Callable[[], Any]) -> list[tuple[Any, ...]]:

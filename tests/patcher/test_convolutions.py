@@ -78,9 +78,9 @@ class ByReference:
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Operator, arguments: tuple[Any, ...]) -> Any:
         self.names.append(operator.name)
-        return operator.reference(spec, *arguments)
+        return operator.reference(*arguments)
 
 
 @contextmanager

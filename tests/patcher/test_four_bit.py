@@ -66,11 +66,11 @@ class Calls:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
-    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
         self.counts[operator.name] += 1
         if operator is LORA_SUMMANDS_4BIT:
             self.counts["lora_linear_4bit"] += 1
-        return operator.results_of(spec, *arguments)
+        return operator.results_of(*arguments)
 
 
 def shape_of_ids(device: str) -> tuple[int, int]:

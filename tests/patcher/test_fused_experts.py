@@ -125,9 +125,9 @@ class Observed:
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
         self.names.append(operator.name)
-        return operator.results_of(spec, *arguments)
+        return operator.results_of(*arguments)
 
 
 def operators_of(call: Callable[[], Any]) -> list[str]:
@@ -175,7 +175,7 @@ def by_formula(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has the formula computed in the place of kernels, in the bits of stock; returns the names of what was called."""
     called: list[str] = []
 
-    def run(operator: Any, spec: Any, *arguments: Any) -> tuple[Any, None]:
+    def run(operator: Any, *arguments: Any) -> tuple[Any, None]:
         called.append(operator.name)
         act = {"act": FORMULAS[arguments[2]]} if operator.name == "expert_gate" else {}
         return getattr(fused_experts.reference, operator.name)(*arguments, **act), None

@@ -75,9 +75,9 @@ class Counted:
     def __init__(self) -> None:
         self.count = 0
 
-    def called(self, operator: Any, spec: Any, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
         self.count += 1
-        return operator.results_of(spec, *arguments)
+        return operator.results_of(*arguments)
 
 
 def assert_made_as_stock(model: nn.Module, ids: torch.Tensor, options: dict[str, Any]) -> int:

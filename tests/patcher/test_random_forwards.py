@@ -28,9 +28,9 @@ class ByReference:
     def __init__(self, counted: Counter[str]) -> None:
         self._counted = counted
 
-    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Operator, arguments: tuple[Any, ...]) -> Any:
         self._counted[operator.name] += 1
-        outputs = operator.reference(spec, *arguments)
+        outputs = operator.reference(*arguments)
         if not operator.plain_name:
             return outputs
         y, s = outputs

@@ -66,8 +66,8 @@ def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.Mon
     sizes: list[int] = []
     call = Operator.results_of
 
-    def noted(operator: Operator, spec: Any, *arguments: Any) -> Any:
-        results = call(operator, spec, *arguments)
+    def noted(operator: Operator, *arguments: Any) -> Any:
+        results = call(operator, *arguments)
         made = operator.group_outputs(results)
         first = [one for one, *_ in (made[:1] if operator.outputs == ("y", "s") else made) if one is not None]
         outputs.extend(StorageWeakRef(one.untyped_storage()) for one in first)
@@ -302,7 +302,7 @@ class Doubled(torch.autograd.Function):
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
-    return RMS_NORM(SPEC, x, weight, None)
+    return RMS_NORM(x, weight, SPEC, None)
 
 
 def as_it_is(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ def inputs_of(device: str, shape: tuple[int, ...] = (ROWS, WIDTH)) -> list[Tenso
 
 def gated(x: Tensor, norm: Tensor, first: Tensor, second: Tensor, *biases: Tensor) -> Tensor:
     """A gate of two linears behind a norm."""
-    y = RMS_NORM(SPEC, x, norm, None)
+    y = RMS_NORM(x, norm, SPEC, None)
     gate, up = (nn.functional.linear(y, one, bias) for one, bias in zip((first, second), biases, strict=False))
-    return GLU(None, gate, up, "silu")
+    return GLU(gate, up, "silu")
 
 
 def gradients(result: Tensor, inputs: list[Tensor], **how: Any) -> list[Tensor | None]:
@@ -119,10 +119,10 @@ def test_what_is_written_into_between_two_backwards_is_noticed(name: str, level:
 @pytest.mark.parametrize("level", [True, "mlp"])
 def test_an_output_that_is_written_into_between_two_backwards_is_noticed(name: str, level: Any, device: str) -> None:
     def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        y = RMS_NORM(SPEC, x, norm, None)
+        y = RMS_NORM(x, norm, SPEC, None)
         gate = nn.functional.linear(y, first)
         made.append(y if name == "a norm's output" else gate)
-        return GLU(None, gate, nn.functional.linear(y, second), "silu")
+        return GLU(gate, nn.functional.linear(y, second), "silu")
 
     for recomputes in (False, level):
         made: list[Tensor] = []
@@ -154,7 +154,7 @@ def test_a_weight_that_only_the_recomputation_reads_is_noticed_too(twice: bool, 
 
 def test_a_tensor_that_is_kept_as_it_is_and_written_into_between_two_backwards_is_noticed(device: str) -> None:
     def forward(x: Tensor, norm: Tensor, factor: Tensor) -> Tensor:
-        return (RMS_NORM(SPEC, x, norm, None) + factor.sin()) * (y := factor.exp()) + y
+        return (RMS_NORM(x, norm, SPEC, None) + factor.sin()) * (y := factor.exp()) + y
 
     x, norm, _, _, factor, _ = inputs_of(device)
     result = call_recomputing(forward, x, (norm, factor), {}, "mlp")
@@ -226,57 +226,57 @@ def test_an_output_of_a_linear_is_recomputed_only_if_it_is_whole_and_unchanged(
     change, made = CHANGED[name]
 
     def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        y = RMS_NORM(SPEC, x, norm, None)
+        y = RMS_NORM(x, norm, SPEC, None)
         read = change(nn.functional.linear(y, first))
         rows, columns = read.shape
         other = nn.functional.linear(y, second)
         other = other[-rows:, :columns] if (rows, columns) != (WIDTH, ROWS) else other.t()
-        return GLU(None, *((read, other) if place == 0 else (other, read)), "silu")
+        return GLU(*((read, other) if place == 0 else (other, read)), "silu")
 
     assert_levels_agree(forward, device, wanted=3)
     assert len(products) == made
 
 
 def packed(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    return GLU(None, nn.functional.linear(y, torch.cat([weight, other])), None, "silu")
+    return GLU(nn.functional.linear(y, torch.cat([weight, other])), None, "silu")
 
 
 def with_a_computed_bias(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    return GLU(None, nn.functional.linear(y, weight, other[0] * 2), nn.functional.linear(y, other), "silu")
+    return GLU(nn.functional.linear(y, weight, other[0] * 2), nn.functional.linear(y, other), "silu")
 
 
 def of_half_rows(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
     """Rows of half the width: the norm's output in another shape."""
     halves = y.view(-1, WIDTH // 2)
-    return GLU(None, *(nn.functional.linear(halves, one[:, : WIDTH // 2]) for one in (weight, other)), "silu")
+    return GLU(*(nn.functional.linear(halves, one[:, : WIDTH // 2]) for one in (weight, other)), "silu")
 
 
 def of_some_rows(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    return GLU(None, *(nn.functional.linear(y[3:], one) for one in (weight, other)), "silu")
+    return GLU(*(nn.functional.linear(y[3:], one) for one in (weight, other)), "silu")
 
 
 def of_some_columns(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    return GLU(None, *(nn.functional.linear(y[:, :8], one[:, :8]) for one in (weight, other)), "silu")
+    return GLU(*(nn.functional.linear(y[:, :8], one[:, :8]) for one in (weight, other)), "silu")
 
 
 def of_another_linear(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
     z = nn.functional.linear(y, weight)
-    return GLU(None, nn.functional.linear(z, other), nn.functional.linear(y, other), "silu")
+    return GLU(nn.functional.linear(z, other), nn.functional.linear(y, other), "silu")
 
 
 def of_the_input(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
     z = torch.ones_like(y.detach())
-    return GLU(None, nn.functional.linear(z, weight), nn.functional.linear(y, other), "silu")
+    return GLU(nn.functional.linear(z, weight), nn.functional.linear(y, other), "silu")
 
 
 def in_a_batch(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
     y = y.view(2, -1, WIDTH)
-    return GLU(None, *(nn.functional.linear(y, one) for one in (weight, other)), "silu")
+    return GLU(*(nn.functional.linear(y, one) for one in (weight, other)), "silu")
 
 
 def with_one_twice(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
     gate = nn.functional.linear(y, weight)
-    return GLU(None, gate, gate, "silu") + other[0] * nn.functional.linear(y, other)
+    return GLU(gate, gate, "silu") + other[0] * nn.functional.linear(y, other)
 
 
 READ: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
@@ -298,7 +298,7 @@ def test_products_are_recomputed_of_the_norm_that_they_have_read(name: str, devi
     read, made = READ[name]
 
     def forward(x: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
-        return read(RMS_NORM(SPEC, x, norm, None), *weights)
+        return read(RMS_NORM(x, norm, SPEC, None), *weights)
 
     assert_levels_agree(forward, device)
     assert len(products) == made
@@ -339,8 +339,8 @@ def test_products_with_a_bias_or_frozen_weights_are_recomputed_as_they_were_made
     read, made = BIASED[name]
 
     def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Tensor:
-        y = RMS_NORM(SPEC, x, norm, None)
-        return GLU(None, read(y, first, bias), nn.functional.linear(y, second), "silu")
+        y = RMS_NORM(x, norm, SPEC, None)
+        return GLU(read(y, first, bias), nn.functional.linear(y, second), "silu")
 
     assert_levels_agree(forward, device, 5)
     assert len(products) == made
@@ -353,13 +353,13 @@ def test_a_rotation_that_keeps_nothing_is_recomputed_if_both_of_its_inputs_are(
     cos, sin = (one(torch.randn(1, ROWS // 2, 8, device=device)) for one in (torch.cos, torch.sin))
 
     def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        y = RMS_NORM(SPEC, x, norm, None).view(2, ROWS // 2, WIDTH)
+        y = RMS_NORM(x, norm, SPEC, None).view(2, ROWS // 2, WIDTH)
         heads = []
         for name, weight in zip("qk", (first, second), strict=True):
             z = nn.functional.linear(y, weight)
             z = z if known in (name, "both") else z * 2
             heads.append(z.view(2, ROWS // 2, 2, 8).transpose(1, 2))
-        q, k = ROPE(None, *heads, cos, sin, 1, False, "half", False, None)
+        q, k = ROPE(*heads, cos, sin, 1, False, "half", False, None)
         return q * k
 
     assert_levels_agree(forward, device, levels=(False, True, "mlp", "attention"))
@@ -374,7 +374,7 @@ def test_a_norms_output_in_another_order_of_memory_is_no_rows_of_a_product(
     order: str, device: str, products: list[Any]
 ) -> None:
     def forward(x: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
-        y = RMS_NORM(SPEC, x if order == "contiguous" else x.transpose(0, 1), norm, None)
-        return GLU(None, *(nn.functional.linear(y, one) for one in weights), "silu")
+        y = RMS_NORM(x if order == "contiguous" else x.transpose(0, 1), norm, SPEC, None)
+        return GLU(*(nn.functional.linear(y, one) for one in weights), "silu")
 
     assert_levels_agree(forward, device, shape=(2, 5, WIDTH))

@@ -365,7 +365,7 @@ def with_the_weight_written_into(y: Tensor, weight: Tensor, _: Tensor) -> Tensor
 
 def adapted(y: Tensor, weight: Tensor, b: Tensor) -> Tensor:
     x = y.to(BF16)
-    return LORA_ADD(None, nn.functional.linear(x, weight.to(BF16)), x, b.T[:4].to(BF16).contiguous(), b[:, :4], 0.5)
+    return LORA_ADD(nn.functional.linear(x, weight.to(BF16)), x, b.T[:4].to(BF16).contiguous(), b[:, :4], 0.5)
 
 
 def with_an_adapter_written_into(y: Tensor, weight: Tensor, b: Tensor, *, dtype: torch.dtype = BF16) -> Tensor:
@@ -413,9 +413,9 @@ def test_what_only_looks_like_a_linear_is_kept(name: str, device: str, products:
     gate_of, made = GRAPHS[name]
 
     def forward(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Tensor:
-        y = RMS_NORM(SPEC, x, norm_weight, None)
+        y = RMS_NORM(x, norm_weight, SPEC, None)
         up = nn.functional.linear(y, weights[0])
-        return GLU(None, gate_of(y, *weights[1:]), up, "silu")
+        return GLU(gate_of(y, *weights[1:]), up, "silu")
 
     results = []
     for level in (False, "mlp"):
@@ -430,11 +430,11 @@ def test_what_only_looks_like_a_linear_is_kept(name: str, device: str, products:
 
 def test_a_norms_output_that_was_written_into_and_is_gone_is_not_recomputed(device: str) -> None:
     def forward(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Tensor:
-        y = RMS_NORM(SPEC, x, norm_weight, None)
+        y = RMS_NORM(x, norm_weight, SPEC, None)
         y.detach().mul_(3)
         gate, up = (nn.functional.linear(y, one) for one in weights)
         del y
-        return GLU(None, gate, up, "silu")
+        return GLU(gate, up, "silu")
 
     x, norm_weight = (torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,)))
     frozen = torch.randn(2, 16, 16, device=device).unbind()

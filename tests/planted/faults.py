@@ -129,12 +129,11 @@ def _codes_by(call: Forward, multiplier: Tensor, *, saturated: bool = True) -> l
 
 def _normed(call: Forward) -> Tensor:
     """The norm's result y, of which codes are made, in float32."""
-    x, residual, weight, _, _, scale = call.arguments[:6]
-    assert call.spec is not None
+    x, residual, weight, _, _, spec, scale, _ = call.arguments
     if residual is None:
-        y = RMS_NORM.forward(call.spec, x, weight, None, training=False)[0]
+        y = RMS_NORM.forward(x, weight, spec, None, training=False)[0]
     else:
-        y = ADD_RMS_NORM.forward(call.spec, x, residual, weight, None, scale, training=False)[0]
+        y = ADD_RMS_NORM.forward(x, residual, weight, spec, None, scale, training=False)[0]
     assert isinstance(y, Tensor)
     return y.float()
 
@@ -170,8 +169,7 @@ def _with_spec(change: Callable[[Any], dict[str, Any]]) -> Callable[[Forward], R
     """The results by a norm that differs from the right one."""
 
     def wrong(call: Forward) -> Results:
-        assert call.spec is not None
-        return call.results(spec=replace(call.spec, **change(call.spec)))
+        return call.results(spec=replace(call["spec"], **change(call["spec"])))
 
     return wrong
 
@@ -286,7 +284,7 @@ def _second_summand_lost(call: Forward) -> Results:
 
 def _copy_cut_off(call: Forward) -> Results:
     results = call.results()
-    exact = call.right(call.spec, *call.arguments[:-1], None, training=call.training)[0]
+    exact = call.right(*call.arguments[:-1], None, training=call.training)[0]
     assert results[0] is not None
     assert exact is not None
     if exact.dtype != results[0].dtype:
@@ -383,10 +381,9 @@ def _residual_times(factor: float) -> Callable[[Backward], Results]:
 
 def _residual_before_rounding(call: Backward) -> Results:
     """The gradient through the norm is not rounded before that of the residual connection is added."""
-    assert call.spec is not None
     dys, x = call["dy"], call["x"]
     if isinstance(dys, tuple):
-        dys = reduce(add, [dy.to(norm_dtype(call.spec, x.dtype, call["weight"])) for dy in dys])
+        dys = reduce(add, [dy.to(norm_dtype(call["spec"], x.dtype, call["weight"])) for dy in dys])
     return call.results(dy=dys, x=x.float())
 
 

@@ -25,7 +25,6 @@ from fused_norm.patcher import adapters, fused_block, fused_norm_module
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.lazy_logits import CrossEntropy, Projection
 from fused_norm.patcher.losses import FusedHead
-from fused_norm.spec import NormSpec
 
 Results = Sequence[Tensor | None]
 
@@ -72,13 +71,12 @@ class Forward:
     """A forward of an operator that may go wrong; ``call["x"]`` is the argument x.
 
     Attributes:
-        operator, spec, arguments, training: as in ``Operator.forward``.
-        right: runs it as it should be, with another spec or other arguments.
+        operator, arguments, training: as in ``Operator.forward``.
+        right: runs it as it should be, or with other arguments.
         memory: the fault's.
     """
 
     operator: Operator
-    spec: NormSpec | None
     arguments: tuple[Any, ...]
     training: bool
     right: Callable[..., Results]
@@ -87,16 +85,16 @@ class Forward:
     def __getitem__(self, name: str) -> Any:
         return self.operator.by_name(self.arguments).get(name)
 
-    def results(self, *names: str, spec: NormSpec | None = None, **changed: Any) -> list[Tensor | None]:
+    def results(self, *names: str, **changed: Any) -> list[Tensor | None]:
         """The right results, but for the outputs of these names, of all if there are none.
 
-        Those are the outputs for another spec or other arguments, by name, in the dtypes of the right ones.
+        Those are the outputs for other arguments, by name, in the dtypes of the right ones.
         """
-        results = list(self.right(self.spec, *self.arguments, training=self.training))
-        if spec is None and not changed:
+        results = list(self.right(*self.arguments, training=self.training))
+        if not changed:
             return results
         arguments = (self.operator.by_name(self.arguments) | changed).values()
-        others = self.right(spec or self.spec, *arguments, training=self.training)
+        others = self.right(*arguments, training=self.training)
         return _replaced(results, self.operator.outputs, others, names)
 
     def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
@@ -109,7 +107,6 @@ class Backward:
     """A backward of an operator that may go wrong; ``call["dy"]`` is the gradient of y, ``call["x"]`` the saved x."""
 
     operator: Operator
-    spec: NormSpec | None
     call: BackwardCall
     right: Callable[..., Results]
 
@@ -121,12 +118,12 @@ class Backward:
 
         Those are the gradients for other tensors or facts, by name, in the dtypes of the right ones.
         """
-        results = list(self.right(self.spec, self.call))
+        results = list(self.right(self.call))
         if not changed:
             return results
         values = iter((self.operator.backward_by_name(self.call) | changed).values())
         call = BackwardCall(*(tuple(next(values) for _ in part) for part in self.call))
-        return _replaced(results, self.operator.gradients, self.right(self.spec, call), names)
+        return _replaced(results, self.operator.gradients, self.right(call), names)
 
     def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
         """The gradients, those of these names changed."""
@@ -159,15 +156,13 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Results]) -> Plant
     def wronged(operator: Operator, state: PlantedFault) -> Any:
         right = operator.forward
 
-        def forward(
-            spec: NormSpec | None, *arguments: Any, training: bool, launch: bool = True, **copied: Sequence[str]
-        ) -> Results:
+        def forward(*arguments: Any, training: bool, launch: bool = True, **copied: Sequence[str]) -> Results:
             if not launch:
-                return right(spec, *arguments, training=training, launch=False, **copied)
+                return right(*arguments, training=training, launch=False, **copied)
             before = [_copy(one) for one in arguments]
-            expected = right(spec, *arguments, training=training, **copied)
+            expected = right(*arguments, training=training, **copied)
             again = functools.partial(right, **copied)
-            found = wrong(Forward(operator, spec, arguments, training, again, state.memory))
+            found = wrong(Forward(operator, arguments, training, again, state.memory))
             # What is kept for the backward is nobody's number.
             given = zip(operator.outputs, expected, found, strict=False)
             state.count([*((one, other) for _, one, other in given), *zip(before, arguments, strict=True)])
@@ -184,12 +179,12 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Results]) -> Pla
     def wronged(operator: Operator, state: PlantedFault) -> Any:
         right = operator.backward
 
-        def backward(spec: NormSpec | None, call: BackwardCall, *, launch: bool = True) -> Results:
+        def backward(call: BackwardCall, *, launch: bool = True) -> Results:
             if not launch:
-                return right(spec, call, launch=False)
+                return right(call, launch=False)
             before = [_copy(one) for one in tree_leaves(call.incoming)]
-            expected = right(spec, call)
-            found = wrong(Backward(operator, spec, call, right))
+            expected = right(call)
+            found = wrong(Backward(operator, call, right))
             state.count([*zip(expected, found, strict=True), *zip(before, tree_leaves(call.incoming), strict=True)])
             return tuple(found)
 
@@ -317,7 +312,7 @@ def falls_back(*operators: Operator, where: Callable[[Tensor], bool] = lambda x:
         state, right = PlantedFault(), fused_block.run_fused
 
         def declines(operator: Operator, *arguments: Any, **named: Any) -> tuple[Any, str | None]:
-            if OPERATORS[operator.plain_name or operator.name] not in operators or not where(arguments[1]):
+            if OPERATORS[operator.plain_name or operator.name] not in operators or not where(arguments[0]):
                 return right(operator, *arguments, **named)
             state.count_all()
             return None, ""

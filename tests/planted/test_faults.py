@@ -102,10 +102,10 @@ def test_every_operator_has_every_fault_that_it_can_have():
             continue
         assert {"last-row", "shape", "even"} <= mine
         assert operator in OF_ADAPTERS or "checkpointed" in mine  # no model is checkpointed with adapters
-        assert not operator.has_norm or {"casting", "centering", "eps"} <= mine
+        assert not operator.takes_spec or {"casting", "centering", "eps"} <= mine
         if type(operator).backward is not Operator.backward:
             assert {"dx-size", "dx-cut", "ds-in-place"} <= mine
-            has_weights = operator.has_norm or operator in OF_ADAPTERS
+            has_weights = operator.takes_spec or operator in OF_ADAPTERS
             assert not has_weights or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= mine
 
 

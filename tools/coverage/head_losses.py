@@ -31,9 +31,9 @@ class CrossEntropies(TorchFunctionMode):
 class _Operators(list[str]):
     """Notes the names of the operators that are called."""
 
-    def called(self, operator: Operator, spec: Any, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Operator, arguments: tuple[Any, ...]) -> Any:
         self.append(operator.name)
-        return operator.results_of(spec, *arguments)
+        return operator.results_of(*arguments)
 
 
 def inputs_with_labels(model: Any) -> Inputs | None:

@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
             eps = getattr(self, meaning.eps_name)
             spec = None if check_eps(eps) else norm_spec(known.casting, known.zero_centered, eps, known.casts_weight)
             weight = self.weight if known.weighted else None
-            y, reason = run_fused(RMS_NORM, spec, hidden_states, weight, None)
+            y, reason = run_fused(RMS_NORM, hidden_states, weight, spec, None)
             if reason is None:
                 return y
         return type(self).forward(self, hidden_states)

@@ -92,15 +92,15 @@ def run(args: argparse.Namespace) -> int:
     first = accelerator_for(cpu=device.type == "cpu").is_main_process
     tier = tier_for(args, device)
     plan = plan_for(args, tier, device)
-    if args.jobs > 1 and plan.facts["processes"] > 1:
+    if args.jobs > 1 and plan.processes > 1:
         raise UsageError("--jobs splits the comparisons and accelerate launch the batches; take one of them")
     store = None
     if first:
         with writing_to(results_folder(args.out)):
             store = ResultStore(args.out, fresh=args.again)
     say: Callable[..., Any] = partial(print, flush=True) if first else lambda *_: None
-    spread = f"{plan.facts['processes']} processes ({plan.facts['spread']})"
-    say(f"device: {backend(device)}, {spread if plan.facts['processes'] > 1 else 'one process'}")
+    spread = f"{plan.processes} processes ({plan.facts['spread']})" if plan.processes > 1 else "one process"
+    say(f"device: {backend(device)}, {spread}")
     say(f"text:   {plan.facts['text']}")
     shared = f"{_counted(len(by_baseline(plan.comparisons)), 'stock run')} with {tier.settings.controls} controls each"
     say(f"plan:   {_counted(len(plan.comparisons), 'comparison')}, {shared}")
@@ -108,8 +108,7 @@ def run(args: argparse.Namespace) -> int:
     progress = _Progress(plan, say, visible=first and args.jobs == 1)
     stopped = False
     try:
-        make_plan = partial(plan_for, args, tier, device)
-        for result in run_plan(plan, store, progress, jobs=args.jobs, make_plan=make_plan):
+        for result in run_plan(plan, store, progress, jobs=args.jobs):
             results.append(result)
     except KeyboardInterrupt:
         stopped = True
@@ -196,7 +195,6 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
 
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan, comparisons_of
-    from ..convergence.text_sequences import training_order
     from ..model_configs import families_here
 
     families = args.family or ([] if args.config else [name for name in tier.families if name in families_here()])
@@ -214,12 +212,11 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
     processes = PartialState().num_processes
     step = tier.settings.options.batch_size * processes
     drawn = tier.settings.options.steps * step
-    packed = {source.name: _sequences(args, source, tier.settings.length, drawn, step) for source in sources}
     return Plan(
         comparisons=tuple(comparisons),
         sources={source.name: source for source in sources},
         settings=tier.settings,
-        sequences=lambda comparison: training_order(packed[comparison.model], count=drawn, seed=comparison.seed),
+        tokens={source.name: _sequences(args, source, tier.settings.length, drawn, step) for source in sources},
         facts={
             **environment(),
             "tier": args.tier,
@@ -229,6 +226,7 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
             + (" FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else ""),
             "settings": repr(tier.settings),
         },
+        processes=processes,
         cpu=device.type == "cpu",
     )
 

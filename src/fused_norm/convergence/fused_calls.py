@@ -155,15 +155,15 @@ def watched_calls(
             stack.enter_context(mock.patch.object(owner, name, watch.watched(getattr(owner, name))))
         run_cached, called = Operator.run_cached, Operator.__call__
 
-        def noted_cached(operator: Operator, replaces: Any, spec: Any, *arguments: Any) -> Any:
-            outputs = run_cached(operator, replaces, spec, *arguments)
+        def noted_cached(operator: Operator, replaces: Any, *arguments: Any) -> Any:
+            outputs = run_cached(operator, replaces, *arguments)
             if outputs is not None:
                 watch.ran(operator, arguments)
             return outputs
 
-        def noted_call(operator: Operator, spec: Any, *arguments: Any) -> Any:
+        def noted_call(operator: Operator, *arguments: Any) -> Any:
             watch.ran(operator, arguments)
-            return called(operator, spec, *arguments)
+            return called(operator, *arguments)
 
         stack.enter_context(mock.patch.multiple(Operator, run_cached=noted_cached, __call__=noted_call))
         yield watch.calls

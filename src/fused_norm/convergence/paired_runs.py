@@ -35,6 +35,7 @@ from .comparison import (
 )
 from .fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
+from .plan import Plan
 from .report_claims import claims_not_kept
 from .run_record import RunTensors, snapshot, trained_parameters
 from .step_checks import (
@@ -46,7 +47,7 @@ from .step_checks import (
     own_loss,
     same_plans,
 )
-from .tiers import Settings, TrainingOptions
+from .tiers import TrainingOptions
 from .training import accelerator_for, masked_labels, takes_number_of_labels, train
 
 OnStep = Callable[[int, float], object]
@@ -62,20 +63,22 @@ class PairedRuns:
     """Trains stock, fused and perturbed models that have their weights, text and settings in common.
 
     Attributes:
-        source: of the model.
+        plan: has the model, the text and the settings.
         comparison: says precision, execution and seed.
-        settings: of the plan.
-        options: how long and how to train.
-        sequences: token ids in training order, (sequences, length), int64.
-        cpu: stay on the CPU.
     """
 
-    source: ModelSource
+    plan: Plan
     comparison: Comparison
-    settings: Settings
-    options: TrainingOptions
-    sequences: Tensor
-    cpu: bool = False
+
+    @property
+    def source(self) -> ModelSource:
+        """The model."""
+        return self.plan.sources[self.comparison.model]
+
+    @cached_property
+    def sequences(self) -> Tensor:
+        """The token ids in training order, (sequences, length), int64."""
+        return self.plan.sequences(self.comparison)
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -93,10 +96,10 @@ class PairedRuns:
     def train_control(self, index: int, *, on_step: OnStep | None = None) -> RunTensors:
         """Train the stock model once more, harmlessly perturbed; another ``index`` is another perturbation."""
         seed = 1 + index + 1000 * self.comparison.seed
-        processes = accelerator_for(cpu=self.cpu).num_processes
         regrouped = None
         if self.comparison.execution not in WITH_DROPOUT:  # what is dropped goes by places in a micro-batch
-            regrouped = regroup(self.sequences, self.options, processes=processes, seed=seed)
+            options = self.plan.options(self.comparison)
+            regrouped = regroup(self.sequences, options, processes=self.plan.processes, seed=seed)
 
         @contextlib.contextmanager
         def perturbed(model: nn.Module) -> Iterator[Sequence[Site]]:
@@ -175,7 +178,7 @@ class PairedRuns:
     def checked_model(self) -> tuple[nn.Module, Tensor, bool]:
         """The stock model at its initial weights, the tokens of its steps, and whether they run under autocast."""
         mixed = PRECISIONS[self.comparison.precision].mixed
-        device = accelerator_for(mixed=mixed, cpu=self.cpu).device
+        device = accelerator_for(mixed=mixed, cpu=self.plan.cpu).device
         return self._build(device), self.sequences[:CHECKED].to(device), mixed
 
     def _build(self, device: torch.device) -> nn.Module:
@@ -205,9 +208,9 @@ class PairedRuns:
             FusedNormError: as ``apply_fused_norm``.
         """
         norms = tuple(f"{site.path}.weight" for site in self.sites if site.kind in NORM_KINDS)
-        sequences, options = regrouped or (self.sequences, self.options)
+        sequences, options = regrouped or (self.sequences, self.plan.options(self.comparison))
         precision = PRECISIONS[self.comparison.precision]
-        accelerator = accelerator_for(mixed=precision.mixed, accumulation=options.accumulation, cpu=self.cpu)
+        accelerator = accelerator_for(mixed=precision.mixed, accumulation=options.accumulation, cpu=self.plan.cpu)
         model = self._build(accelerator.device)
         # A control is trained on its sequences in another order, but this step has the same.
         tokens = self.sequences[:CHECKED].to(accelerator.device)
@@ -226,7 +229,7 @@ class PairedRuns:
             torch.manual_seed(self.comparison.seed)  # of dropout: nothing else draws from this generator
             outputs, output_gradients = layer_tensors(model, tokens, mixed=precision.mixed)
             seen, graphs = stack.enter_context(observed(model, is_compiled=is_compiled)), list[list[str]]()
-            model = set_up_execution(model, self.comparison, self.settings.compile_backend, graphs)
+            model = set_up_execution(model, self.comparison, self.plan.settings.compile_backend, graphs)
             initial = _snapshots(model)
             gradients, final = dict[str, Tensor](), dict[str, Tensor]()
             labels, leaves_out_many = None, self.comparison.execution == "loss"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .comparison import PRECISIONS, QLORA, Comparison, features_of
 from .model_source import ModelSource
+from .text_sequences import training_order
 from .tiers import Settings, Tier, TrainingOptions
 
 
@@ -25,22 +26,30 @@ class Plan:
         comparisons: in order.
         sources: of the models, by name.
         settings: of every run.
-        sequences: token ids in training order for a comparison, (sequences, length), int64.
+        tokens: the text as token ids for each model, (sequences, length), int64.
         facts: about versions, device and processes: a result is used again only if they are equal.
+        processes: that share a step.
         cpu: stay on the CPU.
     """
 
     comparisons: tuple[Comparison, ...]
     sources: Mapping[str, ModelSource]
     settings: Settings
-    sequences: Callable[[Comparison], Tensor]
+    tokens: Mapping[str, Tensor]
     facts: Mapping[str, Any]
+    processes: int = 1
     cpu: bool = False
 
     def options(self, comparison: Comparison) -> TrainingOptions:
         """The options that the runs of this comparison train with."""
         options = self.settings.options
         return replace(options, learning_rate=options.learning_rate * PRECISIONS[comparison.precision].rate)
+
+    def sequences(self, comparison: Comparison) -> Tensor:
+        """The token ids of all steps of this comparison's runs in training order, (sequences, length), int64."""
+        options = self.settings.options
+        count = options.steps * options.batch_size * self.processes
+        return training_order(self.tokens[comparison.model], count=count, seed=comparison.seed)
 
     def settings_key(self, comparison: Comparison) -> str:
         """A hash of everything that decides a result; a kept one is used again only under the same key.

@@ -65,7 +65,7 @@ class ResultStore:
             if kept["key"] != key:
                 return None
             runs = {name: _record(RunRecord, kept[name]) for name in ("stock", "fused")}
-            controls = tuple(RunRecord(**_values(run)) for run in kept["controls"])
+            controls = tuple(_record(RunRecord, run) for run in kept["controls"])
             return ComparisonResult(comparison, **runs, controls=controls, calls=_record(CallRecord, kept["calls"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -82,9 +82,6 @@ class ResultStore:
 
 
 def _record(kind: type[Any], kept: Mapping[str, Any] | None) -> Any:
-    return None if kept is None else kind(**_values(kept))
-
-
-def _values(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record, in which JSON has lists for tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()}
+    """The record with these fields, in which JSON has lists for tuples."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in (kept or {}).items()}
+    return None if kept is None else kind(**values)

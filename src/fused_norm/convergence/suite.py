@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -42,20 +42,18 @@ def run_groups(plan: Plan, groups: Sequence[Group], progress: Progress) -> Itera
                 yield ComparisonResult(each, error=message_of(error))
 
 
-def run_groups_in_processes(
-    make_plan: Callable[[], Plan], jobs: int, groups: Sequence[Group]
-) -> Iterator[ComparisonResult]:
-    """The results of comparisons as they come, from ``jobs`` processes, in each of which ``make_plan`` is called."""
+def run_groups_in_processes(plan: Plan, jobs: int, groups: Sequence[Group]) -> Iterator[ComparisonResult]:
+    """The results of a plan's comparisons as they come, from ``jobs`` processes."""
     # A process that shares the cores with others has one thread.
     for variable in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(variable, "1")
     spawn = multiprocessing.get_context("spawn")
     longest_first = sorted(groups, key=lambda group: (group[0].execution != "compile", -len(group)))
-    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_begin, initargs=(make_plan,)) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
         try:
             # Ctrl-C goes to all processes, and only this one is to answer it: the others inherit that they do not.
             answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            tasks = {pool.submit(_run_group, group): group for group in longest_first}
+            tasks = {pool.submit(_run_group, plan, group): group for group in longest_first}
             signal.signal(signal.SIGINT, answer)
             for done in as_completed(tasks):
                 try:
@@ -68,26 +66,11 @@ def run_groups_in_processes(
                 process.terminate()
 
 
-_plans: list[Plan] = []
-"""The plan of a worker process."""
+def _run_group(plan: Plan, group: Group) -> list[ComparisonResult]:
+    return list(run_groups(plan, [group], Progress()))
 
 
-def _begin(make_plan: Callable[[], Plan]) -> None:
-    _plans.append(make_plan())
-
-
-def _run_group(group: Group) -> list[ComparisonResult]:
-    return list(run_groups(_plans[0], [group], Progress()))
-
-
-def run_plan(
-    plan: Plan,
-    store: ResultStore | None,
-    progress: Progress,
-    *,
-    jobs: int = 1,
-    make_plan: Callable[[], Plan] | None = None,
-) -> Iterator[ComparisonResult]:
+def run_plan(plan: Plan, store: ResultStore | None, progress: Progress, *, jobs: int = 1) -> Iterator[ComparisonResult]:
     """The results of a plan as they come; those that ``store`` has are not run again, and come first.
 
     Args:
@@ -95,7 +78,6 @@ def run_plan(
         store: where results are kept; None in all but the first of several processes.
         progress: is told; of results alone if there are several jobs.
         jobs: processes that share the comparisons.
-        make_plan: makes the plan anew in each of them; must be picklable.
     """
     keys = {each: plan.settings_key(each) for each in plan.comparisons}
     # What is missing all processes have to run, so the first one decides.
@@ -105,12 +87,7 @@ def run_plan(
         yield kept
     missing = by_baseline(each for each, kept in zip(keys, stored, strict=True) if kept is None)
     groups = list(missing.values())
-    if jobs > 1:
-        assert make_plan
-        results = run_groups_in_processes(make_plan, jobs, groups)
-    else:
-        results = run_groups(plan, groups, progress)
-    for result in results:
+    for result in run_groups_in_processes(plan, jobs, groups) if jobs > 1 else run_groups(plan, groups, progress):
         if store and not result.error:  # what went wrong is tried again
             store.save(result, keys[result.comparison])
         progress.done(result, kept=False)
@@ -144,13 +121,12 @@ def run_baseline(plan: Plan, comparison: Comparison, progress: Progress) -> Base
     Raises:
         FusedNormError: no site of the model can be fused.
     """
-    options, sequences = plan.options(comparison), plan.sequences(comparison)
-    trainer = PairedRuns(plan.sources[comparison.model], comparison, plan.settings, options, sequences, plan.cpu)
-    stock = trainer.train(on_step=progress.run("stock", options.steps))
+    trainer, steps = PairedRuns(plan, comparison), plan.settings.options.steps
+    stock = trainer.train(on_step=progress.run("stock", steps))
     record = record_run(stock, stock)
     controls = []
     for index in range(plan.settings.controls if record.finite else 0):
-        on_step = progress.run(f"control {index}", options.steps)
+        on_step = progress.run(f"control {index}", steps)
         controls.append(record_run(trainer.train_control(index, on_step=on_step), stock))
     return Baseline(trainer, stock, record, tuple(controls))
 
@@ -168,7 +144,7 @@ def train_fused(
     baseline: Baseline, comparison: Comparison, fused: ModelChange, calls: CallRecord | None, progress: Progress
 ) -> ComparisonResult:
     """Compare the training of the model that ``fused`` makes with the stock run; ``calls`` are compared already."""
-    on_step = progress.run(f"fused {comparison.feature}", baseline.trainer.options.steps)
+    on_step = progress.run(f"fused {comparison.feature}", baseline.trainer.plan.settings.options.steps)
     run = baseline.trainer_of(comparison).train(fused, on_step=on_step)
     if run.not_seen:
         calls = calls or CallRecord()

@@ -78,7 +78,7 @@ class TensorRules:
         """The weights among the operator's tensors."""
         return [t for t, is_weight in zip(tensors, self._is_weight, strict=True) if is_weight]
 
-    def check(self, spec: NormSpec | None, tensors: Sequence[Any]) -> Unsupported | None:
+    def check(self, tensors: Sequence[Any]) -> Unsupported | None:
         """Refuse a tensor of a wrong type, layout, dtype, device or shape."""
         first_name, first = self.names[0], tensors[0]
         for place, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
@@ -103,7 +103,11 @@ class TensorRules:
                     )
             elif not self.is_shared[place] and (refusal := check_rows(name, tensor)) is not None:
                 return refusal
-        if spec is not None and spec.zero_centered and all(weight is None for weight in self.weights(tensors)):
+        return None
+
+    def check_spec(self, spec: NormSpec, tensors: Sequence[Any]) -> Unsupported | None:
+        """Refuse a zero-centered norm without weights."""
+        if spec.zero_centered and all(weight is None for weight in self.weights(tensors)):
             return Unsupported("zero_centered needs a weight: without one there is no gamma to centre", ValueError)
         return None
 

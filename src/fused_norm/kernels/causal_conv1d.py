@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, check_choice, check_tensor, other_dtype
-from .operator import BackwardCall, Operator, Recompute, Spec
+from .operator import BackwardCall, Operator, Recompute
 from .triton.conv_kernels import launch_conv_backward, launch_conv_forward
 from .triton.memory import empty_rows_like, empty_weight_grad
 
@@ -18,10 +18,9 @@ WIDTHS = (2, 3, 4)
 
 
 class CausalConv1d(Operator):
-    """``causal_conv1d`` as an operator, which has no norm."""
+    """``causal_conv1d`` as an operator."""
 
     name = "causal_conv1d"
-    has_norm = False
     tensors = "Tensor x, Tensor weight, Tensor? bias"
     options = "str? activation"
     outputs = ("y",)
@@ -31,7 +30,7 @@ class CausalConv1d(Operator):
     saved_scalars = options
     gradients = ("dx", "dweight", "dbias")
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         x, weight, bias, activation = arguments
         for name, tensor in (("weight", weight), ("bias", bias)):
             refusal = None if name == "bias" and tensor is None else check_tensor(name, tensor, ("x", x))
@@ -41,26 +40,23 @@ class CausalConv1d(Operator):
             None if activation is None else check_choice("activation", activation, ("silu",))
         )
 
-    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def needs_reference(self, *arguments: Any) -> Unsupported | None:
         weight = arguments[1]
         if weight.shape[1] in WIDTHS:
             return None
         return Unsupported(f"a convolution of {weight.shape[1]} taps, kernels have {', '.join(map(str, WIDTHS))}")
 
-    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
-        return reference.causal_conv1d(*arguments)
-
-    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, weight, bias, activation = arguments
         y = empty_rows_like(x)
         if launch:
             launch_conv_forward(x, weight, bias, y, activation)
         return (y,)
 
-    def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
-        return Recompute(self, spec, arguments)
+    def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        return Recompute(self, arguments)
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, weight, bias), (need_dx, need_dweight, need_dbias) = call.incoming, call.saved, call.needed
         dx = empty_rows_like(x) if need_dx else None
         sums = empty_weight_grad(weight, need_dweight), empty_weight_grad(bias, need_dbias)
@@ -68,7 +64,7 @@ class CausalConv1d(Operator):
             launch_conv_backward(x, weight, bias, dy, (dx, *sums), call.saved_scalars[0])
         return dx, *sums
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (x, weight, bias) = call.incoming, call.saved
         return reference.causal_conv1d_backward(dy, x, weight, bias, call.saved_scalars[0])
 
@@ -115,4 +111,4 @@ def causal_conv1d(
         TypeError: for anything but a dense tensor of floating point.
         ValueError: for other shapes, dtypes or devices, and another activation.
     """
-    return CAUSAL_CONV1D.checked(None, x, weight, bias, activation)
+    return CAUSAL_CONV1D.checked(x, weight, bias, activation)

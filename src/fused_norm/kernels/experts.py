@@ -11,7 +11,7 @@ from torch import Tensor
 from . import reference
 from .arguments import ACTIVATIONS, Unsupported, check_choice, check_flag
 from .glu import Activation
-from .operator import BackwardCall, Operator, Recompute, Spec
+from .operator import BackwardCall, Operator, Recompute
 from .triton.experts_kernels import (
     launch_expert_bias_backward,
     launch_expert_bias_forward,
@@ -27,10 +27,9 @@ _ROWS = "Tensor position, Tensor? absent"
 
 
 class ExpertGate(Operator):
-    """``expert_gate`` as an operator, which has no norm."""
+    """``expert_gate`` as an operator."""
 
     name = "expert_gate"
-    has_norm = False
     tensors = "Tensor x, Tensor? absent"
     options = "str activation, bool interleaved, float? limit, float? alpha"
     outputs = ("y",)
@@ -40,7 +39,7 @@ class ExpertGate(Operator):
     saved_scalars = options
     gradients = ("dx",)
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         x, absent, activation, interleaved, limit, alpha = arguments
         if x.shape[-1] % 2:
             reason = f"x must have an even last dimension, gates and what they multiply, not shape {tuple(x.shape)}"
@@ -58,36 +57,32 @@ class ExpertGate(Operator):
             or _check_absent(absent, x)
         )
 
-    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
-        return reference.expert_gate(*arguments)
-
-    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, absent, *gate = arguments
         y = empty_rows_like(x, width=x.shape[-1] // 2)
         if launch:
             launch_expert_gate_forward(x, absent, y, tuple(gate))
         return (y,)
 
-    def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
-        return Recompute(self, spec, arguments)
+    def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        return Recompute(self, arguments)
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, absent) = call.incoming, call.saved
         dx = empty_rows_like(x)
         if launch:
             launch_expert_gate_backward(x, absent, dy, dx, tuple(call.saved_scalars))
         return (dx,)
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (x, absent) = call.incoming, call.saved
         return (reference.expert_gate_backward(dy, x, absent, *call.saved_scalars),)
 
 
 class ExpertPermute(Operator):
-    """``expert_permute`` as an operator, which has no norm."""
+    """``expert_permute`` as an operator."""
 
     name = "expert_permute"
-    has_norm = False
     tensors = f"Tensor x, {_ROWS}"
     outputs = ("y",)
     other_rules = ("position", "absent")
@@ -95,40 +90,36 @@ class ExpertPermute(Operator):
     saved = _ROWS
     gradients = ("dx",)
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         x, position, absent = arguments
         if x.dim() != 2:
             return Unsupported(f"x must have shape [tokens, N], not {tuple(x.shape)}", ValueError)
         return _check_position(position, x) or _check_absent(absent, x, position.numel())
 
-    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
-        return reference.expert_permute(*arguments)
-
-    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, position, absent = arguments
         y = x.new_empty((position.shape[0] * position.shape[1], x.shape[1]))
         if launch:
             launch_expert_permute(x, position, absent, y)
         return (y,)
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (position, absent) = call.incoming, call.saved
         dx = dy.new_empty((position.shape[0], dy.shape[1]))
         if launch:
             launch_expert_sum(dy, None, position, absent, dx, dy.dtype)
         return (dx,)
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (position, absent) = call.incoming, call.saved
         present = dy if absent is None else dy.masked_fill(absent.unsqueeze(-1), 0.0)
         return (present[position].sum(1),)
 
 
 class ExpertUnpermute(Operator):
-    """``expert_unpermute`` as an operator, which has no norm."""
+    """``expert_unpermute`` as an operator."""
 
     name = "expert_unpermute"
-    has_norm = False
     tensors = f"Tensor x, Tensor weights, {_ROWS}"
     options = "ScalarType dtype"
     outputs = ("y",)
@@ -137,7 +128,7 @@ class ExpertUnpermute(Operator):
     saved = tensors
     gradients = ("dx", "dweights")
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         x, weights, position, absent, dtype = arguments
         if x.dim() != 2 or weights.dim() != 2 or x.shape[0] != weights.shape[0] * weights.shape[1]:
             return Unsupported(
@@ -149,17 +140,14 @@ class ExpertUnpermute(Operator):
             return Unsupported(f"dtype must be a floating point dtype, not {dtype!r}", TypeError)
         return _check_position(position, weights) or _check_absent(absent, x)
 
-    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
-        return reference.expert_unpermute(*arguments)
-
-    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, weights, position, absent, dtype = arguments
         y = x.new_empty((position.shape[0], x.shape[1]), dtype=dtype)
         if launch:
             launch_expert_sum(x, weights, position, absent, y, promoted(x.dtype, weights.dtype))
         return (y,)
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, weights, position, absent), (need_dx, need_dweights) = call.incoming, call.saved, call.needed
         dx = x.new_empty(x.shape) if need_dx else None
         dweights = weights.new_empty(weights.shape) if need_dweights else None
@@ -167,7 +155,7 @@ class ExpertUnpermute(Operator):
             launch_expert_unpermute_backward(dy, x, weights, position, absent, dx, dweights)
         return dx, dweights
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), saved = call.incoming, call.saved
         return reference.expert_unpermute_backward(dy, *saved)
 
@@ -290,7 +278,7 @@ def expert_gate(
         ValueError: for another activation, rows of an odd length, and shapes or numbers that do not fit.
     """
     limit, alpha = (float(number) if isinstance(number, int) else number for number in (limit, alpha))
-    return EXPERT_GATE.checked(None, x, absent, activation, interleaved, limit, alpha)
+    return EXPERT_GATE.checked(x, absent, activation, interleaved, limit, alpha)
 
 
 def expert_bias(bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
@@ -331,7 +319,7 @@ def expert_permute(x: Tensor, position: Tensor, absent: Tensor | None = None) ->
         TypeError: for anything but dense tensors of these dtypes.
         ValueError: for shapes and devices that do not fit.
     """
-    return EXPERT_PERMUTE.checked(None, x, position, absent)
+    return EXPERT_PERMUTE.checked(x, position, absent)
 
 
 def expert_unpermute(
@@ -361,4 +349,4 @@ def expert_unpermute(
         ValueError: for shapes and devices that do not fit.
     """
     dtype = x.dtype if dtype is None and isinstance(x, Tensor) else dtype
-    return EXPERT_UNPERMUTE.checked(None, x, weights, position, absent, dtype)
+    return EXPERT_UNPERMUTE.checked(x, weights, position, absent, dtype)

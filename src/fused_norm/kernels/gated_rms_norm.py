@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from ..spec import Casting, NormSpec
+from ..spec import Casting
 from . import reference
 from .arguments import GATES, Unsupported, check_choice, check_flag
-from .operator import BackwardCall, Operator, Tensors, norm_spec
+from .operator import BackwardCall, Operator, norm_spec
 from .plans import WIDEST_GATED
 from .triton.gated_kernels import Gating, empty_gated_norm, launch_gated_backward, launch_gated_forward
-from .triton.memory import empty_copy, empty_rows_like, empty_weight_grad, norm_reads_copy
+from .triton.memory import empty_copy, empty_rows_like, empty_weight_grad
 
 Gate = Literal["silu", "sigmoid"]
 """The activation of a norm's gate, one of ``arguments.GATES``."""
@@ -24,7 +24,7 @@ class GatedRMSNorm(Operator):
 
     name = "gated_rms_norm"
     tensors = "Tensor x, Tensor gate, Tensor? weight"
-    options = "str activation, bool norm_before_gate, int groups"
+    options = "NormSpec spec, str activation, bool norm_before_gate, int groups"
     outputs = ("y",)
     same_shape = ("gate",)
     extra_saved = ("rstd",)
@@ -33,8 +33,8 @@ class GatedRMSNorm(Operator):
     gradients = ("dx", "dgate", "dw")
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"weight": ("x", "gate")}
 
-    def check_options(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
-        x, *_, activation, norm_before_gate, groups = arguments
+    def check_options(self, *arguments: Any) -> Unsupported | None:
+        x, _, _, spec, activation, norm_before_gate, groups = arguments
         if spec.casting not in ("llama", "gemma"):
             return Unsupported(
                 f"casting must be llama or gemma, not {spec.casting!r}, which has no rounding points for a gate",
@@ -48,37 +48,38 @@ class GatedRMSNorm(Operator):
             )
         return check_choice("activation", activation, GATES) or check_flag("norm_before_gate", norm_before_gate)
 
-    def needs_reference(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
+    def needs_reference(self, *arguments: Any) -> Unsupported | None:
         width, groups = arguments[0].shape[-1], arguments[-1]
         if width // groups <= WIDEST_GATED:
             return None
         return Unsupported(f"rows of {width} in {groups} groups are more than a kernel holds")
 
-    def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
-        return norm_reads_copy(spec, weight)
+    def reference(self, *arguments: Any) -> Tensor:
+        x, gate, weight, spec, *how = arguments
+        return reference.gated_rms_norm(spec, x, gate, weight, *how)
 
     def forward(
-        self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
     ) -> tuple[Any, ...]:
-        x, gate, weight, *how = arguments
+        x, gate, weight, spec, *how = arguments
         outputs = *empty_gated_norm(spec, x, weight, Gating(*how), training), empty_copy(weight, "weight" in copied)
         if launch:
             launch_gated_forward(spec, x, gate, weight, outputs, Gating(*how))
         return outputs
 
-    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, gate, weight, rstd) = call.incoming, call.saved
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dy,), (x, gate, weight, rstd), (spec, *how) = call.incoming, call.saved, call.saved_scalars
         need_dx, need_dgate, need_dw = call.needed
         dx = empty_rows_like(x) if need_dx else None
         dgate = empty_rows_like(x, gate.dtype) if need_dgate else None
         dw = empty_weight_grad(weight, need_dw)
         if launch:
-            launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), Gating(*call.saved_scalars))
+            launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), Gating(*how))
         return dx, dgate, dw
 
-    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (x, gate, weight, _) = call.incoming, call.saved
-        return reference.gated_rms_norm_backward(spec, dy, x, gate, weight, *call.saved_scalars)
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (x, gate, weight, _), (spec, *how) = call.incoming, call.saved, call.saved_scalars
+        return reference.gated_rms_norm_backward(spec, dy, x, gate, weight, *how)
 
 
 GATED_RMS_NORM = GatedRMSNorm()
@@ -125,4 +126,4 @@ def gated_rms_norm(
             other casting, and as ``rms_norm`` does.
     """
     spec = norm_spec(casting, zero_centered, eps)
-    return GATED_RMS_NORM.checked(spec, x, gate, weight, activation, norm_before_gate, groups)
+    return GATED_RMS_NORM.checked(x, gate, weight, spec, activation, norm_before_gate, groups)

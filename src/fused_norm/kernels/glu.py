@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import ACTIVATIONS, Unsupported, check_choice
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Spec, kernel_backward
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, kernel_backward
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
 
@@ -19,10 +19,9 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 class Glu(Operator):
-    """``glu`` as an operator, which has no norm."""
+    """``glu`` as an operator."""
 
     name = "glu"
-    has_norm = False
     tensors = "Tensor gate, Tensor? up"
     options = "str activation"
     outputs = ("y",)
@@ -31,7 +30,7 @@ class Glu(Operator):
     saved_scalars = "str activation"
     gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup")
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         gate, up, activation = arguments
         if up is None and gate.shape[-1] % 2:
             return Unsupported(
@@ -44,20 +43,17 @@ class Glu(Operator):
     def is_elementwise(self, *tensors: Any) -> bool:
         return tensors[1] is not None
 
-    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         gate, up, activation = arguments
         y = empty_product(gate, up)
         if launch:
             launch_glu_forward(gate, up, y, activation)
         return (y,)
 
-    def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
-        return Recompute(self, spec, arguments)
+    def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        return Recompute(self, arguments)
 
-    def compute_grads(self, route: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        return super().compute_grads(route, spec, call) if any(call.needed) else (None,) * len(call.needed)
-
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up), (need_dgate, need_dup) = call.incoming, call.saved, call.needed
         dgate = empty_rows_like(gate) if need_dgate else None
         dup = empty_rows_like(gate, up.dtype) if need_dup else None
@@ -65,7 +61,7 @@ class Glu(Operator):
             launch_glu_backward(gate, up, (dy, None), dgate, dup, call.saved_scalars[0])
         return dgate, dup
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up) = call.incoming, call.saved
         return reference.glu_backward(dy, gate, up, call.saved_scalars[0])
 
@@ -87,11 +83,11 @@ class GluForConsumers(Glu):
     saved = tensors
     gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup", "dgate_added", "dup_added")
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         *_, activation, _, _ = arguments
         return check_choice("activation", activation, ACTIVATIONS)
 
-    def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
+    def differs_from_eager(self, *arguments: Any) -> str | None:
         gate, up, *added, _, _, _ = arguments
         expected = torch.float32 if added[0] is None else gate.dtype
         # In stock a sum of gradients in 16 bits is rounded. The reason is not worth a log: ``glu`` may take the call.
@@ -102,11 +98,11 @@ class GluForConsumers(Glu):
     def is_elementwise(self, *tensors: Any) -> bool:
         return True
 
-    def reference(self, spec: Spec, *arguments: Any) -> Any:
+    def reference(self, *arguments: Any) -> Any:
         gate, up, *added, activation, _, dtype = arguments
         return reference.glu(*_sums(gate, up, *added), activation).to(dtype)
 
-    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         gate, up, *added, activation, _, dtype = arguments
         y = empty_rows_like(gate, dtype)
         if launch:
@@ -117,23 +113,23 @@ class GluForConsumers(Glu):
         (y,), (*_, consumers, _) = results, arguments
         return (y, *(y.detach() for _ in range(consumers - 1))) if trained else y
 
-    def group_outputs(self, found: Any) -> list[tuple[Tensor, ...]]:
-        return [found if isinstance(found, tuple) else (found,)]
+    def group_outputs(self, outputs: Any) -> list[tuple[Tensor, ...]]:
+        return [outputs if isinstance(outputs, tuple) else (outputs,)]
 
-    def compute_grads(self, route: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         present = tuple(dy for dy in call.incoming if dy is not None)
         dy: Any = present
         if len(present) < 2:
             dy = present[0] if present else None
-        elif route is not kernel_backward:
+        elif impl is not kernel_backward:
             dy = present[0].float() + present[1]
         need_dgate, need_dup, *need_added = call.needed
         needed = need_dgate or need_added[0], need_dup or need_added[1], False, False
-        dgate, dup, *_ = super().compute_grads(route, spec, call._replace(incoming=(dy,), needed=needed))
-        of_added = [one if is_needed else None for one, is_needed in zip((dgate, dup), need_added, strict=True)]
-        return dgate if need_dgate else None, dup if need_dup else None, *of_added
+        dgate, dup, *_ = super().compute_grads(impl, call._replace(incoming=(dy,), needed=needed))
+        added_grads = [d if is_needed else None for d, is_needed in zip((dgate, dup), need_added, strict=True)]
+        return dgate if need_dgate else None, dup if need_dup else None, *added_grads
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up, *added), (need_dgate, need_dup, *_) = call.incoming, call.saved, call.needed
         dgate, dup = (empty_rows_like(gate) if is_needed else None for is_needed in (need_dgate, need_dup))
         if launch:
@@ -141,7 +137,7 @@ class GluForConsumers(Glu):
             launch_glu_backward(gate, up, dys, dgate, dup, call.saved_scalars[0], (added[0], added[1]))
         return dgate, dup, None, None
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up, *added) = call.incoming, call.saved
         dgate, dup = reference.glu_backward(dy, *_sums(gate, up, *added), call.saved_scalars[0])
         return dgate.to(gate.dtype), None if dup is None else dup.to(up.dtype), None, None
@@ -177,4 +173,4 @@ def glu(gate: Tensor, up: Tensor | None = None, activation: Activation = "silu")
         TypeError: for anything but a dense tensor of floating point.
         ValueError: for another activation, an up of another shape or device, or without up rows of an odd length.
     """
-    return GLU.checked(None, gate, up, activation)
+    return GLU.checked(gate, up, activation)

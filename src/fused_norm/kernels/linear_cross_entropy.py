@@ -17,7 +17,7 @@ from torch import Tensor
 from . import reference
 from .arguments import Unsupported, check_choice, check_rows, check_tensor
 from .autocast import autocast_dtype, set_autocast
-from .operator import BackwardCall, Operator, Spec, backward_impl, kernel_backward
+from .operator import BackwardCall, Operator, backward_impl, kernel_backward
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
 
 IGNORED = -100
@@ -37,10 +37,9 @@ REDUCTIONS = ("mean", "sum")
 
 
 class LinearCrossEntropy(Operator):
-    """``linear_cross_entropy`` as an operator, which has no norm."""
+    """``linear_cross_entropy`` as an operator."""
 
     name = "linear_cross_entropy"
-    has_norm = False
     tensors = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? num_items"
     options = (
         "str reduction, int ignore_index, float label_smoothing, float? logit_scale, float? softcap,"
@@ -57,7 +56,7 @@ class LinearCrossEntropy(Operator):
     saved_scalars = options
     gradients = ("dx", "dweight", "dbias")
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         x, weight, bias, target, num_items, reduction, ignored, smoothing, scale, cap, _, most, _ = arguments
         for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
             if tensor is not None and (refusal := check_tensor(name, tensor, ("input", x))) is not None:
@@ -70,7 +69,7 @@ class LinearCrossEntropy(Operator):
             or _check_numbers(ignored, smoothing, scale, cap, most)
         )
 
-    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def needs_reference(self, *arguments: Any) -> Unsupported | None:
         x, weight, bias, target, *_ = arguments
         if not all(t.numel() for t in (x, weight, target)):
             return Unsupported("")
@@ -79,18 +78,18 @@ class LinearCrossEntropy(Operator):
                 return Unsupported(f"{name} is {tensor.dtype} and x {x.dtype}")
         return None
 
-    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
+    def reference(self, *arguments: Any) -> Tensor:
         return reference.linear_cross_entropy(*arguments[:-2])
 
-    def _recorded(self, spec: Spec, arguments: tuple[Any, ...]) -> Any:
+    def _recorded(self, arguments: tuple[Any, ...]) -> Any:
         return None  # products and checks of labels are steps that a recording cannot repeat
 
-    def _launched(self, spec: Spec, *arguments: Any) -> Any:
+    def _launched(self, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments[: self.tensor_count]):
-            return _apply_eager(spec, *arguments)
-        return super()._launched(spec, *arguments)
+            return _apply_eager(*arguments)
+        return super()._launched(*arguments)
 
-    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, weight, bias, target, num_items, reduction, ignored, *_, trained = arguments
         if not training or x.dtype == torch.float16:  # whose gradients need the scale that the backward brings
             trained = (False,) * 3
@@ -101,7 +100,7 @@ class LinearCrossEntropy(Operator):
         total = losses.sum()
         return (total if divisor is None else total / divisor, *grads)
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dloss,), (x, weight, bias, target, num_items, *grads) = call.incoming, call.saved
         if not launch:
             return _allocated(x, weight, bias, call.needed)
@@ -110,7 +109,7 @@ class LinearCrossEntropy(Operator):
             return tuple(grad * dloss if need else None for grad, need in zip(grads, call.needed, strict=True))
         return _gradients((x, weight, bias, target, num_items, *call.saved_scalars), dloss, call.needed)
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dloss,), (*tensors, _, _, _) = call.incoming, call.saved
         again = torch.is_grad_enabled()
         with torch.enable_grad():
@@ -119,7 +118,7 @@ class LinearCrossEntropy(Operator):
                 (t.view_as(t) if t.requires_grad else t.detach().requires_grad_()) if need else t
                 for t, need in zip(tensors, call.needed, strict=False)
             ]
-            loss = self.reference(spec, *leaves, *tensors[len(leaves) :], *call.saved_scalars)
+            loss = self.reference(*leaves, *tensors[len(leaves) :], *call.saved_scalars)
             needed = [t for t, need in zip(leaves, call.needed, strict=True) if need]
             grads = iter(torch.autograd.grad(loss, needed, dloss, create_graph=again))
         return tuple(next(grads) if need else None for need in call.needed)
@@ -129,8 +128,8 @@ class _Eager(torch.autograd.Function):
     """The autograd function of calls that are not traced: its backward scales the forward's gradients in place."""
 
     @staticmethod
-    def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
-        loss, *ctx.grads = LINEAR_CROSS_ENTROPY.forward(spec, *arguments, training=True)
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        loss, *ctx.grads = LINEAR_CROSS_ENTROPY.forward(*arguments, training=True)
         ctx.save_for_backward(*arguments[: LINEAR_CROSS_ENTROPY.tensor_count])
         ctx.set_materialize_grads(False)
         ctx.options = arguments[LINEAR_CROSS_ENTROPY.tensor_count :]
@@ -139,22 +138,22 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None) -> tuple[Tensor | None, ...]:
         grads, ctx.grads = ctx.grads, None
-        needed, others = ctx.needs_input_grad[1:4], (None,) * 10
+        needed, others = ctx.needs_input_grad[:3], (None,) * 10
         if dloss is None:
-            return None, None, None, None, *others
+            return None, None, None, *others
         tensors = ctx.saved_tensors
         call = BackwardCall((dloss,), (*tensors, None, None, None), ctx.options, needed)
         impl = backward_impl(call)
         if impl is not kernel_backward:
             ctx.grads = grads
-            return None, *LINEAR_CROSS_ENTROPY.compute_grads(impl, None, call), *others
+            return *LINEAR_CROSS_ENTROPY.compute_grads(impl, call), *others
         if grads is None or any(grad is None for grad, need in zip(grads, needed, strict=True) if need):
-            return None, *_gradients((*tensors, *ctx.options), dloss, needed), *others
+            return *_gradients((*tensors, *ctx.options), dloss, needed), *others
         factor = dloss.float().reshape(1)
         for grad in grads:
             if grad is not None:
                 launch_multiply(grad, factor)
-        return None, *grads, *others
+        return *grads, *others
 
 
 _apply_eager: Any = super(torch.autograd.Function, _Eager).apply
@@ -368,5 +367,5 @@ def linear_cross_entropy(
     trained = [is_trained and isinstance(t, Tensor) and t.requires_grad for t in (x, weight, bias)]
     scale = None if logit_scale == 1.0 else logit_scale
     options = reduction, ignore_index, label_smoothing, scale, softcap, logits_in_fp32, max_labels, trained
-    loss: Tensor = LINEAR_CROSS_ENTROPY.checked(None, x, weight, bias, target, num_items, *options)
+    loss: Tensor = LINEAR_CROSS_ENTROPY.checked(x, weight, bias, target, num_items, *options)
     return loss

@@ -10,16 +10,15 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, check_rows, check_scale, check_tensor, other_dtype
-from .operator import BackwardCall, BackwardImpl, Operator, Spec, Tensors
+from .operator import BackwardCall, BackwardImpl, Operator
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_copy, is_long, promoted
 
 
 class LoraAdd(Operator):
-    """``lora_add`` as an operator, which has no norm."""
+    """``lora_add`` as an operator."""
 
     name = "lora_add"
-    has_norm = False
     tensors = "Tensor base, Tensor x, Tensor a, Tensor b"
     options = "float scale"
     outputs = ("y",)
@@ -31,14 +30,14 @@ class LoraAdd(Operator):
     saved_scalars = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
     gradients = ("dbase", "dx", "da", "db")
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         base, x, a, b, scale = arguments
         for name, tensor in (("x", x), ("a", a), ("b", b)):
             if (refusal := check_tensor(name, tensor, ("base", base))) is not None:
                 return refusal
         return check_rows("x", x) or check_scale(scale) or _check_shapes(base, x, a, b)
 
-    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def needs_reference(self, *arguments: Any) -> Unsupported | None:
         _, x, a, *_ = tensors = arguments[:-1]
         if not all(t.numel() for t in tensors):
             return Unsupported("")
@@ -52,18 +51,18 @@ class LoraAdd(Operator):
             return Unsupported("a or b has more elements than 32 bits count")
         return None
 
-    def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
+    def differs_from_eager(self, *arguments: Any) -> str | None:
         base, x, *_ = arguments
         if base.dtype not in (x.dtype, torch.float32):
             return other_dtype("x", "base", x, base)
         return None if base.is_contiguous() else "base is not contiguous"
 
-    def reads_copy(self, spec: Spec, weight: Tensor, tensors: Tensors) -> bool:
-        x = tensors[1]
+    def reads_copy(self, weight: Tensor, arguments: Sequence[Any]) -> bool:
+        x = arguments[1]
         return x is not None and weight.dtype != x.dtype
 
     def forward(
-        self, spec: Spec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
     ) -> tuple[Any, ...]:
         base, x, a, b, scale = arguments
         h = x.new_empty((*x.shape[:-1], len(a)))
@@ -82,12 +81,12 @@ class LoraAdd(Operator):
             launch_widen(h, b, b.stride()[::-1], base, y, scale, copy)
         return y
 
-    def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (need_dbase, *others) = call.incoming, call.needed
-        grads = super().compute_grads(impl, spec, call._replace(needed=(False, *others)))
+        grads = super().compute_grads(impl, call._replace(needed=(False, *others)))
         return (dy if need_dbase else None, *grads[1:])
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, a, b, h), (scale, a_dtype, b_dtype) = call.incoming, call.saved, call.saved_scalars
         _, need_dx, need_da, need_db = call.needed
         dh = h.new_empty(h.shape) if need_dx or need_da else None
@@ -102,7 +101,7 @@ class LoraAdd(Operator):
                 launch_weights(h, (dy, db), (x, dh, da), scale)
         return None, dx, da, db
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (x, a, b, _) = call.incoming, call.saved
         return reference.lora_add_backward(dy, x, a, b, *call.saved_scalars)
 
@@ -142,4 +141,4 @@ def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) 
         TypeError: for anything but dense tensors of floating point, and a scale that is not a Python number.
         ValueError: for incompatible shapes and devices.
     """
-    return LORA_ADD.checked(None, base, x, a, b, scale)
+    return LORA_ADD.checked(base, x, a, b, scale)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, check_rows, check_scale, check_tensor
-from .operator import BackwardCall, BackwardImpl, Operator, Scalars, Spec, Tensors
+from .operator import BackwardCall, BackwardImpl, Operator, Scalars, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_copy, is_long
@@ -31,7 +31,6 @@ class LoraLinear4bit(Operator):
     """
 
     name = "lora_linear_4bit"
-    has_norm = False
     tensors = f"Tensor x, Tensor adapter_x, Tensor a, Tensor b, {_WEIGHT_SCHEMA}, Tensor? bias"
     options = "int block, float factor, ScalarType dtype, ScalarType y_dtype"
     outputs: ClassVar[tuple[str, ...]] = ("y",)
@@ -47,7 +46,7 @@ class LoraLinear4bit(Operator):
     )
     gradients = ("dx", "dadapter_x", "da", "db")
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         x, adapter_x, a, b, _, packed, *_, factor, _, _ = arguments
         for name, tensor in (("adapter_x", adapter_x), ("a", a), ("b", b)):
             refusal = check_tensor(name, tensor, ("x", x))
@@ -63,7 +62,7 @@ class LoraLinear4bit(Operator):
             )
         return check_rows("x", x) or check_scale(factor)
 
-    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def needs_reference(self, *arguments: Any) -> Unsupported | None:
         x, adapter_x, a, b, *weight, bias, block, factor, dtype, _ = arguments
         if not all(tensor.numel() for tensor in (x, a, b)):
             return Unsupported("")
@@ -82,14 +81,14 @@ class LoraLinear4bit(Operator):
             return Unsupported("its weight is packed otherwise")
         return None
 
-    def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
+    def differs_from_eager(self, *arguments: Any) -> str | None:
         x, adapter_x, *_ = arguments
         for name, tensor in (("x", x), ("adapter_x", adapter_x)):
             if not tensor.is_contiguous():
                 return f"{name} is not contiguous"
         return None
 
-    def reads_copy(self, spec: Spec, weight: Tensor, tensors: Tensors) -> bool:
+    def reads_copy(self, weight: Tensor, arguments: Sequence[Any]) -> bool:
         return weight.dtype == torch.float32  # products are of 16 bits
 
     def sources(self, arguments: Sequence[Any], saved: Tensors) -> list[tuple[int, int]]:
@@ -103,11 +102,8 @@ class LoraLinear4bit(Operator):
         x, adapter_x, *_ = arguments
         return (saved, (*facts[:3], None, *facts[4:])) if adapter_x is x else (saved, facts)
 
-    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
-        return reference.lora_linear_4bit(*arguments)
-
     def forward(
-        self, spec: Spec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
     ) -> tuple[Any, ...]:
         x, adapter_x, a, b, *weight, bias, block, factor, dtype, y_dtype = arguments
         h = x.new_empty((*x.shape[:-1], len(a)), dtype=dtype)
@@ -164,14 +160,14 @@ class LoraLinear4bit(Operator):
             launch_widen(h, b, b.stride()[::-1], base if adds else None, y, factor, copy)
         return (y,) if adds else (base, y)
 
-    def compute_grads(self, route: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         _, _, _, adapter_dtype, *_ = call.saved_scalars
         if adapter_dtype is None:  # adapter_x is x
             need_dx, _, *others = call.needed
             call = call._replace(needed=(need_dx, False, *others))
-        return super().compute_grads(route, spec, call)
+        return super().compute_grads(impl, call)
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy, *others), (adapter_x, a, b, h, *weight, _), (block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype) = (
             call.incoming, call.saved, call.saved_scalars
         )  # fmt: skip
@@ -207,7 +203,7 @@ class LoraLinear4bit(Operator):
                 launch_weights(h, (added, db), (adapter_x, dh, da), factor)
         return dx, dadapter, da, db
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy, *others), (adapter_x, a, b, h, *weight, _) = call.incoming, call.saved
         block, factor, x_dtype, adapter_dtype, a_dtype, b_dtype = call.saved_scalars
         dtype, has_one_gradient = h.dtype, adapter_dtype is None
@@ -237,20 +233,20 @@ class LoraSummands4bit(LoraLinear4bit):
     plain_name = "lora_linear_4bit"
     outputs: ClassVar[tuple[str, ...]] = ("base", "added")
 
-    def reference(self, spec: Spec, *arguments: Any) -> Any:
+    def reference(self, *arguments: Any) -> Any:
         x, adapter_x, a, b, *weight, bias, block, factor, dtype, _ = arguments
         w = reference.dequantize(weight, block, (len(b), a.shape[1]), dtype)
         h = torch.nn.functional.linear(adapter_x.to(dtype), a.to(dtype))
         base = torch.nn.functional.linear(x.to(dtype), w, bias)
         return base, torch.nn.functional.linear(h, b.to(dtype)) * factor
 
-    def compute_grads(self, route: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         dbase, dadded = call.incoming
         if dbase is None and dadded is not None:
             dbase = torch.zeros_like(dadded)
         elif dadded is None and dbase is not None:
             dadded = torch.zeros_like(dbase)
-        return super().compute_grads(route, spec, call._replace(incoming=(dbase, dadded)))
+        return super().compute_grads(impl, call._replace(incoming=(dbase, dadded)))
 
 
 LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT = LoraLinear4bit(), LoraSummands4bit()

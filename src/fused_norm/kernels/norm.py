@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..spec import Casting, NormSpec
+from ..spec import Casting
 from . import reference
 from .arguments import Unsupported, check_mode, check_scale, other_order
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Tensors, kernel_backward, norm_spec
-from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype, norm_reads_copy, out_dtype
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, kernel_backward, norm_spec
+from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype, out_dtype
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward, launch_norm_from_rstd
 
@@ -48,33 +48,30 @@ class NormOperator(Operator):
         self._adds, self._has_inner_norm = "residual" in self.tensor_names, "inner_rstd" in self.extra_saved
         self._has_outer_norm, self._has_consumers = "y" in self.outputs, "consumers" in self.options
 
-    def check_options(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         args = self.by_name(arguments)
         return check_mode(args["x"], args.get("mode")) or check_scale(args.get("scale", 1.0))
 
-    def differs_from_eager(self, spec: NormSpec, *arguments: Any) -> str | None:
+    def differs_from_eager(self, *arguments: Any) -> str | None:
         return other_order(*arguments[:2]) if self._adds else None
-
-    def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
-        return norm_reads_copy(spec, weight)
 
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
         """The sum has no gradient to pass on if the norm's weight alone needs one."""
         is_sum_needed = any(needed[: self.gradients.index("dw")])
         return () if is_sum_needed or self.outputs != ("y", "s") else (-1,)
 
-    def reference(self, spec: NormSpec, *arguments: Any) -> Any:
+    def reference(self, *arguments: Any) -> Any:
         args = self.by_name(arguments)
         scale = (args["scale"],) if "scale" in args else ()
         formula = getattr(reference, self.plain_name or self.name)
-        outputs = formula(spec, *arguments[: self.tensor_count], *scale)
+        outputs = formula(args["spec"], *arguments[: self.tensor_count], *scale)
         if not self._has_consumers:
             return outputs
         y, s = outputs if self._adds else (outputs, args["x"])
         return reference.cast_output(y, args["dtype"]), s
 
     def forward(
-        self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
     ) -> tuple[Any, ...]:
         args = self.by_name(arguments)
         inner_weight, weight = self._weights_of(args)
@@ -83,9 +80,9 @@ class NormOperator(Operator):
         inputs = NormInputs(args["x"], weight, *added, self._has_inner_norm, inner_weight, *last)
         if copied and not self._has_outer_norm:
             copied = ("inner_weight",)
-        outputs = empty_norm(spec, inputs, training, copied)
+        outputs = empty_norm(args["spec"], inputs, training, copied)
         if launch:
-            launch_norm_forward(spec, inputs, outputs, args.get("mode"))
+            launch_norm_forward(args["spec"], inputs, outputs, args.get("mode"))
         results = outputs._asdict()
         if not self._has_outer_norm:
             results["weight_copy"] = outputs.inner_weight_copy
@@ -113,19 +110,19 @@ class NormOperator(Operator):
         s = args["s"] if "s" in args else args["x"]
         return s, args["x_dtype"] if "x_dtype" in args else args["x"].dtype
 
-    def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+    def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        args = self.by_name(arguments, results)
+        s, spec = args.get("s", args["x"]), args["spec"]
         if not self._has_outer_norm or spec.casting == "none":  # which keeps another rstd than it uses
             return None
-        args = self.by_name(arguments, results)
-        s = args.get("s", args["x"])
-        return Recompute(RECOMPUTED_NORM, spec, (s, args["weight"], args["rstd"], args.get("dtype")))
+        return Recompute(RECOMPUTED_NORM, (s, args["weight"], args["rstd"], spec, args.get("dtype")))
 
-    def compute_grads(self, impl: BackwardImpl, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         if self._has_consumers:
-            call = self._with_dy(impl, spec, call)
+            call = self._with_dy(impl, call)
         args = self.backward_by_name(call)
         if args.get("dy") is None and args.get("ds") is not None:
-            return self._gradients_of_sum(impl, spec, args)
+            return self._gradients_of_sum(impl, args)
         # If dx and dr are identical, the same tensor is both, as PyTorch's add has it: to write it again would take
         # 25 % longer.
         alike = (
@@ -138,10 +135,10 @@ class NormOperator(Operator):
         if alike:
             need_dx, _, *others = call.needed
             call = call._replace(needed=(need_dx, False, *others))
-        grads = super().compute_grads(impl, spec, call)
+        grads = super().compute_grads(impl, call)
         return (grads[0], grads[0], *grads[2:]) if alike else grads
 
-    def _with_dy(self, impl: BackwardImpl, spec: NormSpec, call: BackwardCall) -> BackwardCall:
+    def _with_dy(self, impl: BackwardImpl, call: BackwardCall) -> BackwardCall:
         """The call with all consumers' gradients as one dy: a tuple of them for kernels, their sum for others."""
         *dys, ds = call.incoming
         present = tuple([dy for dy in reversed(dys) if dy is not None])
@@ -150,25 +147,25 @@ class NormOperator(Operator):
             dy = present[0] if present else None
         elif impl is not kernel_backward:
             args = self.backward_by_name(call._replace(incoming=(None, ds)))
-            dtype = norm_dtype(spec, self._normalised(args)[0].dtype, args["weight"])
+            dtype = norm_dtype(args["spec"], self._normalised(args)[0].dtype, args["weight"])
             dy = reduce(add, [t.to(dtype) for t in present])
         return call._replace(incoming=(dy, ds))
 
-    def _gradients_of_sum(self, impl: BackwardImpl, spec: NormSpec, args: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    def _gradients_of_sum(self, impl: BackwardImpl, args: dict[str, Any]) -> tuple[Tensor | None, ...]:
         """The gradients if only the sum is used: ds is passed through, as by an add."""
         ds, need_dx, need_inner = args["ds"], args["need_dx"], args.get("need_dw_inner", args["need_dw"])
         dx = dw_inner = None
         if self._has_inner_norm and (need_dx or need_inner):
             saved = args["x"], self._weights_of(args)[0], args["inner_rstd"]
-            norm_call = BackwardCall((ds,), saved, (), (need_dx, need_inner))
-            dx, dw_inner = RMS_NORM.compute_grads(impl, spec, norm_call)
+            norm_call = BackwardCall((ds,), saved, (args["spec"],), (need_dx, need_inner))
+            dx, dw_inner = RMS_NORM.compute_grads(impl, norm_call)
         elif need_dx and not self._has_inner_norm:
             dx = ds if args.get("scale", 1.0) == 1.0 else ds * args["scale"]
             dx = dx.to(self._normalised(args)[1])
         dr = ds.to(args["residual_dtype"]) if args.get("need_dr") else None
         return (dx, dr, dw_inner, None)[: len(self.gradients)]
 
-    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         args = self.backward_by_name(call)
         inner_weight, weight = self._weights_of(args)
         s, x_dtype = self._normalised(args)
@@ -181,14 +178,15 @@ class NormOperator(Operator):
             saved = saved._replace(round_before_add=not self._adds)
             if self._has_inner_norm:
                 saved = saved._replace(x=args["x"], inner_weight=inner_weight, inner_rstd=args["inner_rstd"])
-            launch_norm_backward(spec, saved, NormGradients(dx, dr, dw, dw_inner))
+            launch_norm_backward(args["spec"], saved, NormGradients(dx, dr, dw, dw_inner))
         grads = {"dx": dx, "dr": dr, "dw_inner": dw_inner, "dw": dw}
         return tuple([grads[name] for name in self.gradients])
 
-    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         args = self.backward_by_name(call)
         inner_weight, weight = self._weights_of(args)
         s, x_dtype = self._normalised(args)
+        spec = args["spec"]
         g, dw = reference.rms_norm_backward(spec, args["dy"], s, weight, args.get("ds"))
         grads = {"dx": g * args.get("scale", 1.0), "dw": dw}
         if self._has_inner_norm:
@@ -204,10 +202,11 @@ class RMSNorm(NormOperator):
 
     name = "rms_norm"
     tensors = "Tensor x, Tensor? weight"
-    options = "str? mode"
+    options = "NormSpec spec, str? mode"
     outputs: ClassVar[tuple[str, ...]] = ("y",)
     extra_saved = ("rstd",)
     saved = "Tensor x, Tensor? weight, Tensor rstd"
+    saved_scalars = "NormSpec spec"
     gradients = ("dx", "dw")
 
 
@@ -216,10 +215,10 @@ class AddRMSNorm(NormOperator):
 
     name = "add_rms_norm"
     tensors = "Tensor x, Tensor residual, Tensor? weight"
-    options = "str? mode, float scale"
+    options = "NormSpec spec, str? mode, float scale"
     extra_saved = ("rstd",)
     saved = "Tensor s, Tensor? weight, Tensor rstd"
-    saved_scalars = "ScalarType x_dtype, ScalarType residual_dtype, float scale"
+    saved_scalars = "NormSpec spec, ScalarType x_dtype, ScalarType residual_dtype, float scale"
     gradients = ("dx", "dr", "dw")
 
 
@@ -228,10 +227,11 @@ class NormAdd(NormOperator):
 
     name = "norm_add"
     tensors = "Tensor x, Tensor residual, Tensor? weight"
+    options = "NormSpec spec"
     outputs = ("s",)
     extra_saved = ("inner_rstd",)
     saved = "Tensor x, Tensor? weight, Tensor inner_rstd"
-    saved_scalars = "ScalarType residual_dtype"
+    saved_scalars = "NormSpec spec, ScalarType residual_dtype"
     gradients = ("dx", "dr", "dw")
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"weight": ("x",)}
 
@@ -243,9 +243,10 @@ class NormAddNorm(NormOperator):
 
     name = "norm_add_norm"
     tensors = "Tensor x, Tensor residual, Tensor? inner_weight, Tensor? weight"
+    options = "NormSpec spec"
     extra_saved = ("inner_rstd", "rstd")
     saved = "Tensor s, Tensor x, Tensor? inner_weight, Tensor? weight, Tensor inner_rstd, Tensor rstd"
-    saved_scalars = "ScalarType residual_dtype"
+    saved_scalars = "NormSpec spec, ScalarType residual_dtype"
     gradients = ("dx", "dr", "dw_inner", "dw")
 
 
@@ -254,7 +255,7 @@ class RMSNormForConsumers(RMSNorm):
 
     name = "rms_norm_for_consumers"
     plain_name = "rms_norm"
-    options = "int consumers, ScalarType? dtype"
+    options = "NormSpec spec, int consumers, ScalarType? dtype"
     outputs = ("y", "s")
 
 
@@ -263,7 +264,7 @@ class AddRMSNormForConsumers(AddRMSNorm):
 
     name = "add_rms_norm_for_consumers"
     plain_name = "add_rms_norm"
-    options = "float scale, int consumers, ScalarType? dtype"
+    options = "NormSpec spec, float scale, int consumers, ScalarType? dtype"
 
 
 class NormAddNormForConsumers(NormAddNorm):
@@ -271,7 +272,7 @@ class NormAddNormForConsumers(NormAddNorm):
 
     name = "norm_add_norm_for_consumers"
     plain_name = "norm_add_norm"
-    options = "int consumers, ScalarType? dtype"
+    options = "NormSpec spec, int consumers, ScalarType? dtype"
 
 
 class RecomputedNorm(Operator):
@@ -279,13 +280,13 @@ class RecomputedNorm(Operator):
 
     name = "recomputed_norm"
     tensors = "Tensor x, Tensor? weight, Tensor rstd"
-    options = "ScalarType? dtype"
+    options = "NormSpec spec, ScalarType? dtype"
     outputs: ClassVar[tuple[str, ...]] = ("y",)
     saved = ""
     gradients = ()
 
-    def check_options(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
-        x, _, rstd, *_ = arguments
+    def check_options(self, *arguments: Any) -> Unsupported | None:
+        x, _, rstd, spec, _ = arguments
         if rstd.shape != (*x.shape[:-1], 1):
             return Unsupported(f"rstd has shape {tuple(rstd.shape)}, and x {tuple(x.shape)}", ValueError)
         if rstd.dtype != torch.float32:
@@ -294,12 +295,12 @@ class RecomputedNorm(Operator):
             return Unsupported("under casting 'none' the forward uses another rstd than it keeps", ValueError)
         return None
 
-    def reference(self, spec: NormSpec, *arguments: Any) -> Any:
-        x, weight, _, dtype = arguments
+    def reference(self, *arguments: Any) -> Any:
+        x, weight, _, spec, dtype = arguments
         return reference.cast_output(reference.rms_norm(spec, x, weight), dtype)
 
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        x, weight, rstd, dtype = arguments
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, weight, rstd, spec, dtype = arguments
         y = empty_rows_like(x, out_dtype(norm_dtype(spec, x.dtype, weight), dtype))
         if launch:
             launch_norm_from_rstd(spec, x, weight, rstd, y)
@@ -343,7 +344,7 @@ def rms_norm(
         ValueError: for a weight of another width or device, none that could be zero-centered, an unknown casting, an
             eps that is negative or not finite, or a mode that cannot hold a row this wide.
     """
-    return RMS_NORM.checked(norm_spec(casting, zero_centered, eps), x, weight, mode)
+    return RMS_NORM.checked(x, weight, norm_spec(casting, zero_centered, eps), mode)
 
 
 def add_rms_norm(
@@ -381,7 +382,7 @@ def add_rms_norm(
         TypeError: for a scale that is not a Python number, and as ``rms_norm`` does.
         ValueError: for a residual of another shape or device, and as ``rms_norm`` does.
     """
-    return ADD_RMS_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, weight, mode, scale)
+    return ADD_RMS_NORM.checked(x, residual, weight, norm_spec(casting, zero_centered, eps), mode, scale)
 
 
 def norm_add(
@@ -413,7 +414,7 @@ def norm_add(
         TypeError: as ``rms_norm`` does.
         ValueError: for a residual of another shape or device, and as ``rms_norm`` does.
     """
-    return NORM_ADD.checked(norm_spec(casting, zero_centered, eps), x, residual, weight)
+    return NORM_ADD.checked(x, residual, weight, norm_spec(casting, zero_centered, eps))
 
 
 def norm_add_norm(
@@ -448,4 +449,4 @@ def norm_add_norm(
         TypeError: as ``rms_norm`` does.
         ValueError: for a residual of another shape or device, and as ``rms_norm`` does.
     """
-    return NORM_ADD_NORM.checked(norm_spec(casting, zero_centered, eps), x, residual, inner_weight, weight)
+    return NORM_ADD_NORM.checked(x, residual, inner_weight, weight, norm_spec(casting, zero_centered, eps))

@@ -21,7 +21,7 @@ from .recording import CallCache, Recording, SingleCall, appended, record
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import Interceptors, launches
-from .triton.memory import memory_order
+from .triton.memory import memory_order, norm_reads_copy
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -29,9 +29,6 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 Tensors = Sequence[Tensor | None]
 Grads = tuple[Tensor | None, ...]
 Scalars = tuple[Any, ...]
-
-Spec = Any
-"""The meaning of an operator's norm, a ``NormSpec``; None if the operator has no norm."""
 
 _NAMESPACE = __name__.partition(".")[0]
 """The namespace of the registered operators: the name of this package, or of a copy of it under another name."""
@@ -56,7 +53,7 @@ class BackwardCall(NamedTuple):
     needed: Sequence[bool]
 
 
-BackwardImpl = Callable[["Operator", Spec, BackwardCall], Grads]
+BackwardImpl = Callable[["Operator", BackwardCall], Grads]
 """Computes an operator's gradients: by kernels, by registered operators or by PyTorch's own."""
 
 
@@ -64,13 +61,11 @@ class _BackwardState(NamedTuple):
     """The state that a recorded call keeps for its backward besides tensors.
 
     Attributes:
-        spec: the meaning of the norm.
         scalars: ``saved_scalars``.
         nondiff: the indices of the outputs that no gradient flows into.
         copied: the indices, in ``saved``, of copies of weights.
     """
 
-    spec: Spec
     scalars: Scalars
     nondiff: Sequence[int]
     copied: Sequence[int]
@@ -83,21 +78,20 @@ class Recompute(NamedTuple):
     """
 
     operator: Operator
-    spec: Spec
     arguments: Sequence[Any]
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Compute the outputs, outside of autograd."""
         with torch.no_grad():
-            outputs = self.operator(self.spec, *self.arguments)
+            outputs = self.operator(*self.arguments)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 class CallInterceptor(Protocol):
     """Makes the calls of operators in place of the thread that calls them."""
 
-    def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
-        """The outputs of the call, which are those of ``operator.results_of(spec, *arguments)``."""
+    def called(self, operator: Operator, arguments: tuple[Any, ...]) -> Any:
+        """The outputs of the call, which are those of ``operator.results_of(*arguments)``."""
 
 
 calls = Interceptors()
@@ -107,10 +101,10 @@ calls = Interceptors()
 class Operator(ABC):
     """A differentiable operator; a subclass says what is launched, and there is one instance of each.
 
-    There are three ways in: ``operator.checked(spec, *tensors, *options)`` for users' arguments, ``try_fused`` for
-    those of patched modules, after ``run_cached``, and ``operator(spec, *tensors, *options)`` for arguments that
-    kernels certainly take. ``unsupported`` alone decides whether they do. If not, ``checked`` runs the PyTorch
-    reference, and ``try_fused`` returns the reason. A call that kernels take runs in one of four ways:
+    There are three ways in: ``operator.checked(*tensors, *options)`` for users' arguments, ``try_fused`` for those of
+    patched modules, after ``run_cached``, and ``operator(*tensors, *options)`` for arguments that kernels certainly
+    take. ``unsupported`` alone decides whether they do. If not, ``checked`` runs the PyTorch reference, and
+    ``try_fused`` returns the reason. A call that kernels take runs in one of four ways:
 
     - a plain eager call (``is_plain_call``) repeats a recording, or is recorded now;
     - it runs directly if it cannot be recorded;
@@ -122,12 +116,13 @@ class Operator(ABC):
     name: ClassVar[str]
     plain_name: ClassVar[str] = ""
     """The name of the operator whose outputs these are, if this is another form of it."""
-    has_norm: ClassVar[bool] = True
-    """Calls begin with the spec of a norm, which is None if False."""
     tensors: ClassVar[str]
     """The schema of the tensors; the first of them is always present."""
     options: ClassVar[str] = ""
-    """The schema of what follows the tensors."""
+    """The schema of what follows the tensors: first ``NormSpec spec``, if the operator has a norm.
+
+    A registered operator takes the fields of the spec in its place, and before the tensors.
+    """
     outputs: ClassVar[tuple[str, ...]]
     not_differentiable: ClassVar[tuple[str, ...]] = ()
     """The outputs that no gradient flows into."""
@@ -151,19 +146,17 @@ class Operator(ABC):
     """The last of ``saved``: arguments without a gradient that stock code's context holds as attributes, so that
     saved-tensor hooks do not see them."""
     saved_scalars: ClassVar[str] = ""
-    """The schema of what else it takes."""
+    """The schema of what else it takes: first ``NormSpec spec``, if the operator has a norm."""
     gradients: ClassVar[tuple[str, ...]]
     """The names of the gradients, which are those of the first tensors in their order."""
 
     def __init__(self) -> None:
         """Register the operator with PyTorch."""
-        semantics = "str casting, bool zero_centered, float eps" if self.has_norm else ""
-        self.tensor_count, self.option_count = len(_names(self.tensors)), len(_names(self.options))
-        self.rules = TensorRules(_names(self.tensors), self.tensors, self.same_shape, self.other_rules)
-        self.tensor_names = self.rules.names
-        option_names, self._saved_names, self._scalar_names = map(
-            _names, (self.options, self.saved, self.saved_scalars)
-        )
+        self.tensor_names, option_names = _names(self.tensors), _names(self.options)
+        self._saved_names, self._scalar_names = _names(self.saved), _names(self.saved_scalars)
+        self.tensor_count, self.option_count = len(self.tensor_names), len(option_names)
+        self.takes_spec = option_names[:1] == ["spec"]
+        self.rules = TensorRules(self.tensor_names, self.tensors, self.same_shape, self.other_rules)
         self._copied = [name for name in self.copies if name in self.tensor_names]
         self.result_names = (*self.outputs, *self.extra_saved, *(f"{name}_copy" for name in self._copied))
         self._forward_names = (*self.tensor_names, *option_names, *self.result_names)
@@ -172,13 +165,13 @@ class Operator(ABC):
         self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
         self._forward_op = _define(
             f"{self.name}_forward",
-            (semantics, self.tensors, self.options, "bool training"),
+            (self.tensors, self.options, "bool training"),
             self.result_names,
             self._registered_forward,
         )
         if type(self).backward is not Operator.backward:
             tensors, flags = [f"Tensor? {name}" for name in incoming], [f"bool {name}" for name in needed]
-            arguments = semantics, *tensors, self.saved, self.saved_scalars, *flags
+            arguments = *tensors, self.saved, self.saved_scalars, *flags
             self._backward_op = _define(f"{self.name}_backward", arguments, self.gradients, self._registered_backward)
         OPERATORS[self.name] = self
         self.function, in_eager = _function_of_arguments(self), _function_of_recording(self)
@@ -187,25 +180,24 @@ class Operator(ABC):
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply = super(torch.autograd.Function, in_eager).apply  # type: ignore[misc]
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         """Check options, and that tensors are compatible with each other."""
         return None
 
-    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def needs_reference(self, *arguments: Any) -> Unsupported | None:
         """Refuse what the reference alone can compute, of tensors that kernels take."""
         return None
 
-    def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
+    def differs_from_eager(self, *arguments: Any) -> str | None:
         """Return why the kernel's result would differ from the eager model code, or None."""
         return None
 
-    def reference(self, spec: Spec, *arguments: Any) -> Any:
+    def reference(self, *arguments: Any) -> Any:
         """The outputs by PyTorch's own operators: by the formula of this name in ``reference``, unless overridden."""
-        formula = getattr(reference, self.name)
-        return formula(spec, *arguments) if self.has_norm else formula(*arguments)
+        return getattr(reference, self.name)(*arguments)
 
     @abstractmethod
-    def forward(self, spec: Spec, *arguments: Any, **how: Any) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, **how: Any) -> tuple[Any, ...]:
         """Launch the forward, and return ``outputs``, ``extra_saved`` and ``copies``.
 
         ``how``: ``training``, without which all ``extra_saved`` is None, ``launch``, without which nothing is computed,
@@ -232,25 +224,25 @@ class Operator(ABC):
                 values[name] = copy
         return tuple([values[name] for name in self._saved_names]), tuple([values[name] for name in self._scalar_names])
 
-    def reads_copy(self, spec: Spec, weight: Tensor, tensors: Tensors) -> bool:
+    def reads_copy(self, weight: Tensor, arguments: Sequence[Any]) -> bool:
         """Return whether the backward of stock code reads a tensor made of a weight, and not the weight.
 
-        ``weight`` is one of ``tensors``, the operator's, and named in ``copies``.
+        ``weight`` is one of ``arguments``, and named in ``copies``. Unless overridden, it is that of a norm.
         """
-        return False
+        return self.takes_spec and norm_reads_copy(arguments[self.tensor_count], weight)
 
-    def copied(self, spec: Spec, tensors: Tensors, *, traced: bool = False) -> list[str]:
+    def copied(self, arguments: Sequence[Any], *, traced: bool = False) -> list[str]:
         """The weights to copy for the backward: those that stock code does not save themselves.
 
         It saves none for a gradient that is not needed, which cannot be told of tensors that are ``traced``.
         """
-        args = self.by_name(tensors)
+        args = self.by_name(arguments)
         copied = []
         for name in self._copied:
             if args[name] is not None:
                 users = [args[user] for user in self.copies[name] if args.get(user) is not None]
                 is_unused = not traced and not any(user.requires_grad for user in users)
-                if is_unused or self.reads_copy(spec, args[name], tensors):
+                if is_unused or self.reads_copy(args[name], arguments):
                     copied.append(name)
         return copied
 
@@ -274,12 +266,11 @@ class Operator(ABC):
                 args[name] = tensor
         return tuple(args.values())
 
-    def _how(self, spec: Spec, arguments: Sequence[Any], training: bool, *, traced: bool = False) -> dict[str, Any]:
+    def _how(self, arguments: Sequence[Any], training: bool, *, traced: bool = False) -> dict[str, Any]:
         """The keyword arguments of ``forward``."""
         if not self._copied:
             return {"training": training}
-        tensors = arguments[: self.tensor_count]
-        return {"training": training, "copied": self.copied(spec, tensors, traced=traced) if training else ()}
+        return {"training": training, "copied": self.copied(arguments, traced=traced) if training else ()}
 
     def saves_input(self, name: str, tensors: Tensors) -> bool:
         """Return whether the backward takes the argument of this name itself, given all of them."""
@@ -294,14 +285,14 @@ class Operator(ABC):
         values = *call.incoming, *call.saved, *call.saved_scalars, *call.needed
         return dict(zip(self._backward_names, values, strict=True))
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> Grads:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> Grads:
         """Launch the backward, and return ``gradients``, None for those not needed.
 
         At least one output has a gradient. Without ``launch`` the gradients are only allocated.
         """
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> Grads:
+    def reference_backward(self, call: BackwardCall) -> Grads:
         """Compute ``gradients`` by PyTorch's own operators, so that they can be differentiated again.
 
         It may return some that are not needed.
@@ -323,11 +314,11 @@ class Operator(ABC):
         tensors: Tensors = node.sources if hasattr(node, "recording") else node.unhooked
         return tensors[len(tensors) - len(self.unhooked) :]
 
-    def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> Grads:
+    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> Grads:
         """``gradients`` by an implementation; None for those not needed."""
-        return impl(self, spec, call) if any(call.needed) else (None,) * len(self.gradients)
+        return impl(self, call) if any(call.needed) else (None,) * len(self.gradients)
 
-    def recompute(self, spec: Spec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+    def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         """The call that recomputes the first ``outputs`` of this one, bit for bit, from what is saved anyway.
 
         ``results``: those of ``forward``. None for outputs that cannot be recomputed.
@@ -354,25 +345,28 @@ class Operator(ABC):
         """The name of the public function that makes this call."""
         return self.plain_name or self.name
 
-    def unsupported(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def unsupported(self, *arguments: Any) -> Unsupported | None:
         """Decide whether kernels take a call: None, or the reason why not.
 
         Wrong arguments, for which public functions raise, come before those that the reference alone can compute.
         """
         tensors = arguments[: self.tensor_count]
-        refusal = self.rules.check(spec, tensors) or self.check_options(spec, *arguments)
+        refusal = self.rules.check(tensors)
+        if refusal is None and self.takes_spec:
+            refusal = self.rules.check_spec(arguments[self.tensor_count], tensors)
+        refusal = refusal or self.check_options(*arguments)
         if refusal is not None:
             return refusal
         reason = self._no_kernels_for(*tensors)
         if reason is None and is_plain_call(tensors):
-            reason = self._inference_tensor(spec, tensors)
+            reason = self._inference_tensor(arguments)
         elif reason is None and (self.not_differentiable or not self.takes_dtensors):
             reason = "it has no form for DTensors" if any(map(is_sharded, tensors)) else None
         elif reason is None:
             rows = [t for t, is_shared in zip(tensors, self.rules.is_shared, strict=True) if not is_shared]
             elementwise = self.is_elementwise(*tensors)
             reason = placement_obstacle(rows, self.rules.weights(tensors), elementwise=elementwise)
-        return self.needs_reference(spec, *arguments) if reason is None else Unsupported(reason)
+        return self.needs_reference(*arguments) if reason is None else Unsupported(reason)
 
     def _no_kernels_for(self, *tensors: Any) -> str | None:
         """Return the reason that no kernel takes the operator's first tensors, whatever the others are; or None."""
@@ -385,34 +379,35 @@ class Operator(ABC):
                 return f"{name} is {tensor.dtype}"
         return f"kernels do not run on {tensors[0].device.type}"
 
-    def _inference_tensor(self, spec: Spec, tensors: Tensors) -> str | None:
+    def _inference_tensor(self, arguments: Sequence[Any]) -> str | None:
         """Return the reason that autograd cannot save a tensor that the kernels would save; None if it can."""
+        tensors = arguments[: self.tensor_count]
         if _is_trained(tensors):
-            copied = self.copied(spec, tensors)
+            copied = self.copied(arguments)
             for name, t in zip(self.tensor_names, tensors, strict=True):
                 if t is not None and t.is_inference() and name not in copied and self.saves_input(name, tensors):
                     return f"{name} was made in inference mode, and is needed in the backward"
         return None
 
-    def checked(self, spec: Spec, *arguments: Any) -> Any:
+    def checked(self, *arguments: Any) -> Any:
         """The outputs, for arguments of any kind, by the reference if kernels do not take them.
 
         Raises:
             TypeError: for arguments of a wrong type or dtype.
             ValueError: for wrong values, and tensors that are not compatible.
         """
-        outputs = self.run_cached(None, spec, *arguments)
+        outputs = self.run_cached(None, *arguments)
         if outputs is not None:
             return outputs
-        refusal = self.unsupported(spec, *arguments)
+        refusal = self.unsupported(*arguments)
         if refusal is None:
-            return self(spec, *arguments)
+            return self(*arguments)
         if refusal.error is not None:
             raise refusal.error(f"{self.public_name(*arguments)}: {refusal.reason}")
-        return self.reference(spec, *arguments)
+        return self.reference(*arguments)
 
     def try_fused(
-        self, spec: Spec, *arguments: Any, replaces: Any, unless: Callable[..., str | None] | None = None
+        self, *arguments: Any, replaces: Any, unless: Callable[..., str | None] | None = None
     ) -> tuple[Any, str | None]:
         """The outputs of a call in place of stock code, and None; or None, and why stock code has to run.
 
@@ -420,7 +415,6 @@ class Operator(ABC):
         that of stock code that is left to the compiler.
 
         Args:
-            spec: the meaning of the norm.
             arguments: those of the call, of any kind.
             replaces: the key of the stock code. Code that rounds in other places has another key.
             unless: returns a further reason, or None, for arguments that kernels take.
@@ -428,10 +422,10 @@ class Operator(ABC):
         # If no kernel runs on this device, other problems are irrelevant.
         reason = self._no_kernels_for(arguments[0]) if isinstance(arguments[0], Tensor) else None
         if reason is None:
-            refusal = self.unsupported(spec, *arguments)
+            refusal = self.unsupported(*arguments)
             reason = None if refusal is None else refusal.reason
         if reason is None:
-            reason = self._differs_from_eager(spec, *arguments)
+            reason = self._differs_from_eager(*arguments)
         if reason is None and unless is not None:
             reason = unless(*arguments)
         if reason is not None:
@@ -439,21 +433,21 @@ class Operator(ABC):
         # Not `is_exporting()`, which Dynamo of PyTorch 2.11 takes to be true in all that it traces.
         if torch.compiler._is_exporting_flag or inductor_is_faster(arguments[0]):
             return None, ""
-        outputs = self(spec, *arguments)
+        outputs = self(*arguments)
         if is_plain_call(arguments[: self.tensor_count]):
             for recording in self.cache.by_shape.get(arguments[0].shape, ()):
-                if recording.fits(spec, *arguments):
+                if recording.fits(*arguments):
                     recording.may_replace.add(replaces)
         return outputs, None
 
-    def _differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
+    def _differs_from_eager(self, *arguments: Any) -> str | None:
         """``differs_from_eager``, and tensors with a behaviour of their own, which stock code respects."""
         for name, tensor in zip(self.tensor_names, arguments, strict=False):
             if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
                 return f"{name} is a {type(tensor).__name__}"
-        return self.differs_from_eager(spec, *arguments)
+        return self.differs_from_eager(*arguments)
 
-    def run_cached(self, replaces: Any, spec: Spec, *arguments: Any) -> Any:
+    def run_cached(self, replaces: Any, *arguments: Any) -> Any:
         """The outputs of a call that is recorded, so that its arguments were checked before; None for all others.
 
         ``replaces``: the key of the stock code in whose place the call is made; None if there is no such code.
@@ -468,62 +462,63 @@ class Operator(ABC):
         if Interceptors.active and (launches.interceptor is not None or calls.interceptor is not None):
             if launches.interceptor is None:
                 for recording in recordings:
-                    if (replaces is None or replaces in recording.may_replace) and recording.fits(spec, *arguments):
-                        return calls.interceptor.called(self, spec, arguments)
+                    if (replaces is None or replaces in recording.may_replace) and recording.fits(*arguments):
+                        return calls.interceptor.called(self, arguments)
             return None
         for recording in recordings:
             if replaces is None or replaces in recording.may_replace:
-                outputs = recording.call(spec, *arguments)
+                outputs = recording.call(*arguments)
                 if outputs is not None:
                     return outputs
         return None
 
-    def __call__(self, spec: Spec, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         """The outputs, for arguments that kernels certainly take."""
         if torch.compiler.is_compiling():
             if inductor_is_faster(arguments[0]):
-                return self.reference(spec, *arguments)
+                return self.reference(*arguments)
             # A comparison makes a float a constant of the graph; a symbolic one breaks Dynamo's autograd functions.
-            if (spec is not None and spec.eps == 0.0) or 0.0 in arguments[self.tensor_count :]:
+            options = arguments[self.tensor_count :]
+            if 0.0 in ((options[0].eps, *options[1:]) if self.takes_spec else options):
                 pass
-            return self._registered(spec, *arguments)
+            return self._registered(*arguments)
         if calls.interceptor is not None:
-            return calls.interceptor.called(self, spec, arguments)
-        return self.results_of(spec, *arguments)
+            return calls.interceptor.called(self, arguments)
+        return self.results_of(*arguments)
 
-    def results_of(self, spec: Spec, *arguments: Any) -> Any:
+    def results_of(self, *arguments: Any) -> Any:
         """Run an untraced call, ignoring any interceptor."""
         tensors = arguments[: self.tensor_count]
         if not is_plain_call(tensors):
-            return self._registered(spec, *arguments)
+            return self._registered(*arguments)
         if launches.interceptor is None:
             for recording in self.cache.by_shape.get(tensors[0].shape, ()):
-                outputs = recording.call(spec, *arguments)
+                outputs = recording.call(*arguments)
                 if outputs is not None:
                     return outputs
-            outputs = self._recorded(spec, arguments)
+            outputs = self._recorded(arguments)
             if outputs is not None:
                 return outputs
-        return self._launched(spec, *arguments)
+        return self._launched(*arguments)
 
-    def _recorded(self, spec: Spec, arguments: tuple[Any, ...]) -> Any:
+    def _recorded(self, arguments: tuple[Any, ...]) -> Any:
         """The outputs of a plain call, which is recorded; None if it cannot be."""
         tensors, options = arguments[: self.tensor_count], arguments[self.tensor_count :]
-        function, trained = self._launching(spec, tensors, options)
-        recorded = record(tensors, (spec, *options), function, apply=self._apply if trained else None)
+        function, trained = self._launching(tensors, options)
+        recorded = record(tensors, options, function, apply=self._apply if trained else None)
         if recorded is None:
             return None
         recording, outputs = recorded
         self.cache.add(tensors[0].shape, recording)
         return outputs
 
-    def _launched(self, spec: Spec, *arguments: Any) -> Any:
+    def _launched(self, *arguments: Any) -> Any:
         """The outputs of a plain call that is not recorded."""
         tensors = arguments[: self.tensor_count]
-        function, trained = self._launching(spec, tensors, arguments[self.tensor_count :])
+        function, trained = self._launching(tensors, arguments[self.tensor_count :])
         return self._apply(SingleCall(function), *tensors) if trained else function(*tensors)
 
-    def _launching(self, spec: Spec, tensors: Tensors, options: Sequence[Any]) -> tuple[Callable[..., Any], bool]:
+    def _launching(self, tensors: Tensors, options: Sequence[Any]) -> tuple[Callable[..., Any], bool]:
         """A function of a plain call's tensors that launches it, as ``record`` takes it; and whether it is trained."""
         trained = _is_trained(tensors)
         needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]
@@ -531,50 +526,58 @@ class Operator(ABC):
 
         def launch(*tensors: Tensor | None) -> Any:
             arguments = *tensors, *options
-            results = self.forward(spec, *arguments, **self._how(spec, arguments, trained))
+            results = self.forward(*arguments, **self._how(arguments, trained))
             outputs = self.pack_outputs(arguments, results, trained=trained)
             if not trained:
                 return outputs
             saved, scalars = self.save(arguments, results)
             sources, hooked = self.sources(arguments, saved), len(saved) - len(self.unhooked)
             attributes = *[arguments[source] for _, source in sources], *saved[hooked:]
-            state = _BackwardState(spec, scalars, nondiff, [at for at, _ in sources])
+            state = _BackwardState(scalars, nondiff, [at for at, _ in sources])
             return outputs, tuple(saved[:hooked]), attributes, state
 
         return launch, trained
 
-    def _registered(self, spec: Spec, *arguments: Any) -> Any:
+    def _registered(self, *arguments: Any) -> Any:
         """The outputs of a call that is not plain: by the parts of DTensors, or by the registered operators."""
         tensors, options = arguments[: self.tensor_count], arguments[self.tensor_count :]
         if is_sharded(tensors[0]):
-            return call_on_parts(lambda *parts: self.results_of(spec, *parts, *options), tensors, self.rules.is_shared)
+            return call_on_parts(lambda *parts: self.results_of(*parts, *options), tensors, self.rules.is_shared)
         if _is_trained(tensors):
-            return self.function.apply(spec, *arguments)
-        return self.pack_outputs(arguments, self.run(spec, *arguments, training=False), trained=False)
+            return self.function.apply(*arguments)
+        return self.pack_outputs(arguments, self.run(*arguments, training=False), trained=False)
 
-    def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
+    def run(self, *arguments: Any, training: bool) -> tuple[Any, ...]:
         """``forward`` by the registered operator."""
-        results = self._forward_op(*_values(spec), *arguments, training)
+        results = self._forward_op(*self._spec_first(arguments, self.tensor_count), training)
         return (results,) if isinstance(results, Tensor) else results
 
     def _registered_forward(self, launch: bool, *arguments: Any) -> Any:
-        spec, (*args, training) = self._spec_of(arguments)
-        how = self._how(spec, args, training, traced=True)
-        return _filled(self.forward(spec, *args, **how, launch=launch), args[0])
+        *args, training = self._spec_at(self.tensor_count, arguments)
+        how = self._how(args, training, traced=True)
+        return _filled(self.forward(*args, **how, launch=launch), args[0])
 
     def _registered_backward(self, launch: bool, *arguments: Any) -> Any:
-        spec, args = self._spec_of(arguments)
-        outputs, count, grads = len(self.outputs), len(self._saved_names), len(self.gradients)
-        incoming, saved = args[:outputs], args[outputs : outputs + count]
-        call = BackwardCall(incoming, saved, tuple(args[outputs + count : -grads]), args[-grads:])
-        return _filled(self.backward(spec, call, launch=launch), next(d for d in incoming if d is not None))
+        outputs, grads = len(self.outputs), len(self.gradients)
+        scalars = outputs + len(self._saved_names)
+        args = self._spec_at(scalars, arguments)
+        incoming = args[:outputs]
+        call = BackwardCall(incoming, args[outputs:scalars], tuple(args[scalars:-grads]), args[-grads:])
+        return _filled(self.backward(call, launch=launch), next(d for d in incoming if d is not None))
 
-    def _spec_of(self, arguments: Sequence[Any]) -> tuple[Spec, Sequence[Any]]:
-        """The meaning of the norm from a registered operator's arguments, and those that follow it."""
-        if not self.has_norm:
-            return None, arguments
-        casting, zero_centered, eps, *rest = arguments
-        return NormSpec(casting, zero_centered, eps=eps), rest
+    def _spec_first(self, arguments: Sequence[Any], index: int) -> Sequence[Any]:
+        """The arguments of a registered operator: the fields of the spec, which is at ``index``, before the others."""
+        if not self.takes_spec:
+            return arguments
+        spec = arguments[index]
+        return spec.casting, spec.zero_centered, spec.eps, *arguments[:index], *arguments[index + 1 :]
+
+    def _spec_at(self, index: int, arguments: Sequence[Any]) -> Sequence[Any]:
+        """The inverse of ``_spec_first``."""
+        if not self.takes_spec:
+            return arguments
+        casting, zero_centered, eps, *others = arguments
+        return *others[:index], NormSpec(casting, zero_centered, eps=eps), *others[index:]
 
 
 min_numel_in_graphs = 2**23
@@ -643,7 +646,7 @@ def backward_impl(call: BackwardCall) -> BackwardImpl:
     tangents, are computed by PyTorch's own operators.
     """
     if all(gradient is None for gradient in call.incoming):
-        return lambda operator, spec, call: (None,) * len(operator.gradients)
+        return lambda operator, call: (None,) * len(operator.gradients)
     tensors = (*call.incoming, *call.saved)
     if not torch.compiler.is_compiling():
         batched = any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in call.incoming)
@@ -652,18 +655,19 @@ def backward_impl(call: BackwardCall) -> BackwardImpl:
     return kernel_backward if is_plain_call(tensors) else _registered_backward
 
 
-def kernel_backward(operator: Operator, spec: Spec, call: BackwardCall) -> Grads:
-    return operator.backward(spec, call)
+def kernel_backward(operator: Operator, call: BackwardCall) -> Grads:
+    return operator.backward(call)
 
 
-def _registered_backward(operator: Operator, spec: Spec, call: BackwardCall) -> Grads:
-    grads = operator._backward_op(*_values(spec), *call.incoming, *call.saved, *call.saved_scalars, *call.needed)
+def _registered_backward(operator: Operator, call: BackwardCall) -> Grads:
+    arguments = *call.incoming, *call.saved, *call.saved_scalars, *call.needed
+    grads = operator._backward_op(*operator._spec_first(arguments, len(call.incoming) + len(call.saved)))
     grads = (grads,) if isinstance(grads, Tensor) else grads
     return tuple(grad if need else None for grad, need in zip(grads, call.needed, strict=True))
 
 
-def _reference_backward(operator: Operator, spec: Spec, call: BackwardCall) -> Grads:
-    grads = operator.reference_backward(spec, call)
+def _reference_backward(operator: Operator, call: BackwardCall) -> Grads:
+    grads = operator.reference_backward(call)
     return tuple(grad if need else None for grad, need in zip(grads, call.needed, strict=True))
 
 
@@ -672,29 +676,29 @@ def _function_of_arguments(operator: Operator) -> Any:
     differentiated, unhooked = len(operator.gradients), len(operator.unhooked)
     others = (None,) * (operator.tensor_count - differentiated + operator.option_count)
 
-    def forward(ctx: Any, spec: Spec, *arguments: Any) -> Any:
-        results = operator.run(spec, *arguments, training=True)
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        results = operator.run(*arguments, training=True)
         saved, scalars = operator.save(arguments, results)
         outputs = operator.pack_outputs(arguments, results, trained=True)
         hooked = len(saved) - unhooked
         ctx.save_for_backward(*saved[:hooked])
         ctx.unhooked = saved[hooked:]
         ctx.set_materialize_grads(False)
-        nondiff = operator.without_gradient(ctx.needs_input_grad[1 : 1 + differentiated])
+        nondiff = operator.without_gradient(ctx.needs_input_grad[:differentiated])
         _mark(ctx, outputs, nondiff)
         sources = [] if torch.compiler.is_compiling() else operator.sources(arguments, saved)
-        ctx.state = _BackwardState(spec, scalars, nondiff, [at for at, _ in sources])
+        ctx.state = _BackwardState(scalars, nondiff, [at for at, _ in sources])
         if sources:
             ctx.sources = [arguments[source] for _, source in sources]
         return outputs
 
     def backward(ctx: Any, *incoming: Tensor | None) -> Grads:
-        spec, scalars, _, copied = ctx.state
+        scalars, _, copied = ctx.state
         saved = (*ctx.saved_tensors, *ctx.unhooked)
         if copied and torch.is_grad_enabled():
             saved = _with_sources(saved, copied, ctx.sources)
-        call = BackwardCall(incoming, saved, scalars, ctx.needs_input_grad[1 : 1 + differentiated])
-        return None, *operator.compute_grads(backward_impl(call), spec, call), *others
+        call = BackwardCall(incoming, saved, scalars, ctx.needs_input_grad[:differentiated])
+        return *operator.compute_grads(backward_impl(call), call), *others
 
     return _autograd_function(operator, forward, backward)
 
@@ -707,8 +711,8 @@ def _function_of_recording(operator: Operator) -> Any:
     def forward(ctx: Any, recording: Any, *tensors: Any) -> Any:
         ctx.recording, ctx.materialize_grads = recording, False  # what the method for the latter does
         outputs = recording.forward(ctx, *tensors)
-        if recording.backward_state[2]:
-            _mark(ctx, outputs, recording.backward_state[2])
+        if recording.backward_state.nondiff:
+            _mark(ctx, outputs, recording.backward_state.nondiff)
         return outputs
 
     def backward(ctx: Any, *incoming: Tensor | None) -> Grads:
@@ -727,7 +731,7 @@ def _function_of_recording(operator: Operator) -> Any:
                 grads: Grads | None = recorded_backward.call(*saved, *incoming)
                 if grads is not None:
                     return grads
-        spec, scalars, _, copied = recording.backward_state
+        scalars, _, copied = recording.backward_state
         if copied and torch.is_grad_enabled():
             saved = _with_sources(saved, copied, ctx.sources[: len(copied)])
         needed, count = ctx.needs_input_grad[1 : 1 + differentiated], len(saved)
@@ -737,13 +741,13 @@ def _function_of_recording(operator: Operator) -> Any:
 
             def launch(*tensors: Tensor | None) -> Grads:
                 call = BackwardCall(tensors[count:], tensors[:count], scalars, needed)
-                return None, *operator.compute_grads(kernel_backward, spec, call), *others
+                return None, *operator.compute_grads(kernel_backward, call), *others
 
             recorded = record((*saved, *incoming), (), launch, in_any_grad_mode=True)
             if recorded is not None:
                 recording.backwards = appended(recording.backwards, recorded[0])
                 return recorded[1]
-        return None, *operator.compute_grads(impl, spec, call), *others
+        return None, *operator.compute_grads(impl, call), *others
 
     function = _autograd_function(operator, forward, backward)
     if hasattr(function, "_backward_cls"):
@@ -810,14 +814,12 @@ def _define(name: str, schemas: Sequence[str], results: Sequence[str], run: Call
     Operators carry no autograd rule: an ``autograd.Function`` outside of them is the cheapest on the host.
     """
     returned = "Tensor" if len(results) == 1 else f"({', '.join(f'Tensor {result}' for result in results)})"
-    _library.define(f"{name}({', '.join(filter(None, schemas))}) -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))
+    before, spec, after = ", ".join(filter(None, schemas)).partition("NormSpec spec, ")
+    fields = "str casting, bool zero_centered, float eps, " if spec else ""
+    _library.define(f"{name}({fields}{before}{after}) -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, lambda *arguments: run(True, *arguments), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *arguments: run(False, *arguments), lib=_library)
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
-
-
-def _values(spec: NormSpec | None) -> tuple[Any, ...]:
-    return () if spec is None else (spec.casting, spec.zero_centered, spec.eps)
 
 
 def _filled(results: Sequence[Tensor | None], like: Tensor) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, overload
 
 from torch import Tensor
 
-from ..spec import ROTARY_LAYOUTS, Casting, NormSpec, RotaryLayout
+from ..spec import ROTARY_LAYOUTS, Casting, RotaryLayout
 from . import reference
 from .arguments import (
     Unsupported,
@@ -19,14 +19,13 @@ from .arguments import (
     check_pair,
     other_dtype,
 )
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Spec, Tensors, norm_spec
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, norm_spec
 from .triton.memory import (
     empty_copy,
     empty_in_order,
     empty_rows_like,
     empty_weight_grad,
     norm_dtype,
-    norm_reads_copy,
 )
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
@@ -38,24 +37,24 @@ class HeadsOperator(Operator):
     gradient, gets no work in the backward.
     """
 
-    def needs_reference(self, spec: Spec, *arguments: Any) -> Unsupported | None:
-        q, *_ = arguments
-        cos, sin = arguments[self.tensor_count - 2 : self.tensor_count]
-        return None if cos is None else angles_beyond_kernels(q, cos, sin, arguments[self.tensor_count])
+    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+        args = self.by_name(arguments)
+        q, cos, sin = args["q"], args["cos"], args["sin"]
+        return None if cos is None else angles_beyond_kernels(q, cos, sin, args["unsqueeze_dim"])
 
-    def differs_from_eager(self, spec: Spec, *arguments: Any) -> str | None:
+    def differs_from_eager(self, *arguments: Any) -> str | None:
         return other_dtype("q", "k", *arguments[:2])
 
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
         return tuple(side for side in (0, 1) if not any(needed[side::2]))
 
-    def compute_grads(self, impl: BackwardImpl, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         idle = [side for side, d in enumerate(call.incoming) if d is None or not any(call.needed[side::2])]
         incoming = [None if side in idle else d for side, d in enumerate(call.incoming)]
         needed = [need and place % 2 not in idle for place, need in enumerate(call.needed)]
         if not any(needed):
             return (None,) * len(needed)
-        return super().compute_grads(impl, spec, call._replace(incoming=incoming, needed=needed))
+        return super().compute_grads(impl, call._replace(incoming=incoming, needed=needed))
 
 
 class QKNorm(HeadsOperator):
@@ -66,18 +65,18 @@ class QKNorm(HeadsOperator):
 
     name = "qk_norm"
     tensors = "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin"
-    options = "int unsqueeze_dim, ScalarType? dtype"
+    options = "NormSpec spec, int unsqueeze_dim, ScalarType? dtype"
     outputs = ("q_out", "k_out")
     saved = tensors
-    saved_scalars = "int unsqueeze_dim"
+    saved_scalars = "NormSpec spec, int unsqueeze_dim"
     gradients = ("dq", "dk", "dq_weight", "dk_weight")
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"q_weight": ("q",), "k_weight": ("k",)}
 
     def public_name(self, *arguments: Any) -> str:
         return "qk_norm" if arguments[4] is arguments[5] is None else "qk_norm_rope"
 
-    def check_options(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
-        q, k, *weights, cos, sin, unsqueeze_dim, _ = arguments
+    def check_options(self, *arguments: Any) -> Unsupported | None:
+        q, k, *weights, cos, sin, _, unsqueeze_dim, _ = arguments
         for names, pair in ((("q_weight", "k_weight"), weights), (("cos", "sin"), (cos, sin))):
             if (pair[0] is None) != (pair[1] is None):
                 missing, given = names if pair[0] is None else names[::-1]
@@ -85,18 +84,15 @@ class QKNorm(HeadsOperator):
         refusal = check_pair(q, k, "rms_norm")
         return refusal or (None if cos is None else check_angles((("q", q), ("k", k)), cos, sin, unsqueeze_dim))
 
-    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *known, dtype = arguments
-        q_out, k_out = reference.qk_norm_rope(spec, *known)
+    def reference(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        q, k, q_weight, k_weight, cos, sin, spec, unsqueeze_dim, dtype = arguments
+        q_out, k_out = reference.qk_norm_rope(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim)
         return reference.cast_output(q_out, dtype), reference.cast_output(k_out, dtype)
 
-    def reads_copy(self, spec: NormSpec, weight: Tensor, tensors: Tensors) -> bool:
-        return norm_reads_copy(spec, weight)
-
     def forward(
-        self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
+        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
     ) -> tuple[Any, ...]:
-        *inputs, unsqueeze_dim, dtype = arguments
+        *inputs, spec, unsqueeze_dim, dtype = arguments
         q, k, q_weight, k_weight, cos, _ = inputs
         normed = norm_dtype(spec, q.dtype, q_weight), norm_dtype(spec, k.dtype, k_weight)
         outputs = empty_heads(q, normed[0], cos, dtype), empty_heads(k, normed[1], cos, dtype)
@@ -105,11 +101,11 @@ class QKNorm(HeadsOperator):
             launch_qk_forward(spec, tuple(inputs), outputs, unsqueeze_dim, copies=copies)
         return *outputs, *copies
 
-    def recompute(self, spec: NormSpec, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
-        return Recompute(self, spec, arguments)
+    def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        return Recompute(self, arguments)
 
-    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        q, k, q_weight, k_weight, *_ = call.saved
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (q, k, q_weight, k_weight, *_), (spec, unsqueeze_dim) = call.saved, call.saved_scalars
         need_dq, need_dk, need_dq_weight, need_dk_weight = call.needed
         dx = empty_rows_like(q) if need_dq else None, empty_rows_like(k) if need_dk else None
         dw = (
@@ -118,11 +114,11 @@ class QKNorm(HeadsOperator):
         )
         if launch:
             dq_out, dk_out = call.incoming
-            launch_qk_backward(spec, tuple(call.saved), (dq_out, dk_out), dx, dw, call.saved_scalars[0])
+            launch_qk_backward(spec, tuple(call.saved), (dq_out, dk_out), dx, dw, unsqueeze_dim)
         return *dx, *dw
 
-    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        *inputs, cos, sin = call.saved
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (*inputs, cos, sin), (spec, unsqueeze_dim) = call.saved, call.saved_scalars
         dx: list[Tensor | None] = [None, None]
         dw: list[Tensor | None] = [None, None]
         for side, d in enumerate(call.incoming):
@@ -130,7 +126,7 @@ class QKNorm(HeadsOperator):
                 continue
             x, weight = inputs[side::2]
             if cos is not None:
-                angles = [reference.broadcast_angles(a, call.saved_scalars[0]) for a in (cos, sin)]
+                angles = [reference.broadcast_angles(a, unsqueeze_dim) for a in (cos, sin)]
                 d = reference.rope_backward(d, angles[0], angles[1])
             grad, dw[side] = reference.rms_norm_backward(spec, d, x, weight)
             dx[side] = grad.to(x.dtype)
@@ -138,14 +134,13 @@ class QKNorm(HeadsOperator):
 
 
 class Rope(HeadsOperator):
-    """``rope`` as an operator, which has no norm.
+    """``rope`` as an operator.
 
     The backward turns the other way: of q and k it knows the dtypes and the order in memory alone. ``dtype``: as in
     ``QKNorm``.
     """
 
     name = "rope"
-    has_norm = False
     tensors = "Tensor q, Tensor? k, Tensor cos, Tensor sin"
     options = "int unsqueeze_dim, bool single_rounding, str layout, bool angles_by_pair, ScalarType? dtype"
     outputs = ("q_out", "k_out")
@@ -156,7 +151,7 @@ class Rope(HeadsOperator):
     )
     gradients = ("dq", "dk")
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         q, k, cos, sin, unsqueeze_dim, single_rounding, layout, angles_by_pair, _ = arguments
         sides = [(name, x) for name, x in (("q", q), ("k", k)) if x is not None]
         reason = check_angles(sides, cos, sin, unsqueeze_dim) or (None if k is None else check_pair(q, k, self.name))
@@ -169,17 +164,17 @@ class Rope(HeadsOperator):
             )
         return reason
 
-    def reference(self, spec: Spec, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+    def reference(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         q, k, cos, sin, unsqueeze_dim, *how, dtype = arguments
         cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in (cos, sin))
         q_out = reference.cast_output(reference.rope(q, cos, sin, *how), dtype)
         return q_out, None if k is None else reference.cast_output(reference.rope(k, cos, sin, *how), dtype)
 
-    def run(self, spec: Spec, *arguments: Any, training: bool) -> tuple[Any, ...]:
-        q_out, k_out = super().run(spec, *arguments, training=training)
+    def run(self, *arguments: Any, training: bool) -> tuple[Any, ...]:
+        q_out, k_out = super().run(*arguments, training=training)
         return q_out, None if arguments[1] is None else k_out
 
-    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         q, k, cos, sin, unsqueeze_dim, single_rounding, layout, angles_by_pair, dtype = arguments
         empty = partial(empty_heads, cos=cos, wanted=dtype, single_rounding=single_rounding, layout=layout)
         outputs = empty(q, q.dtype), None if k is None else empty(k, k.dtype)
@@ -195,7 +190,7 @@ class Rope(HeadsOperator):
             )
         return outputs
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (cos, sin), (unsqueeze_dim, layout, angles_by_pair, *facts) = call.saved, call.saved_scalars
         dx = [
             empty_in_order(order, d.shape, dtype, d.device) if need and d is not None else None
@@ -216,7 +211,7 @@ class Rope(HeadsOperator):
             )
         return tuple(dx)
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         unsqueeze_dim, layout, angles_by_pair, *dtypes = call.saved_scalars[:5]
         cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in call.saved)
         return tuple(
@@ -257,7 +252,7 @@ def qk_norm(
         TypeError: where ``rms_norm`` raises it.
         ValueError: for heads of two sizes, one weight without the other, and where ``rms_norm`` raises it.
     """
-    return QK_NORM.checked(norm_spec(casting, zero_centered, eps), q, k, q_weight, k_weight, None, None, 1, None)
+    return QK_NORM.checked(q, k, q_weight, k_weight, None, None, norm_spec(casting, zero_centered, eps), 1, None)
 
 
 def qk_norm_rope(
@@ -303,7 +298,7 @@ def qk_norm_rope(
     if cos is None and sin is None:
         raise TypeError("qk_norm_rope: cos and sin must be tensors, not None; qk_norm goes without them")
     spec = norm_spec(casting, zero_centered, eps)
-    return QK_NORM.checked(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim, None)
+    return QK_NORM.checked(q, k, q_weight, k_weight, cos, sin, spec, unsqueeze_dim, None)
 
 
 @overload
@@ -375,4 +370,4 @@ def rope(
             that is none of these.
     """
     how = unsqueeze_dim, single_rounding, layout, angles_by_pair
-    return ROPE.checked(None, q, k, cos, sin, *how, None)
+    return ROPE.checked(q, k, cos, sin, *how, None)

@@ -50,9 +50,9 @@ class Guard:
 
     def __init__(self, tensors: Sequence[Tensor | None], options: Sequence[Any], in_any_grad_mode: bool) -> None:
         """Note the properties of a call; ``record`` explains its arguments."""
-        arguments = [*options[:1], *tensors, *options[1:]]
+        arguments = [*tensors, *options]
         self.names = [f"a{index}" for index in range(len(arguments))]
-        self.tensors = self.names[len(options[:1]) :][: len(tensors)]
+        self.tensors = self.names[: len(tensors)]
         conditions: list[str] = []
         first_names: dict[int, str] = {}
         distinct: list[Tensor] = []
@@ -239,7 +239,7 @@ def record(
 
     Args:
         tensors: the tensors of the call, or None. No dispatch mode may be active.
-        options: its other arguments: the first comes before the tensors, the others after them.
+        options: its other arguments, which come after the tensors.
         function: makes the call with tensors like these, and returns its outputs, in nested tuples. If the call has a
             backward it returns the outputs, what is saved for it, the weights whose copies are among that, and what
             else the backward needs. It holds no tensor.

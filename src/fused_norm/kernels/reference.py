@@ -24,38 +24,43 @@ def _silu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
 
-class Spelling(NamedTuple):
-    """The functions by which modelling code takes the steps of a norm; others change the last place of an fp32.
+class NormFunctions(NamedTuple):
+    """The functions that compute the steps of a norm; another function for a step changes the last place of an fp32.
 
     Attributes:
-        inverse_root: ``v ** -0.5``, or the root itself if x is divided by it.
-        by: computes the normalised row from x and that.
-        silu: of a gate.
+        root: ``v ** -0.5``, or ``v ** 0.5`` if x is divided by it.
+        apply_root: computes the normalised row from x and the root.
+        silu: the activation of a gate.
     """
 
-    inverse_root: Callable[[Tensor], Tensor] = torch.rsqrt
-    by: Callable[[Tensor, Tensor], Tensor] = torch.mul
+    root: Callable[[Tensor], Tensor] = torch.rsqrt
+    apply_root: Callable[[Tensor, Tensor], Tensor] = torch.mul
     silu: Callable[[Tensor], Tensor] = _silu
 
 
-_OURS = Spelling()
+_DEFAULTS = NormFunctions()
 
 
 def rms_norm(
-    spec: NormSpec, x: Tensor, weight: Tensor | None, *, spelling: Spelling = _OURS, dtype: torch.dtype | None = None
+    spec: NormSpec,
+    x: Tensor,
+    weight: Tensor | None,
+    *,
+    functions: NormFunctions = _DEFAULTS,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """RMSNorm of the last dimension, with the rounding points of its casting (see ``NormSpec``).
 
     ``dtype`` is what the castings but ``none`` round to instead of x's own.
     """
-    inverse_root, by, _ = spelling
+    root, apply_root, _ = functions
     if spec.casting == "none":
-        return _uncast(spec, x, weight, inverse_root)
+        return _uncast(spec, x, weight, root)
     dtype = dtype or x.dtype
     wide = _wide(x.dtype)
     x_wide = x.to(wide)
-    rstd = inverse_root(x_wide.pow(2).mean(-1, keepdim=True) + spec.eps)
-    x_hat = x_wide * rstd.to(dtype).to(wide) if spec.casting == "rounded_rstd" else by(x_wide, rstd)
+    rstd = root(x_wide.pow(2).mean(-1, keepdim=True) + spec.eps)
+    x_hat = x_wide * rstd.to(dtype).to(wide) if spec.casting == "rounded_rstd" else apply_root(x_wide, rstd)
     if weight is None:
         return x_hat.to(dtype)
     if spec.casting == "gemma":
@@ -173,18 +178,18 @@ def gated_rms_norm(
     activation: str,
     norm_before_gate: bool,
     groups: int,
-    spelling: Spelling = _OURS,
+    functions: NormFunctions = _DEFAULTS,
 ) -> Tensor:
     """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, each group of columns normalised separately."""
     wide = _wide(x.dtype)
-    gate = (spelling.silu if activation == "silu" else torch.sigmoid)(gate.to(wide))
+    gate = (functions.silu if activation == "silu" else torch.sigmoid)(gate.to(wide))
     total, dtype = x, x.dtype
     if not norm_before_gate:
         total = x.to(wide) * gate
     elif spec.casting == "gemma":
         total, dtype = x.to(wide), wide
     weight = None if weight is None else _grouped(weight, groups)
-    y = rms_norm(spec, _grouped(total, groups), weight, spelling=spelling, dtype=dtype).reshape(x.shape)
+    y = rms_norm(spec, _grouped(total, groups), weight, functions=functions, dtype=dtype).reshape(x.shape)
     return (y * gate).to(x.dtype) if norm_before_gate else y
 
 

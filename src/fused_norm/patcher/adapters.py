@@ -115,7 +115,7 @@ class FusedAdapter(nn.Module):
                 options = parts["base_layer"].bias, weight[1], scale, dtype, y_dtype
                 is_sum = given is None or not given.returns_summands
                 operator = LORA_LINEAR_4BIT if is_sum else LORA_SUMMANDS_4BIT
-                y, _ = run_fused(operator, None, x, adapter_x, a, b, *weight[0], *options)
+                y, _ = run_fused(operator, x, adapter_x, a, b, *weight[0], *options)
                 if y is not None:
                     return y if is_sum else Summands(*y)
             else:
@@ -131,7 +131,7 @@ class FusedAdapter(nn.Module):
         x = dropped if dtype is None or dropped.dtype == torch.float64 else dropped.to(dtype)
         y = None
         if dtype is not None or a.dtype == b.dtype == x.dtype:
-            y, reason = run_fused(LORA_ADD, None, base, x, a, b, scale)
+            y, reason = run_fused(LORA_ADD, base, x, a, b, scale)
         if y is not None:
             return y
         warn_once(self.fused_norm_origin, _SCALED if isinstance(scale, Tensor) else reason, _PEFTS)

@@ -123,7 +123,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Any, activation: str | None) -> t
     if dtype is not None and torch.float64 not in (x.dtype, weight.dtype):
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     rows = x.transpose(1, 2)
-    y, reason = run_fused(CAUSAL_CONV1D, None, rows, weight, bias, None if activation is None else "silu")
+    y, reason = run_fused(CAUSAL_CONV1D, rows, weight, bias, None if activation is None else "silu")
     return (None, reason) if reason is not None else (y.transpose(1, 2), None)
 
 

@@ -78,9 +78,9 @@ class FusedBlock(nn.Module):
         spec, weight = spec_and_weights(norm)
         consumers = None if consumer is None else consumer_spec(consumer, branch, residual, weight)
         if consumers is None:
-            outputs, reason = run_fused(ADD_RMS_NORM, spec, branch, residual, weight, None, scale)
+            outputs, reason = run_fused(ADD_RMS_NORM, branch, residual, weight, spec, None, scale)
             return outputs if reason is None else norm_after_add(norm, branch, residual, scale, reason)
-        outputs, reason = run_fused(ADD_RMS_NORM_FOR_CONSUMERS, spec, branch, residual, weight, scale, *consumers)
+        outputs, reason = run_fused(ADD_RMS_NORM_FOR_CONSUMERS, branch, residual, weight, spec, scale, *consumers)
         if reason is not None:
             return norm_after_add(norm, branch, residual, scale, reason)
         *tensors, s = outputs
@@ -97,7 +97,7 @@ class FusedBlock(nn.Module):
         if not torch.compiler.is_compiling():
             spec, weight = spec_and_weights(norm)
             consumers = None if consumer is None else consumer_spec(consumer, x, weight)
-            outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, spec, x, weight, *(consumers or ConsumerSpec()))
+            outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, x, weight, spec, *(consumers or ConsumerSpec()))
             if reason is None:
                 *tensors, x = outputs
                 return tensors[0] if consumers is None else NormOutputs(tensors, consumers.dtype, norm, x), x
@@ -110,13 +110,13 @@ class FusedBlock(nn.Module):
         if dropout is not None and not is_idle_dropout(dropout):
             return residual + dropout(inner(branch))
         spec, weight = spec_and_weights(inner)
-        outputs, reason = run_fused(NORM_ADD, spec, branch, residual, weight)
+        outputs, reason = run_fused(NORM_ADD, branch, residual, weight, spec)
         return outputs if reason is None else residual + inner(branch)
 
     def fused_norm_pair(self, q_norm: Any, k_norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
         """``q_norm(q), k_norm(k)``."""
         spec, *weights = spec_and_weights(q_norm, k_norm)
-        outputs, reason = run_fused(QK_NORM, spec, q, k, *weights, None, None, 1, None)
+        outputs, reason = run_fused(QK_NORM, q, k, *weights, None, None, spec, 1, None)
         return outputs if reason is None else (q_norm(q), k_norm(k))
 
     fused_norm_read_dtype = read_dtype
@@ -143,10 +143,10 @@ class FusedBlock(nn.Module):
             if rotation.fits_qk_norm and rotation.is_now(rotate):
                 outputs, reason = run_fused(
                     QK_NORM,
-                    spec,
                     *tensors,
                     cos,
                     sin,
+                    spec,
                     heads_dim,
                     dtype,
                     replaces=rotation.key,
@@ -154,7 +154,7 @@ class FusedBlock(nn.Module):
                 )
                 if reason is None:
                     return outputs
-        outputs, reason = run_fused(QK_NORM, spec, *tensors, None, None, 1, None)
+        outputs, reason = run_fused(QK_NORM, *tensors, None, None, spec, 1, None)
         q, k = outputs if reason is None else (q_norm(q), k_norm(k))
         return self.fused_norm_rope(rotate, q, k, cos, sin, dtype=dtype, **named)
 
@@ -207,7 +207,7 @@ class FusedBlock(nn.Module):
         )
         options = heads_dim, single, rotation.layout, rotation.angles_by_pair, dtype
         outputs, reason = run_fused(
-            ROPE, None, *heads, cos, sin, *options, replaces=rotation.key, unless=rotation.unlike_rope
+            ROPE, *heads, cos, sin, *options, replaces=rotation.key, unless=rotation.unlike_rope
         )
         if reason is not None:
             warn_once(self.fused_norm_origin, reason)
@@ -217,7 +217,7 @@ class FusedBlock(nn.Module):
 
     def fused_norm_gate(self, activation: Formula, act: Any, *, gate: Any, up: Any) -> Any:
         """``act(gate) * up``; ``activation`` is the formula of ``act``."""
-        outputs, reason = run_fused(GLU, None, gate, up, activation)
+        outputs, reason = run_fused(GLU, gate, up, activation)
         if reason is None:
             return outputs
         warn_once(self.fused_norm_origin, reason)
@@ -228,7 +228,7 @@ class FusedBlock(nn.Module):
 
     def fused_norm_gate_packed(self, activation: Formula, act: Any, packed: Any) -> Any:
         """``act(gate) * up`` of the two halves of a tensor; ``activation`` is the formula of ``act``."""
-        outputs, reason = run_fused(GLU, None, packed, None, activation)
+        outputs, reason = run_fused(GLU, packed, None, activation)
         if reason is None:
             return outputs
         warn_once(self.fused_norm_origin, reason)
@@ -259,14 +259,14 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) 
     spec, *weights = spec_and_weights(inner, norm)
     if spec is None:
         return None
-    arguments = x, residual, *weights
-    consumers = None if consumer is None else consumer_spec(consumer, *arguments)
+    tensors = x, residual, *weights
+    consumers = None if consumer is None else consumer_spec(consumer, *tensors)
     if consumers is not None:
-        outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, spec, *arguments, *consumers)
+        outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, *tensors, spec, *consumers)
         if reason is None:
-            *tensors, s = outputs
-            return NormOutputs(tensors, consumers.dtype, norm, s), s
-    outputs, _ = run_fused(NORM_ADD_NORM, spec, *arguments)
+            *ys, s = outputs
+            return NormOutputs(ys, consumers.dtype, norm, s), s
+    outputs, _ = run_fused(NORM_ADD_NORM, *tensors, spec)
     return outputs
 
 

@@ -196,7 +196,7 @@ def _run(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[
 
     def fused(operator: Operator, otherwise: Callable[..., Tensor], *arguments: Any) -> Tensor:
         nonlocal reason
-        y, obstacle = run_fused(operator, None, *arguments)
+        y, obstacle = run_fused(operator, *arguments)
         if obstacle is None:
             return y
         reason = obstacle

@@ -90,9 +90,9 @@ class FusedNorm(nn.Module):
             (x,) = named.values()
         spec, weight = spec_and_weights(self)
         if residual is not None:
-            outputs, reason = run_fused(ADD_RMS_NORM, spec, x, residual, weight, None, scale)
+            outputs, reason = run_fused(ADD_RMS_NORM, x, residual, weight, spec, None, scale)
             return outputs if reason is None else norm_after_add(self, x, residual, scale, reason)
-        y, reason = run_fused(RMS_NORM, spec, x, weight, None)
+        y, reason = run_fused(RMS_NORM, x, weight, spec, None)
         return y if reason is None else _without_kernel(self, spec, x, weight, reason)
 
 
@@ -100,7 +100,7 @@ def norm_after_add(norm: FusedNorm, x: Any, residual: Any, scale: float, reason:
     """Return ``(norm(s), s)`` of ``s = residual + scale * x`` if no kernel adds, for this ``reason``."""
     spec, weight = spec_and_weights(norm)
     total = residual + (x if scale == 1.0 else x * scale)
-    y, no_norm = run_fused(RMS_NORM, spec, total, weight, None)
+    y, no_norm = run_fused(RMS_NORM, total, weight, spec, None)
     if no_norm is not None:
         y = _without_kernel(norm, spec, total, weight, no_norm)
     else:
@@ -132,7 +132,7 @@ class FusedGatedNorm(FusedNorm):
         else:
             options = how.activation, how.norm_before_gate, how.groups
             spec, weight = spec_and_weights(self)
-            outputs, reason = run_fused(GATED_RMS_NORM, spec, x, gate, weight, *options)
+            outputs, reason = run_fused(GATED_RMS_NORM, x, gate, weight, spec, *options)
             if reason is None:
                 return outputs
         warn_once(self.fused_norm_origin, reason)
@@ -177,7 +177,6 @@ def spec_and_weights(*norms: FusedNorm) -> tuple[Any, ...]:
 
 def run_fused(
     operator: Operator,
-    spec: NormSpec | None,
     *arguments: Any,
     replaces: Any = "stock code",
     unless: Callable[..., str | None] | None = None,
@@ -186,8 +185,7 @@ def run_fused(
 
     Args:
         operator: what would replace stock code.
-        spec: the meaning of the norm, as ``spec_of`` has it; None for an operator without one.
-        arguments: the operator's.
+        arguments: the operator's; a spec may be None, as ``spec_and_weights`` returns it.
         replaces: the key of that stock code, as ``Operator.try_fused`` takes it.
         unless: as in ``Operator.try_fused``.
     """
@@ -195,15 +193,16 @@ def run_fused(
         return None, ""
     if (hooks.latest_mode is not None or hooks.modes()) and (mode := hooks.function_mode()) is not None:
         return None, mode
-    if spec is None:
-        if operator.has_norm:
+    if operator.takes_spec:
+        spec = arguments[operator.tensor_count]
+        if spec is None:
             return None, "its eps is not a finite number of at least 0"
-    elif spec.casting == "none" and _is_under_autocast(arguments[0]):
-        return None, "autocast changes what an uncast norm rounds to"
-    outputs = operator.run_cached(replaces, spec, *arguments)
+        if spec.casting == "none" and _is_under_autocast(arguments[0]):
+            return None, "autocast changes what an uncast norm rounds to"
+    outputs = operator.run_cached(replaces, *arguments)
     if outputs is not None:
         return outputs, None
-    return operator.try_fused(spec, *arguments, replaces=replaces, unless=unless)
+    return operator.try_fused(*arguments, replaces=replaces, unless=unless)
 
 
 def _is_under_autocast(x: Any) -> bool:

@@ -61,7 +61,7 @@ def fused_norm_product(
     None if kernels do not take it; inside ``disabled()``, where nothing calls it but to compare, the formula.
     """
     tensors = gate, up, gate_added, up_added
-    outputs, reason = run_fused(GLU_FOR_CONSUMERS, None, *tensors, activation, consumers, dtype)
+    outputs, reason = run_fused(GLU_FOR_CONSUMERS, *tensors, activation, consumers, dtype)
     if reason is None:
         return outputs
     if not is_disabled():

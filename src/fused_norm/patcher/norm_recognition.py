@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..kernels import reference
 from ..kernels.arguments import GATES
-from ..kernels.reference import Spelling
+from ..kernels.reference import NormFunctions
 from ..spec import CASTINGS, Casting, GatedNormSpec, NormSpec
 from .code_fingerprint import fingerprint, own_attributes
 from .probe import (
@@ -42,8 +42,8 @@ _OTHER_EPS = 0.25
 _WEIGHTLESS_CASTINGS: tuple[Casting, ...] = ("llama", "rounded_rstd", "none")  # the others are llama without a weight
 
 _RSQRT_VARIANTS = [
-    Spelling(root, by, torch.ops.aten.silu.default)
-    for root, by in (
+    NormFunctions(root, apply_root, torch.ops.aten.silu.default)
+    for root, apply_root in (
         (torch.rsqrt, torch.mul),
         (lambda value: value.pow(-0.5), torch.mul),
         (lambda value: 1.0 / value.sqrt(), torch.mul),
@@ -155,11 +155,11 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
         raise UnrecognisedError("has no eps among its attributes")
     for name in names:
         eps = getattr(module, name)
-        recognizer = Recognizer[tuple[NormSpec, Spelling]](_cases(module, name, eps), _formula)
+        recognizer = Recognizer[tuple[NormSpec, NormFunctions]](_cases(module, name, eps), _formula)
         for spec in _gated_candidates(module, eps) if _is_gated(module) else _candidates(module, eps):
             # Under these castings the root is rounded, and so it matters which root it is.
             rounds_root = spec.casting in ("rounded_rstd", "none")
-            variants = [variant for variant in _RSQRT_VARIANTS if variant.by is torch.mul or not rounds_root]
+            variants = [variant for variant in _RSQRT_VARIANTS if variant.apply_root is torch.mul or not rounds_root]
             if any(recognizer.agrees((spec, variant)) for variant in variants):
                 matches[spec] = name
     if not matches:
@@ -263,12 +263,12 @@ def _inputs(module: nn.Module, x: Tensor) -> list[tuple[Tensor, ...]]:
     return [(x, gate.to(x.dtype)), (x.flatten(0, 1)[:, None], gate.flatten(0, 1)[:, None])]
 
 
-def _formula(meaning: tuple[NormSpec, Spelling], weight: Tensor | None, eps: float, *inputs: Tensor) -> Tensor:
+def _formula(meaning: tuple[NormSpec, NormFunctions], weight: Tensor | None, eps: float, *inputs: Tensor) -> Tensor:
     """The result of the formula, with this eps in place of its own."""
     spec, variant = meaning
     spec, weight = replace(spec, eps=eps), weight if spec.weighted else None
     if not isinstance(spec, GatedNormSpec):
-        return reference.rms_norm(spec, inputs[0], weight, spelling=variant)
+        return reference.rms_norm(spec, inputs[0], weight, functions=variant)
     x, gate = inputs
     return reference.gated_rms_norm(spec, x, gate, weight, spec.activation, spec.norm_before_gate, spec.groups, variant)
 

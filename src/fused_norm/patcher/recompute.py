@@ -34,7 +34,7 @@ from ..kernels.glu import GLU, GLU_FOR_CONSUMERS
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.norm import RECOMPUTED_NORM
-from ..kernels.operator import Operator, Recompute, Spec, calls
+from ..kernels.operator import Operator, Recompute, calls
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
 from ..kernels.triton.devices import is_transformed
 from ..options import RecomputeLevel
@@ -136,14 +136,14 @@ class _SavedTensorHook:
         """The one that is being called."""
         self._saved_by_operator: list[Tensor] = []
 
-    def called(self, operator: Operator, spec: Spec, arguments: tuple[Any, ...]) -> Any:
+    def called(self, operator: Operator, arguments: tuple[Any, ...]) -> Any:
         """Call the operator, whose backward keeps tensors as they are, but for outputs of linears; note its outputs."""
         if operator in (
             LORA_ADD,
             LORA_LINEAR_4BIT,
             LORA_SUMMANDS_4BIT,
         ):  # saved as a linear saves what it reads, and recomputed as one
-            return operator.results_of(spec, *arguments)
+            return operator.results_of(*arguments)
         hooks = _hooks_in_use()
         is_first = hooks is not None and hooks[0] == self.pack
         reads_linears = operator in self._consumers
@@ -152,13 +152,13 @@ class _SavedTensorHook:
             autograd: Any = torch._C._autograd
             autograd._pop_saved_tensors_default_hooks()
             try:
-                results = operator.results_of(spec, *arguments)
+                results = operator.results_of(*arguments)
             finally:
                 autograd._push_saved_tensors_default_hooks(*hooks)
         else:
             self._operator, self._saved_by_operator = operator, saved
             try:
-                results = operator.results_of(spec, *arguments)
+                results = operator.results_of(*arguments)
             finally:
                 self._operator, self._saved_by_operator = None, []
         handed_out = operator.group_outputs(results)
@@ -173,17 +173,17 @@ class _SavedTensorHook:
             saved = node.saved_tensors
         kept = saved[len(saved) - len(operator.extra_saved) :]  # computed for that alone
         arguments = operator.as_saved(arguments, saved)
-        recompute = operator.recompute(spec, arguments, (*outputs, *kept))
+        recompute = operator.recompute(arguments, (*outputs, *kept))
         if reads_linears:
             linears = [self._recomputed(one) if _is_computed(one) else None for one in arguments[:2]]
             if operator is ROPE and None not in linears:  # it keeps neither, so that both have to be known
-                recompute = Recompute(operator, spec, arguments)
+                recompute = Recompute(operator, arguments)
             if recompute is not None:
                 first = [one if recipe is None else recipe for one, recipe in zip(arguments, linears, strict=False)]
                 recompute = recompute._replace(arguments=(*first, *arguments[2:]))
         if recompute is not None and not any(map(_is_gathered_for_its_module, recompute.arguments)):
-            call = recompute.operator, recompute.spec
-            recipe = Recipe.of(lambda *operands: Recompute(*call, operands).outputs(), *recompute.arguments)
+            again = recompute.operator
+            recipe = Recipe.of(lambda *operands: Recompute(again, operands).outputs(), *recompute.arguments)
             feeds_linears = recompute.operator is RECOMPUTED_NORM and bool(self._consumers)
             recomputed = _Recomputable(recipe, feeds_linears=feeds_linears)
             for place, tensors in enumerate(handed_out[: len(recompute.operator.outputs)]):

@@ -118,7 +118,7 @@ class Rotation:
         return self.angles is full_cos_sin and not self.tokens_first and self.layout == "half"
 
     def unlike_qk_norm(
-        self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, heads_dim: int, dtype: Any
+        self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, spec: Any, heads_dim: int, *options: Any
     ) -> str | None:
         """Why ``QK_NORM`` with these arguments may differ from the norms and this rotation, or None."""
         normed = [torch.promote_types(q.dtype, weight.dtype) for weight in (q_weight, k_weight) if weight is not None]

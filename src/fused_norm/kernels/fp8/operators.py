@@ -39,7 +39,7 @@ class NormFP8(Operator):
 
     name = "norm_fp8"
     tensors = "Tensor x, Tensor? residual, Tensor? weight, Tensor? codes, Tensor? codes_scale"
-    options = "float scale, str fp8_format"
+    options = "NormSpec spec, float scale, str fp8_format"
     outputs = ("q", "scale", "placeholder", "s", "rstd")
     not_differentiable = ("q", "scale", "rstd")
     same_shape = ("residual",)
@@ -51,20 +51,20 @@ class NormFP8(Operator):
     def public_name(self, *arguments: Any) -> str:
         return "rms_norm_fp8" if arguments[1] is None else "add_rms_norm_fp8"
 
-    def check_options(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
-        x, _, _, codes, codes_scale, scale, name = arguments
+    def check_options(self, *arguments: Any) -> Unsupported | None:
+        x, _, _, codes, codes_scale, spec, scale, name = arguments
         refusal = None if codes is None else _check_codes(spec, x, codes, codes_scale)
         return refusal or check_width(FORMATS[name], x.shape[-1]) or check_scale(scale)
 
-    def needs_reference(self, spec: NormSpec, *arguments: Any) -> Unsupported | None:
+    def needs_reference(self, *arguments: Any) -> Unsupported | None:
         tensors = arguments[: self.tensor_count]
         if tensors[3] is not None and tensors[3].dtype not in CODES_OF_KERNELS:
             return Unsupported(f"the codes of x are {tensors[3].dtype}")
         fits = arguments[0].shape[-1] <= WIDEST_FORWARD and runs_fp8_kernels_on(*tensors)
         return None if fits else Unsupported("its rows or codes are none of kernels")
 
-    def reference(self, spec: NormSpec, *arguments: Any) -> tuple[Any, ...]:
-        x, residual, weight, codes, codes_scale, scale, name = arguments
+    def reference(self, *arguments: Any) -> tuple[Any, ...]:
+        x, residual, weight, codes, codes_scale, spec, scale, name = arguments
         if residual is None:
             total = x if codes is None else with_gradient_to(numbers_of(codes, codes_scale), x)
             y, s = reference.rms_norm(spec, total, weight, dtype=x.dtype), None
@@ -77,43 +77,43 @@ class NormFP8(Operator):
             rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps).to(torch.float32)
         return q, scales, placeholder_of(y), s, rstd
 
-    def forward(self, spec: NormSpec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        x, residual, weight, _, _, scale, name = arguments
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+        x, residual, weight, _, _, spec, scale, name = arguments
         outputs = empty_norm_fp8(spec, x, residual, weight, FORMATS[name])
         if launch:
             launch_norm_fp8(spec, arguments[: self.tensor_count], FORMATS[name], outputs, scale)
         return outputs
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Scalars]:
-        x, residual, weight, codes, codes_scale, scale = arguments[:6]
+        x, residual, weight, codes, codes_scale, spec, scale, _ = arguments
         s, rstd = results[3:]
         added = residual is not None
         if not added:
             s, residual = x if codes is None else codes, x
-        return (s, codes_scale, weight, rstd), (x.dtype, residual.dtype, scale, added)
+        return (s, codes_scale, weight, rstd), (spec, x.dtype, residual.dtype, scale, added)
 
     def saves_input(self, name: str, tensors: Tensors) -> bool:
         _, residual, _, codes, _ = tensors
         s = "s" if residual is not None else "x" if codes is None else "codes"
         return name == s or super().saves_input(name, tensors)
 
-    def compute_grads(self, impl: BackwardImpl, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         s, codes_scale, weight, rstd = call.saved
         if codes_scale is not None:
-            return super().compute_grads(impl, spec, call)
+            return super().compute_grads(impl, call)
         *scalars, added = call.saved_scalars
         dy, ds = call.incoming[2:4]
         # Without a residual s is empty, and compiled graphs give even that a gradient.
         call = call._replace(
             incoming=(dy, ds if added else None), saved=(s, weight, rstd), saved_scalars=tuple(scalars)
         )
-        return ADD_RMS_NORM.compute_grads(impl, spec, call)
+        return ADD_RMS_NORM.compute_grads(impl, call)
 
-    def backward(self, spec: NormSpec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         """Launch the backward of a norm of codes; that of other tensors is ``add_rms_norm``'s."""
-        codes, codes_scale, weight, rstd = call.saved
+        (codes, codes_scale, weight, rstd), (spec, x_dtype, *_) = call.saved, call.saved_scalars
         need_dx, _, need_dw = call.needed
-        dx = empty_rows_like(codes, call.saved_scalars[0]) if need_dx else None
+        dx = empty_rows_like(codes, x_dtype) if need_dx else None
         dw = empty_weight_grad(weight, need_dw)
         if launch:
             if codes.shape[-1] > WIDEST_BACKWARD:
@@ -122,10 +122,10 @@ class NormFP8(Operator):
             launch_norm_backward(spec, saved, NormGradients(dx, None, dw))
         return dx, None, dw
 
-    def reference_backward(self, spec: NormSpec, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        codes, codes_scale, weight, _ = call.saved
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (codes, codes_scale, weight, _), (spec, x_dtype, *_) = call.saved, call.saved_scalars
         dx, dw = reference.rms_norm_backward(spec, call.incoming[2], numbers_of(codes, codes_scale), weight)
-        return dx.to(call.saved_scalars[0]), None, dw
+        return dx.to(x_dtype), None, dw
 
 
 NORM_FP8 = NormFP8()
@@ -174,7 +174,7 @@ def rms_norm_fp8(
             x.q.new_empty((), dtype=torch.bfloat16).expand(x.q.shape) if x.placeholder is None else x.placeholder
         )
         tensors = placeholder, None, weight, x.q, x.scale
-    q, scales, y, _, rstd = NORM_FP8.checked(spec, *tensors, 1.0, name)
+    q, scales, y, _, rstd = NORM_FP8.checked(*tensors, spec, 1.0, name)
     return Quantized(q, scales, FORMATS[name], y, rstd)
 
 
@@ -213,7 +213,7 @@ def add_rms_norm_fp8(
     name, spec = name_of_format(fp8_format), norm_spec(casting, zero_centered, eps)
     if residual is None:
         raise TypeError("add_rms_norm_fp8: residual must be a tensor, not NoneType; rms_norm_fp8 takes none")
-    q, scales, placeholder, s, rstd = NORM_FP8.checked(spec, x, residual, weight, None, None, scale, name)
+    q, scales, placeholder, s, rstd = NORM_FP8.checked(x, residual, weight, None, None, spec, scale, name)
     return Quantized(q, scales, FORMATS[name], placeholder, rstd), s
 
 
