@@ -364,7 +364,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "dtype must be a floating point dtype",
     ),
-    "a vector of biases": (lambda: expert_bias(X[0], EXPERT, ENDS), ValueError, r"bias must have shape \[experts, N\]"),
+    "a vector of biases": (lambda: expert_bias(X[0], EXPERT, ENDS), ValueError, r"bias must have shape \[experts"),
     "experts of 32 bits": (
         lambda: expert_bias(X, EXPERT.int(), ENDS),
         TypeError,

@@ -161,10 +161,9 @@ class ExpertUnpermute(Operator):
 
 
 class ExpertBias(Operator):
-    """``expert_bias`` as an operator, which has no norm."""
+    """``expert_bias`` as an operator."""
 
     name = "expert_bias"
-    has_norm = False
     tensors = "Tensor bias, Tensor expert, Tensor ends"
     outputs = ("y",)
     other_rules = ("expert", "ends")
@@ -172,7 +171,7 @@ class ExpertBias(Operator):
     saved = "Tensor expert, Tensor ends"
     gradients = ("dbias",)
 
-    def check_options(self, spec: Spec, *arguments: Any) -> Unsupported | None:
+    def check_options(self, *arguments: Any) -> Unsupported | None:
         bias, expert, ends = arguments
         if bias.dim() != 2:
             return Unsupported(f"bias must have shape [experts, N], not {tuple(bias.shape)}", ValueError)
@@ -189,24 +188,21 @@ class ExpertBias(Operator):
                 )
         return None
 
-    def reference(self, spec: Spec, *arguments: Any) -> Tensor:
-        return reference.expert_bias(*arguments)
-
-    def forward(self, spec: Spec, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         bias, expert, ends = arguments
         y = bias.new_empty((len(expert), bias.shape[1]))
         if launch:
             launch_expert_bias_forward(bias, expert, ends, y)
         return (y,)
 
-    def backward(self, spec: Spec, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (_, ends) = call.incoming, call.saved
         dbias = dy.new_empty((len(ends), dy.shape[1]))
         if launch:
             launch_expert_bias_backward(dy, ends, dbias)
         return (dbias,)
 
-    def reference_backward(self, spec: Spec, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,) = call.incoming
         return (reference.expert_bias_backward(dy, *call.saved),)
 
@@ -299,7 +295,7 @@ def expert_bias(bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
         TypeError: for anything but dense tensors of these dtypes.
         ValueError: for shapes and devices that do not fit.
     """
-    return EXPERT_BIAS.checked(None, bias, expert, ends)
+    return EXPERT_BIAS.checked(bias, expert, ends)
 
 
 def expert_permute(x: Tensor, position: Tensor, absent: Tensor | None = None) -> Tensor:
