@@ -29,13 +29,10 @@ def ahead_of_ours(other: str, unit: str) -> dict[str, float]:
 def test_where_others_are_ahead_is_said() -> None:
     said = " ".join(README.split())
     run = stored_run()
-    ((row, share),) = ahead_of_ours("compiled", "ms").items()
-    assert row == "QLoRA, checkpointing, Qwen3-8B, 1x4096"
-    assert 0.945 < share < 0.96
-    assert "Compiled layers are ahead by 5 % in QLoRA of an 8B model, in half as much memory again" in said
+    assert not ahead_of_ours("compiled", "ms")
     short = [step_of(run, "Qwen3-0.6B 1x512", variant) for variant in ("compile-layers", "fused")]
     assert short[0].seconds < short[1].seconds
-    assert "and if a step waits for the host, as at [1x512 tokens]" in said
+    assert "Compiled layers are ahead if a step waits for the host, as at [1x512 tokens]" in said
     assert not ahead_of_ours("Liger", "ms")
     assert min(ahead_of_ours("Liger", "GiB").values()) > 0.94
 
