@@ -75,6 +75,8 @@ _IN_MODELS = (*_NORMED, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS)
 OF_ADAPTERS = (LORA_ADD, LORA_LINEAR_4BIT)
 """The operators of adapters."""
 _EVERY = (*_IN_MODELS, *OF_ADAPTERS)
+OF_ROWS = tuple(operator for operator in _EVERY if operator is not EXPERT_BIAS)
+"""Those whose first tensor has the rows of a batch, and may hold NaN; the first one of EXPERT_BIAS is a parameter."""
 _OF_QLORA = (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT, GLU_FOR_CONSUMERS)
 _NORM_OF_SUM = (ADD_RMS_NORM, NORM_ADD_NORM)
 _ROTATED = (QK_NORM, ROPE)
@@ -683,10 +685,10 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("eps", _NORMED, _with_spec(lambda spec: {"eps": 10 * spec.eps}), "eps all but vanishes in a rounding"),
     ("size", _EVERY, _too_large),  # y is .3 % too large
     ("last-row", _EVERY, _edited(_last_row_copied)),  # the last row is that before it
-    ("nan", _EVERY, _edited(lambda y: y.nan_to_num(0.0))),  # NaN becomes 0
+    ("nan", OF_ROWS, _edited(lambda y: y.nan_to_num(0.0))),  # NaN becomes 0
     # Wrong where no gradient is wanted.
     ("no-grad", _EVERY, lambda call: call.results() if call.training else call.edited(lambda y: y * 1.01)),
-    ("shape", _EVERY, _rows_of_the_first_call),  # a second, smaller shape loses a row
+    ("shape", OF_ROWS, _rows_of_the_first_call),  # a second, smaller shape loses a row
     ("in-place", _EVERY, _writes_over_its_branch),  # the input is written over
     # The sum is normalised before it is rounded.
     (

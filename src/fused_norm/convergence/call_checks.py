@@ -171,6 +171,9 @@ def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
     )
     # The last positions of a head's sequence have no label, and the one before the last is the last then.
     spoilt = _with_tensors(call, lambda tensor: _with_a_nan(tensor.roll(1, 0) if _is_of_head(call) else tensor))
+    weights = call.arguments.arguments.get("top_k_weights")
+    if weights is not None:  # NaN for a weight would hide what experts make of NaN
+        spoilt.arguments.arguments["top_k_weights"] = weights
     return {
         "": (call, False, True),
         ", norms frozen": (call, True, True),

@@ -50,14 +50,15 @@ def build(
 
     Weights are drawn on the CPU, and the caller's random number generators are left as they were. Norm weights are
     moved away from their initial ones or zeros, because a wrong cast or a forgotten gamma does not show if gamma
-    is one.
+    is one, and so are biases of experts, which start at zero.
 
     Args:
         config_or_type: a config, which is copied, or a key of ``FAMILIES``, which stands for its tiny config.
         seed: of all weights.
         dtype: of all parameters.
         device: where the model ends up.
-        norm_std: standard deviation of the Gaussian noise added to the norm weights; 0 leaves them.
+        norm_std: standard deviation of the Gaussian noise added to the norm weights, and a third of it to biases of
+            experts; 0 leaves both.
 
     Returns:
         The model, in training mode.
@@ -72,13 +73,19 @@ def build(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        _move_norm_weights(model, norm_std)
+        _add_noise(model, norm_std)
     return model.to(device).train()
 
 
 @torch.no_grad()
-def _move_norm_weights(model: nn.Module, std: float) -> None:
+def _add_noise(model: nn.Module, std: float) -> None:
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if "norm" in type(module).__name__.lower() and isinstance(weight, nn.Parameter):
-            weight.add_(torch.randn(weight.shape, dtype=torch.float32).mul_(std).to(weight.dtype))
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_norm and name == "weight":
+                scale = std
+            elif name.endswith("_proj_bias"):  # [experts, N]
+                scale = std / 3
+            else:
+                continue
+            parameter.add_(torch.randn(parameter.shape, dtype=torch.float32).mul_(scale).to(parameter.dtype))
