@@ -153,7 +153,7 @@ def test_a_default_device_does_not_change_where_weights_are_drawn(device):
 
 
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
-def test_norm_weights_move_by_norm_std_and_nothing_else_does(model_type):
+def test_norm_weights_and_biases_of_experts_move_by_norm_std_and_nothing_else_does(model_type):
     moved, initial = build(model_type, seed=3, norm_std=0.5), build(model_type, seed=3, norm_std=0.0)
     specs = {f"{path}.weight": spec for path, spec in specs_of(initial).items()}
     offsets = []
@@ -162,6 +162,9 @@ def test_norm_weights_move_by_norm_std_and_nothing_else_does(model_type):
             start = 0.0 if specs[name].zero_centered else 1.0
             assert torch.equal(a, torch.full_like(a, start)), name
             offsets.append((b - a).detach())
+        elif name.endswith(("experts.gate_up_proj_bias", "experts.down_proj_bias")):
+            assert not a.any()
+            assert b.std().item() == pytest.approx(0.5 / 3, rel=0.3)
         else:
             assert torch.equal(a, b), name
     assert torch.cat(offsets).std().item() == pytest.approx(0.5, rel=0.2)
