@@ -83,7 +83,7 @@ _ROTATED = (QK_NORM, ROPE)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 # norm_add has the backward of rms_norm.
 _WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, *OF_ADAPTERS)
-_EVERY_BACKWARD = (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS)
+_EVERY_BACKWARD = tuple(one for one in (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS) if one in OF_ROWS)
 _FOR_CONSUMERS = (RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
 _16_BITS = "nothing is rounded in fp32"
@@ -721,7 +721,6 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
         "next-bias",
         (EXPERT_BIAS,),
         lambda call: call.results(bias=call["bias"].roll(1, 0)),
-        "no expert has a bias",
     ),
     # Rows go to the experts of the next token.
     ("next-row", (EXPERT_PERMUTE,), lambda call: call.results(position=call["position"].roll(1, 0))),
@@ -774,8 +773,14 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dw-channel", (CAUSAL_CONV1D,), _edited(lambda dw: dw.roll(1, 0), "dweight")),
     ("dw-tap", (CAUSAL_CONV1D,), _edited(lambda dw: dw.roll(1, 1), "dweight")),  # ... of the next tap
     ("dbias", (CAUSAL_CONV1D,), _edited(lambda dbias: dbias * 0.99, "dbias"), "no convolution has a bias"),
+    ("dbias", (EXPERT_BIAS,), _edited(lambda dbias: dbias * 0.99, "dbias")),
+    ("dbias-next", (EXPERT_BIAS,), _edited(lambda dbias: dbias.roll(1, 0), "dbias")),  # that of the next expert
     ("ahead", (CAUSAL_CONV1D,), _edited(lambda dx: dx.roll(1, 1), "dx")),  # the gradient of x is that of the row before
-    ("dx-size", _EVERY_BACKWARD, _edited(lambda dx: dx * 0.99, *_INPUTS)),  # the gradient of the input is 1 % too small
+    (
+        "dx-size",
+        _EVERY_BACKWARD,
+        _edited(lambda dx: dx * 0.99, *_INPUTS),
+    ),  # the gradient of the input is 1 % too small
     # The gradient of the input is cut off, not rounded.
     ("dx-cut", _EVERY_BACKWARD, _edited(_half_nearer_zero, *_INPUTS), _16_BITS),
     # The gradient of an fp32 stream is rounded to bf16.
@@ -798,6 +803,7 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("ds", _FOR_CONSUMERS, _residual_times(0.0)),  # the gradient of the residual is missing
     ("ds-twice", _FOR_CONSUMERS, _residual_times(2.0)),  # the gradient of the residual counts twice
     ("ds-in-place", _EVERY_BACKWARD, _writes_over_a_gradient),  # a gradient handed to it is written over
+    ("ds-in-place", (EXPERT_BIAS,), _writes_over_a_gradient, "the product that shares this gradient has read it"),
 )
 
 

@@ -54,7 +54,7 @@ def test_no_fault_is_missed(family, precision):
 
 @pytest.mark.slow
 def test_no_fault_of_biases_of_experts_is_missed():
-    forms = ("size", "last-row", "no-grad", "in-place", "even", "next-bias")  # others are of gradients that it has not
+    forms = ("size", "last-row", "no-grad", "in-place", "even", "next-bias", "dbias", "dbias-next")
     outcomes = outcomes_of(
         "gpt_oss",
         "bf16",

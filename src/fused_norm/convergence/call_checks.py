@@ -193,8 +193,9 @@ class _Repeated:
             f"{path}.{name}": parameter
             for path in call.weighted
             for name, parameter in model.get_submodule(path)._parameters.items()
-            if parameter is not None and parameter.requires_grad and name in ("weight", "bias")
+            if parameter is not None and parameter.requires_grad
         }
+        self._sums = frozenset(trained)
         leaves = {name: leaf for name, leaf in named_leaves(bound) if is_tensor(leaf) and leaf.requires_grad}
         parameters = {name: leaf for name, leaf in named_leaves(bound) if isinstance(leaf, nn.Parameter)}
         trained |= {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -242,7 +243,7 @@ class _Repeated:
 
     def rounding_of(self, name: str) -> float:
         """The last place of a gradient; a sum, as a weight's, is of numbers in the coarsest dtype of the call."""
-        is_sum = name.endswith((".weight", ".bias")) or self._is_cast_by_autocast
+        is_sum = name in self._sums or self._is_cast_by_autocast
         return _last_place(self.gradients[name].dtype, *(self._dtypes if is_sum else ()))
 
     @property

@@ -97,8 +97,8 @@ class FusedCall:
     Attributes:
         path: of the module that was called.
         method: that was called.
-        weighted: paths of the modules whose weights took part: norms, convolutions, the products of adapters, or the
-            head.
+        weighted: paths of the modules whose weights took part: norms, convolutions, experts, the products of adapters,
+            or the head.
         arguments: the method's, by its parameters' names; tensors are copies, or empty ones.
         operators: names of the operators that it ran, and what else makes a site fused.
         changed: share of the numbers among its arguments that it changed.
@@ -342,7 +342,7 @@ def _are_of_one_node(outputs: Any) -> bool:
 def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
     """The modules among arguments whose weights take part in a call; for a LoRA layer those of its adapters."""
     for argument in arguments:
-        if isinstance(argument, FusedNorm | FusedHead | nn.Conv1d):
+        if isinstance(argument, FusedNorm | FusedExperts | FusedHead | nn.Conv1d):
             yield argument
         elif isinstance(argument, FusedAdapter):
             layer: Any = argument
