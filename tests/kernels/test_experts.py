@@ -14,7 +14,7 @@ from torch.nn import functional
 from fused_norm.kernels import expert_bias, expert_gate, expert_permute, expert_unpermute, reference
 from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.operator import Operator
-from fused_norm.kernels.triton.memory import CLAMP_HAS_GRADIENT_AT_LIMIT
+from fused_norm.kernels.reference import CLAMP_HAS_GRADIENT_AT_LIMIT
 
 from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import lora_add, reference
+from fused_norm.kernels import lora_add, plans, reference
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton import lora_kernels
@@ -120,7 +120,7 @@ def test_where_sums_are_exact_every_dtype_gives_the_bits_of_the_formula(
 
 
 def test_many_rows_are_cut_into_shares_and_larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_kernels, "_FEW_ROWS", 8)
+    monkeypatch.setattr(plans, "FEW_LORA_ROWS", 8)
     monkeypatch.setattr(lora_kernels, "_MAX_PARTIALS", 2)
     given = integers(inputs(device, (300,), 40, 24, 8))
     assert_equal(run(by(lora_add, 2), given), formula(given, 2))
@@ -133,7 +133,7 @@ def test_tiles_of_a_large_gpu_give_the_same_bits(
 ) -> None:
     large = Device(132, shared_memory=232_448)
     monkeypatch.setattr(lora_kernels, "device_props", lambda _: large)
-    monkeypatch.setattr(lora_kernels, "_FEW_ROWS", few_rows)
+    monkeypatch.setattr(plans, "FEW_LORA_ROWS", few_rows)
     given = integers(inputs(device, (300,), 300, 140, rank))
     assert_equal(run(by(lora_add, 0.7), given), formula(given, 0.7))
     tiles = {launch.constants["ROWS"] for launch in launches if launch.name == "_narrow_kernel"}

@@ -12,6 +12,7 @@ from . import reference
 from .arguments import ACTIVATIONS, Unsupported, check_choice, check_flag
 from .glu import Activation
 from .operator import BackwardCall, Operator, Recompute
+from .reference import CLAMP_HAS_GRADIENT_AT_LIMIT
 from .triton.experts_kernels import (
     launch_expert_bias_backward,
     launch_expert_bias_forward,
@@ -71,7 +72,7 @@ class ExpertGate(Operator):
         (dy,), (x, absent) = call.incoming, call.saved
         dx = empty_rows_like(x)
         if launch:
-            launch_expert_gate_backward(x, absent, dy, dx, tuple(call.saved_scalars))
+            launch_expert_gate_backward(x, absent, dy, dx, tuple(call.saved_scalars), CLAMP_HAS_GRADIENT_AT_LIMIT)
         return (dx,)
 
     def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
@@ -175,18 +176,8 @@ class ExpertBias(Operator):
         bias, expert, ends = arguments
         if bias.dim() != 2:
             return Unsupported(f"bias must have shape [experts, N], not {tuple(bias.shape)}", ValueError)
-        shapes = {"expert": (None, torch.int64), "ends": (bias.shape[0], torch.int32)}
-        for (name, (length, dtype)), vector in zip(shapes.items(), (expert, ends), strict=True):
-            if not isinstance(vector, Tensor) or vector.dtype != dtype:
-                kind = vector.dtype if isinstance(vector, Tensor) else type(vector).__name__
-                return Unsupported(f"{name} must be a tensor of {dtype}, not {kind}", TypeError)
-            if vector.dim() != 1 or vector.device != bias.device or length not in (None, len(vector)):
-                shape = "rows" if length is None else length
-                return Unsupported(
-                    f"{name} must have shape ({shape},) on {bias.device}, not {tuple(vector.shape)} on {vector.device}",
-                    ValueError,
-                )
-        return None
+        refusal = _check_vector("expert", expert, torch.int64, None, bias.device)
+        return refusal or _check_vector("ends", ends, torch.int32, bias.shape[0], bias.device)
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         bias, expert, ends = arguments
@@ -229,16 +220,26 @@ def _check_position(position: Any, tokens: Tensor) -> Unsupported | None:
 
 def _check_absent(absent: Any, x: Tensor, rows: int | None = None) -> Unsupported | None:
     """Refuse an ``absent`` that is no bool for each row of x, or of as many ``rows`` as given, on x's device."""
-    if absent is None:
-        return None
-    if not isinstance(absent, Tensor) or absent.dtype != torch.bool:
-        kind = absent.dtype if isinstance(absent, Tensor) else type(absent).__name__
-        return Unsupported(f"absent must be a tensor of torch.bool, not {kind}", TypeError)
-    shape = (x.shape[0] if rows is None else rows,)
-    if absent.shape == shape and absent.device == x.device:
+    return (
+        None
+        if absent is None
+        else _check_vector("absent", absent, torch.bool, x.shape[0] if rows is None else rows, x.device)
+    )
+
+
+def _check_vector(
+    name: str, vector: Any, dtype: torch.dtype, length: int | None, device: torch.device
+) -> Unsupported | None:
+    """Refuse what is no vector of this dtype and device, and of this length unless that is None."""
+    if not isinstance(vector, Tensor) or vector.dtype != dtype:
+        kind = vector.dtype if isinstance(vector, Tensor) else type(vector).__name__
+        return Unsupported(f"{name} must be a tensor of {dtype}, not {kind}", TypeError)
+    if vector.dim() == 1 and vector.device == device and length in (None, len(vector)):
         return None
     return Unsupported(
-        f"absent must have shape {shape} on {x.device}, not {tuple(absent.shape)} on {absent.device}", ValueError
+        f"{name} must have shape ({'rows' if length is None else length},) on {device}, not {tuple(vector.shape)} on"
+        f" {vector.device}",
+        ValueError,
     )
 
 

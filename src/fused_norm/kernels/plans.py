@@ -1,8 +1,10 @@
 """Launch plans: pure functions from a row's width and bytes and the properties of a device to a launch.
 
 The number of rows decides the size of a grid alone, so one compilation serves every batch, and a row's result does not
-depend on the rows beside it. ``RULES`` has a plan for every width; they were measured on an NVIDIA H200, in bf16, on
-data larger than its L2, and the reasons stand beside them. ``TABLES`` has measurements on other devices.
+depend on the rows beside it. Products with the factors of an adapter are the exception: they have tiles for few rows
+and others for many, which add the same products in the same order. ``RULES`` has a plan for every width; they were
+measured on an NVIDIA H200, in bf16, on data larger than its L2, and the reasons stand beside them. ``TABLES`` has
+measurements on other devices.
 """
 
 from __future__ import annotations
@@ -54,6 +56,12 @@ class Rule:
 
 _CONV_ROWS = {False: 64, True: 128}
 """Rows that a program of a convolution walks through, forward and backward; the three before them are read twice."""
+
+FEW_LORA_ROWS = 4096
+"""Up to so many rows tiles of products with an adapter's factors have fewer of them: more programs run at once."""
+
+_TWO_LORA_TILES = 96 * 1024
+"""Bytes of two tiles of x and of a factor in fp32: while one is multiplied, the next is loaded."""
 
 _MOST_CONV_PROGRAMS = 512
 """Programs of a convolution's backward along the rows: the sum over them holds all in one tile."""
@@ -463,6 +471,59 @@ def expert_rows_plan(width: int, device: Device = Device(), reduces: bool = Fals
     """
     block = min(4096 if reduces else 512, next_power_of_2(width))
     return ForwardPlan("multi_wave_cached", 1 if reduces else max(1, 1024 // block), block, device.warps(4))
+
+
+LoraProduct = Literal["narrow", "widen", "gradients"]
+"""The products of an adapter: to rows of its rank, from these to rows of outputs, and the gradients of its factors."""
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """One launch of a product with a factor of a LoRA adapter.
+
+    Attributes:
+        rows: of a tile.
+        block: columns of a tile; those of its other side are the rank.
+        warps: of a program.
+        programs: to aim at when rows are cut into parts for the gradients of factors.
+    """
+
+    rows: int
+    block: int
+    warps: int
+    programs: int = 0
+
+
+def padded_rank(rank: int) -> int:
+    """The rank of tiles that hold ``rank``."""
+    return max(16, next_power_of_2(rank))
+
+
+def lora_plan(
+    product: LoraProduct, rows: int, rank: int, h_bytes: int, x_bytes: int = 2, device: Device = Device()
+) -> LoraPlan:
+    """The launch of a product of ``rows`` rows; ``h_bytes`` and ``x_bytes`` are those of an element of h and of x.
+
+    GPUs for data centres multiply 16 bits from shared memory, of which they have more than 200 KiB, and keep their
+    registers for large tiles: on an H200 rank 128 at 16384 x 4096 takes 70 us instead of 138, the gradients of rank 256
+    take 175 instead of 272. On other GPUs such tiles spill.
+    """
+    padded = padded_rank(rank)
+    is_large = h_bytes == 2 and device.shared_memory > 200 * 1024
+    if product == "narrow" and is_large:
+        tile_rows = 32 if rows <= FEW_LORA_ROWS else 64 if rows <= 2 * FEW_LORA_ROWS or rank <= 32 else 128
+        widest = 256 if rows <= 2 * FEW_LORA_ROWS else 128
+        fitting = _TWO_LORA_TILES // (2 * (tile_rows * x_bytes + padded * 4))
+        block = max(16, min(widest, next_power_of_2(fitting + 1) // 2))
+        return LoraPlan(tile_rows, block, 8 if tile_rows == 128 or tile_rows * padded > 8192 else 4)
+    if product == "narrow":
+        return LoraPlan(64 if rows > FEW_LORA_ROWS else 16, min(128, max(16, 2048 // padded)), 4)
+    if product == "widen":
+        block = 128 if rank <= 64 else 64
+        return LoraPlan(128, block, 8) if rank > 64 and is_large else LoraPlan(64, block, 4)
+    if rank > 32 and is_large:
+        return LoraPlan(64, 128, 8, programs=256)
+    return LoraPlan(max(16, min(64, 4096 // padded)), 64, 4, programs=1024)
 
 
 def next_power_of_2(value: int) -> int:

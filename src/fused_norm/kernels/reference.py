@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..spec import NormSpec, RotaryLayout
-from .triton.memory import CLAMP_HAS_GRADIENT_AT_LIMIT, out_dtype
+from .triton.memory import out_dtype
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -403,6 +404,17 @@ def lora_linear_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: 
     w = dequantize(weight, block, (len(b), a.shape[1]), dtype)
     base = torch.nn.functional.linear(x.to(dtype), w, bias)
     return lora_add(base.to(y_dtype), adapter_x.to(dtype), a, b, factor)
+
+
+def _clamp_has_gradient_at_limit() -> bool:
+    """Return whether ``clamp`` gives a gradient to a number that is the limit itself: until PyTorch 2.14 it does."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        (dx,) = torch.autograd.grad(x.clamp(max=1.0), x)
+    return bool(dx)
+
+
+CLAMP_HAS_GRADIENT_AT_LIMIT = _clamp_has_gradient_at_limit()
 
 
 def expert_gate(

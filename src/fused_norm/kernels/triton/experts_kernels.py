@@ -20,7 +20,7 @@ from .devices import device_props
 from .glu_kernels import _share, _share_and_slope
 from .language import TRITON_DTYPES, as_mask, load_tile, round_to, rows_of, store_tile
 from .launch import launch
-from .memory import CLAMP_HAS_GRADIENT_AT_LIMIT, INT32_LIMIT, as_strided_rows, contiguous
+from .memory import INT32_LIMIT, as_strided_rows, contiguous
 
 
 @triton.jit
@@ -268,15 +268,24 @@ Gate = tuple[str, bool, float | None, float | None]
 
 def launch_expert_gate_forward(x: Tensor, absent: Tensor | None, y: Tensor, gate: Gate) -> None:
     """Write ``y``, from ``empty_rows_like(x)`` with half of its width."""
-    _launch_gate(_expert_gate_forward_kernel, x, absent, (y,), gate)
+    _launch_gate(_expert_gate_forward_kernel, x, absent, (y,), gate, {})
 
 
-def launch_expert_gate_backward(x: Tensor, absent: Tensor | None, dy: Tensor, dx: Tensor, gate: Gate) -> None:
-    """Write ``dx``, from ``empty_rows_like(x)``."""
-    _launch_gate(_expert_gate_backward_kernel, x, absent, (dy, dx), gate)
+def launch_expert_gate_backward(
+    x: Tensor, absent: Tensor | None, dy: Tensor, dx: Tensor, gate: Gate, at_limit: bool
+) -> None:
+    """Write ``dx``, from ``empty_rows_like(x)``; ``at_limit``: a number that is the limit itself has a gradient."""
+    _launch_gate(_expert_gate_backward_kernel, x, absent, (dy, dx), gate, {"AT_LIMIT": at_limit})
 
 
-def _launch_gate(kernel: Any, x: Tensor, absent: Tensor | None, others: tuple[Tensor, ...], gate: Gate) -> None:
+def _launch_gate(
+    kernel: Any,
+    x: Tensor,
+    absent: Tensor | None,
+    others: tuple[Tensor, ...],
+    gate: Gate,
+    constants: dict[str, Any],
+) -> None:
     if x.numel() == 0:
         return
     width = x.shape[-1] // 2
@@ -284,15 +293,13 @@ def _launch_gate(kernel: Any, x: Tensor, absent: Tensor | None, others: tuple[Te
     rows = x.numel() // (2 * width)
     activation, interleaved, limit, alpha = gate
     plan = expert_gate_plan(width, device_props(x.device))
-    constants = {
+    constants |= {
         "ROWS": plan.rows,
         "BLOCK": plan.block,
         "INTERLEAVED": interleaved,
         "INT64": rows * max(spacing) >= INT32_LIMIT,
         "ACTIVATION": activation,
     }
-    if kernel is _expert_gate_backward_kernel:
-        constants["AT_LIMIT"] = CLAMP_HAS_GRADIENT_AT_LIMIT
     tensors, numbers = (lead, contiguous(absent), *arranged), (rows, width, *spacing, limit, alpha)
     launch(kernel, _grid(rows, width, plan), tensors, numbers, constants, warps=plan.warps, fuse=False)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import next_power_of_2
+from ..plans import LoraPlan, lora_plan, padded_rank
 from .devices import device_props
 from .language import interpreted, round_to, rows_of
 from .launch import launch
@@ -21,12 +21,6 @@ from .memory import as_strided_rows, is_long
 
 HIGHEST_RANK = 256
 """The rank up to which tiles fit into registers and shared memory."""
-
-_FEW_ROWS = 4096
-"""Up to so many rows a tile has fewer of them, so that more programs run at once."""
-
-_TWO_TILES = 96 * 1024
-"""Bytes of two tiles of x and of w, if w is in fp32: while one is multiplied, the next is loaded."""
 
 _MAX_PARTIALS = 16
 """Parts at most that rows are cut into for the gradients of weights: a partial is as large as the gradient."""
@@ -216,18 +210,10 @@ def launch_narrow(
     """
     (_, arranged), (_, stride) = as_strided_rows(h, x)
     rows, rank, width = h.shape[:-1].numel(), h.shape[-1], x.shape[-1]
-    tile = {"R": _padded(rank), "INT64": _is_long(arranged, h), "COPIED": _COPIED}
-    if _multiplies_from_shared_memory(h):
-        tile["ROWS"] = 32 if rows <= _FEW_ROWS else 64 if rows <= 2 * _FEW_ROWS or rank <= 32 else 128
-        column = tile["ROWS"] * x.element_size() + tile["R"] * 4
-        widest = 256 if rows <= 2 * _FEW_ROWS else 128
-        tile["BLOCK"] = max(16, min(widest, next_power_of_2(_TWO_TILES // (2 * column) + 1) // 2))
-        warps = 8 if tile["ROWS"] == 128 or tile["ROWS"] * tile["R"] > 8192 else 4
-    else:
-        tile |= {"ROWS": 64 if rows > _FEW_ROWS else 16, "BLOCK": min(128, max(16, 2048 // tile["R"]))}
-        warps = 4
+    plan = lora_plan("narrow", rows, rank, h.element_size(), x.element_size(), device_props(h.device))
+    tile = _tile(plan, rank, arranged, h) | {"COPIED": _COPIED}
     numbers = rows, width, rank, stride, *strides, _factor(scale)
-    launch(_narrow_kernel, (-(-rows // tile["ROWS"]), 1), (arranged, w, h, copy), numbers, tile, warps=warps)
+    launch(_narrow_kernel, (-(-rows // plan.rows), 1), (arranged, w, h, copy), numbers, tile, warps=plan.warps)
 
 
 def launch_widen(
@@ -239,13 +225,11 @@ def launch_widen(
     """
     (_, arranged), (_, base_stride) = as_strided_rows(h, base)
     rows, rank, width = h.shape[:-1].numel(), h.shape[-1], y.shape[-1]
-    tile = {"R": _padded(rank), "ROWS": 64, "BLOCK": 128 if rank <= 64 else 64, "INT64": _is_long(arranged, y, h)}
-    tile["COPIED"], warps = _COPIED, 4
-    if rank > 64 and _multiplies_from_shared_memory(h):
-        tile["ROWS"], warps = 128, 8
+    plan = lora_plan("widen", rows, rank, h.element_size(), device=device_props(h.device))
+    tile = _tile(plan, rank, arranged, y, h) | {"COPIED": _COPIED}
     numbers = rows, width, rank, *strides, base_stride, _factor(scale)
-    grid = -(-rows // tile["ROWS"]), -(-width // tile["BLOCK"])
-    launch(_widen_kernel, grid, (h, w, arranged, y, copy), numbers, tile, warps=warps)
+    grid = -(-rows // plan.rows), -(-width // plan.block)
+    launch(_widen_kernel, grid, (h, w, arranged, y, copy), numbers, tile, warps=plan.warps)
 
 
 def launch_weights(
@@ -264,42 +248,27 @@ def launch_weights(
     _, dy_rows, x_rows = arranged
     rows, rank = h.shape[:-1].numel(), h.shape[-1]
     width, inputs = 0 if db is None else len(db), 0 if da is None else da.shape[1]
-    tile = {"R": _padded(rank), "INT64": _is_long(dy_rows, x_rows, h)}
-    if rank > 32 and _multiplies_from_shared_memory(h):
-        tile |= {"BLOCK": 128, "ROWS": 64}
-        warps, enough_programs = 8, 256
-    else:
-        tile |= {"BLOCK": 64, "ROWS": max(16, min(64, 4096 // tile["R"]))}
-        warps, enough_programs = 4, 1024
-    blocks = -(-width // tile["BLOCK"]) + -(-inputs // tile["BLOCK"])
-    parts = max(1, min(_MAX_PARTIALS, enough_programs // blocks))
-    share = tile["ROWS"] * -(-rows // (parts * tile["ROWS"]))
+    plan = lora_plan("gradients", rows, rank, h.element_size(), device=device_props(h.device))
+    blocks = -(-width // plan.block) + -(-inputs // plan.block)
+    parts = max(1, min(_MAX_PARTIALS, plan.programs // blocks))
+    share = plan.rows * -(-rows // (parts * plan.rows))
     programs = -(-rows // share)
     db_partials, da_partials = (
         None if dw is None else h.new_empty((programs, dw.numel()), dtype=torch.float32) for dw in (db, da)
     )
     numbers = rows, share, width, inputs, rank, dy_stride, x_stride, _factor(scale)
     read = h, dy_rows, db_partials, None if da is None else dh, x_rows, da_partials
-    launch(_partials_kernel, (programs, blocks), read, numbers, tile, warps=warps)
+    tile = _tile(plan, rank, dy_rows, x_rows, h)
+    launch(_partials_kernel, (programs, blocks), read, numbers, tile, warps=plan.warps)
     grid = -(-width * rank // _SUMMED) + -(-inputs * rank // _SUMMED), 1
     tensors, sizes = (h, db_partials, db, da_partials, da), (programs, width, inputs, rank)
     launch(_sum_kernel, grid, tensors, sizes, {"BLOCK": _SUMMED}, warps=4)
 
 
-def _is_long(*tensors: Tensor | None) -> bool:
-    return is_long([t for t in tensors if t is not None])
-
-
-def _multiplies_from_shared_memory(h: Tensor) -> bool:
-    """Return whether products of h's dtype read their tiles from shared memory, which leaves registers for large ones.
-
-    GPUs that do so have more than 200 KiB of it: Hopper and its successors for data centres.
-    """
-    return h.element_size() == 2 and device_props(h.device).shared_memory > 200 * 1024
-
-
-def _padded(rank: int) -> int:
-    return max(16, next_power_of_2(rank))
+def _tile(plan: LoraPlan, rank: int, *tensors: Tensor | None) -> dict[str, int]:
+    """The constants of a kernel's tiles."""
+    is_far = is_long([t for t in tensors if t is not None])
+    return {"R": padded_rank(rank), "ROWS": plan.rows, "BLOCK": plan.block, "INT64": is_far}
 
 
 def _factor(scale: float) -> float | None:

@@ -6,22 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...spec import NormSpec
 
 INT32_LIMIT = 2**31
-
-
-def _clamp_has_gradient_at_limit() -> bool:
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones((), device="cpu", requires_grad=True)
-        (dx,) = torch.autograd.grad(x.clamp(max=1.0), x)
-    return bool(dx)
-
-
-CLAMP_HAS_GRADIENT_AT_LIMIT = _clamp_has_gradient_at_limit()
-"""PyTorch's ``clamp`` gives a gradient to a number that is the limit itself; from PyTorch 2.15 on it does not."""
 
 
 def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | None = None) -> Tensor:
