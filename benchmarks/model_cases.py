@@ -18,6 +18,7 @@ WORDS = (
     "image",
     "lora",
     "qlora",
+    "qv",
     "dropout",
     "autocast",
     "checkpointing",

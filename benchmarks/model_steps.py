@@ -289,7 +289,7 @@ def _checkpointed(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
 
 
 def _with_adapters(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
-    """Put LoRA on all linears, which are packed into nf4 before for QLoRA."""
+    """Put LoRA on all linears, or on those of queries and values; for QLoRA all are packed into nf4 before."""
     from peft import LoraConfig, get_peft_model
 
     if "qlora" in case.step:
@@ -301,7 +301,7 @@ def _with_adapters(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
             r=_LORA_RANK,
             lora_alpha=_LORA_RANK,
             lora_dropout=_LORA_DROPOUT if "dropout" in case.step else 0.0,
-            target_modules="all-linear",
+            target_modules=["q_proj", "v_proj"] if "qv" in case.step else "all-linear",
             init_lora_weights=False,
         )
         adapted = get_peft_model(step.model, config)

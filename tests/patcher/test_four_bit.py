@@ -41,7 +41,7 @@ def quantised(linear: nn.Linear, device: str, **options: Any) -> Linear4bit:
 
 def model_of(device: str, model_type: str = "qwen3", dtype: torch.dtype = BF16, **options: Any) -> Any:
     """A model of one layer as people fine-tune it in 4 bits: norms and embeddings in fp32, adapters on all linears."""
-    adapter = {name: options.pop(name) for name in ("lora_dropout", "use_dora") if name in options}
+    adapter = {name: options.pop(name) for name in ("lora_dropout", "use_dora", "target_modules") if name in options}
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -51,7 +51,7 @@ def model_of(device: str, model_type: str = "qwen3", dtype: torch.dtype = BF16, 
             model.layers.set_submodule(path, quantised(linear, device, **options))
     model.is_loaded_in_4bit = True
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **adapter)
+    config = peft.LoraConfig(r=4, **{"target_modules": "all-linear"} | adapter, init_lora_weights=False)
     model = peft.get_peft_model(model, config).to(device).train()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -118,10 +118,10 @@ def compare(
         same = torch.equal if device == "cpu" else lambda one, other: relative(one, other) < 4e-3
     fused, stock = copy.deepcopy(model), copy.deepcopy(model)
     fused_norm.apply_fused_norm(fused, strict=False, recompute=recompute)
-    fused_norm.apply_fused_norm(stock, strict=False, adapter=False)
+    fused_norm.apply_fused_norm(stock, strict=False, adapter=False, linear=False)
     change(fused), change(stock)
     expected, without = step(stock, device, **how)
-    assert not without.keys() & {"lora_linear_4bit", "lora_add"}
+    assert not without.keys() & {"lora_linear_4bit", "lora_add", "linear_4bit"}
     for _ in range(2):
         results, counts = step(fused, device, **how)
         different = [
@@ -141,6 +141,20 @@ def test_a_model_has_the_bits_of_pefts_layers_and_norms_are_written_in_16_bits(m
         > 0
     )
     assert (counts["glu_for_consumers"], counts["glu"], counts["lora_summands_4bit"]) == (1, 0, 2)
+
+
+QV = ["q_proj", "v_proj"]
+"""What adapters are put on unless a user says more."""
+
+
+@pytest.mark.parametrize("targets", [QV, ["o_proj"], ["gate_proj"], ["up_proj", "down_proj"], ["k_proj", "up_proj"]])
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_linears_without_an_adapter_have_the_bits_of_bitsandbytes(
+    model_type: str, targets: list[str], device: str
+) -> None:
+    counts = compare(model_of(device, model_type, target_modules=targets), device)
+    assert (counts["linear_4bit"], counts["lora_linear_4bit"]) == (7 - len(targets), len(targets))
+    assert counts["glu_for_consumers"] == 1
 
 
 def marked_slow(cases: Iterable[str], *slow: str) -> list[Any]:
@@ -178,8 +192,13 @@ def first_layer(model: Any) -> Any:
     return model.base_model.model.layers[0].self_attn.q_proj
 
 
+def first_linear(model: Any) -> Any:
+    layer = first_layer(model)
+    return getattr(layer, "base_layer", layer)
+
+
 def with_another_weight(model: Any) -> None:
-    base = first_layer(model).base_layer
+    base = first_linear(model)
     torch.manual_seed(7)
     weight = torch.randn(64, 64, dtype=BF16)
     base.weight = quantised_weight = Params4bit(weight, requires_grad=False, quant_type="nf4").to(base.weight.device)
@@ -187,11 +206,11 @@ def with_another_weight(model: Any) -> None:
 
 
 def with_codes_written(model: Any) -> None:
-    first_layer(model).base_layer.weight.data.bitwise_xor_(0x11)
+    first_linear(model).weight.data.bitwise_xor_(0x11)
 
 
 def with_hook_on_linear(model: Any) -> None:
-    first_layer(model).base_layer.register_forward_hook(lambda module, inputs, y: y * 2)
+    first_linear(model).register_forward_hook(lambda module, inputs, y: y * 2)
 
 
 def with_hook_on_layer(model: Any) -> None:
@@ -199,14 +218,14 @@ def with_hook_on_layer(model: Any) -> None:
 
 
 def with_bias(model: Any) -> None:
-    base = first_layer(model).base_layer
+    base = first_linear(model)
     torch.manual_seed(8)
     base.bias = nn.Parameter(torch.randn(64).to(base.weight.device, BF16), requires_grad=False)
 
 
 def with_wide_bias(model: Any) -> None:
     with_bias(model)
-    first_layer(model).base_layer.bias.data = first_layer(model).base_layer.bias.data.float()
+    first_linear(model).bias.data = first_linear(model).bias.data.float()
 
 
 def without_adapter(model: Any) -> None:
@@ -219,7 +238,7 @@ def with_a_state_dict(model: Any) -> None:
     for name, value in state.items():
         if "lora_" in name:
             state[name] = value + 0.1
-        elif value.dtype == torch.uint8 and name.endswith("base_layer.weight"):
+        elif value.dtype == torch.uint8 and name.endswith(("proj.weight", "base_layer.weight")):
             state[name] = value ^ 0x11
     assert not model.load_state_dict(state, strict=False).missing_keys
 
@@ -270,6 +289,28 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], int]] = {
 def test_what_changes_after_the_patch_is_seen_at_the_next_call(case: str, device: str) -> None:
     change, expected = CHANGES[case]
     assert compare(model_of(device), device, change)["lora_linear_4bit"] == expected
+
+
+PLAIN = {
+    "another weight": 6,
+    "codes written in place": 6,
+    "a hook on the linear": 6,  # which is called, so that hooks run
+    "a bias": 6,
+    "a bias in fp32": 6,
+    "adapters switched off": 6,
+    "a state dict loaded over it": 6,
+    "merged": 6,
+    "moved": 6,
+}
+"""Of ``CHANGES`` those of a linear without an adapter, and how many of them are operators then."""
+
+
+@pytest.mark.parametrize(
+    "case", marked_slow(PLAIN, "codes written in place", "adapters switched off", "moved", "merged")
+)
+def test_what_changes_at_a_linear_without_an_adapter_is_seen_at_the_next_call(case: str, device: str) -> None:
+    change, _ = CHANGES[case]
+    assert compare(model_of(device, target_modules=["v_proj"]), device, change)["linear_4bit"] == PLAIN[case]
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5])

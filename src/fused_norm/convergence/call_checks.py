@@ -150,7 +150,9 @@ def compare(
                 place, right = f"{name}: gradient of {argument}", stock.gradients[argument]
                 rounding = stock.rounding_of(argument)
                 add(record.gradients, place, distance(gradient, right) / rounding)
-                has_same_products = _is_of_head(call) or (argument == "x" and "lora_linear_4bit" in call.operators)
+                has_same_products = _is_of_head(call) or (
+                    argument == "x" and not {"linear_4bit", "lora_linear_4bit"}.isdisjoint(call.operators)
+                )
                 if has_same_products and stock.computes_in_16_bits:
                     add(record.turned, place, share_apart(gradient, right))
                 add(record.slopes, place, slope_error(gradient, right) / _slope_by_chance(rounding, right.numel()))
@@ -282,7 +284,7 @@ def _is_of_head(call: FusedCall) -> bool:
 
 def _has_products(call: FusedCall) -> bool:
     """Return whether a call multiplies matrices, and sums in another order than stock code does."""
-    return not {"lora_add", "lora_linear_4bit"}.isdisjoint(call.operators) or _is_of_head(call)
+    return not {"linear_4bit", "lora_add", "lora_linear_4bit"}.isdisjoint(call.operators) or _is_of_head(call)
 
 
 def _slope_by_chance(rounding: float, count: int) -> float:

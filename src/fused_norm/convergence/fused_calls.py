@@ -21,7 +21,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 from ..check.distances import share_different
 from ..kernels.autocast import autocast_dtype
 from ..kernels.operator import Operator, Recompute
-from ..patcher.adapters import FusedAdapter
+from ..patcher.adapters import FusedAdapter, FusedLinear4bit
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_experts import FusedExperts
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
@@ -64,6 +64,7 @@ _KINDS: Mapping[str, _Kind] = {
     ),
     "conv": _Kind(frozenset({"causal_conv1d"}), frozenset({"fused_norm_conv", "fused_norm_conv_module"})),
     "experts": _Kind(frozenset({"expert_gate"}), frozenset({"forward"})),
+    "linear": _Kind(frozenset({"linear_4bit"}), frozenset({"forward"})),
     "adapter": _Kind(
         frozenset({"lora_add", "lora_linear_4bit", "lora_summands_4bit", _IN_FLOAT32}), frozenset({"forward"})
     ),
@@ -80,7 +81,7 @@ _SITES_OF_CALL: Mapping[tuple[str, str], int] = {("norm", "norm_add_norm"): 2, (
 register_pytree_node(CrossEntropy, lambda how: ([*vars(how).values()], None), lambda values, _: CrossEntropy(*values))
 
 _METHODS: Mapping[type, Sequence[str]] = {
-    **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedExperts, FusedAdapter), ("forward",)),
+    **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedExperts, FusedLinear4bit, FusedAdapter), ("forward",)),
     FusedBlock: (
         *("fused_norm_add", "fused_norm_passthrough", "fused_norm_then_add", "fused_norm_pair"),
         *sorted(frozenset().union(*(_KINDS[kind].methods for kind in ("rope", "mlp", "conv", "consumers")))),

@@ -72,7 +72,8 @@ class GluForConsumers(Glu):
     A call that is trained returns as many tensors as there are consumers; one that is not, one. The backward adds up
     the consumers' gradients in float32, as autograd adds up those of casts.
 
-    Gate and up are float32; or each is the sum in float32 of two tensors in 16 bits, which have one gradient, in these.
+    Gate and up are float32; or they are in 16 bits, and cast to float32 first; or each is the sum in float32 of two
+    tensors in 16 bits, which have one gradient, in these.
     """
 
     name = "glu_for_consumers"
@@ -89,11 +90,9 @@ class GluForConsumers(Glu):
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         gate, up, *added, _, _, _ = arguments
-        expected = torch.float32 if added[0] is None else gate.dtype
-        # In stock a sum of gradients in 16 bits is rounded. The reason is not worth a log: ``glu`` may take the call.
-        is_sum_wide = added[0] is None or expected.itemsize == 2
-        same = all(tensor is None or tensor.dtype == expected for tensor in (gate, up, *added))
-        return None if is_sum_wide and same else ""
+        same = all(tensor is None or tensor.dtype == gate.dtype for tensor in (gate, up, *added))
+        # The reason is not worth a log: ``glu`` may take the call.
+        return None if same and gate.dtype.itemsize <= (4 if added[0] is None else 2) else ""
 
     def is_elementwise(self, *tensors: Any) -> bool:
         return True
@@ -106,7 +105,7 @@ class GluForConsumers(Glu):
         gate, up, *added, activation, _, dtype = arguments
         y = empty_rows_like(gate, dtype)
         if launch:
-            launch_glu_forward(gate, up, y, activation, (added[0], added[1]))
+            launch_glu_forward(gate, up, y, activation, (added[0], added[1]), wide=True)
         return (y,)
 
     def pack_outputs(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
@@ -134,7 +133,7 @@ class GluForConsumers(Glu):
         dgate, dup = (empty_rows_like(gate) if is_needed else None for is_needed in (need_dgate, need_dup))
         if launch:
             dys = dy if type(dy) is tuple else (dy, None)
-            launch_glu_backward(gate, up, dys, dgate, dup, call.saved_scalars[0], (added[0], added[1]))
+            launch_glu_backward(gate, up, dys, dgate, dup, call.saved_scalars[0], (added[0], added[1]), wide=True)
         return dgate, dup, None, None
 
     def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
@@ -144,10 +143,12 @@ class GluForConsumers(Glu):
 
 
 def _sums(gate: Tensor, up: Tensor, gate_added: Tensor | None, up_added: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Add the second summands, if they are there, in float32."""
-    if gate_added is None or up_added is None:
-        return gate, up
-    return gate.float() + gate_added, up.float() + up_added
+    """Gate and up in float32, with their second summands if they have them."""
+    gate, up = (
+        gate.to(torch.promote_types(gate.dtype, torch.float32)),
+        up.to(torch.promote_types(up.dtype, torch.float32)),
+    )
+    return (gate, up) if gate_added is None or up_added is None else (gate + gate_added, up + up_added)
 
 
 GLU, GLU_FOR_CONSUMERS = Glu(), GluForConsumers()

@@ -10,16 +10,12 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, check_rows, check_scale, check_tensor
+from .linear_4bit import WEIGHT, WEIGHT_SCHEMA, product_obstacle, weight_obstacle
 from .operator import BackwardCall, BackwardImpl, Operator, Scalars, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_copy, is_long
 from .triton.torch_calls import Cast, Product, perform
-
-_WEIGHT = ("code", "packed", "scale", "scale_code", "outer_scale", "offset")
-"""The tensors of a ``PackedWeight``."""
-
-_WEIGHT_SCHEMA = ", ".join(f"Tensor{'?' * (place > 2)} {name}" for place, name in enumerate(_WEIGHT))
 
 
 class LoraLinear4bit(Operator):
@@ -31,15 +27,15 @@ class LoraLinear4bit(Operator):
     """
 
     name = "lora_linear_4bit"
-    tensors = f"Tensor x, Tensor adapter_x, Tensor a, Tensor b, {_WEIGHT_SCHEMA}, Tensor? bias"
+    tensors = f"Tensor x, Tensor adapter_x, Tensor a, Tensor b, {WEIGHT_SCHEMA}, Tensor? bias"
     options = "int block, float factor, ScalarType dtype, ScalarType y_dtype"
     outputs: ClassVar[tuple[str, ...]] = ("y",)
-    other_rules = ("adapter_x", "a", "b", *_WEIGHT, "bias")
+    other_rules = ("adapter_x", "a", "b", *WEIGHT, "bias")
     takes_dtensors = False
     extra_saved = ("h",)
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"adapter_x": ("a",), "a": ("adapter_x",), "b": ("adapter_x", "a")}
-    unhooked = (*_WEIGHT, "bias")
-    saved = f"Tensor adapter_x, Tensor a, Tensor b, Tensor h, {_WEIGHT_SCHEMA}, Tensor? bias"
+    unhooked = (*WEIGHT, "bias")
+    saved = f"Tensor adapter_x, Tensor a, Tensor b, Tensor h, {WEIGHT_SCHEMA}, Tensor? bias"
     saved_scalars = (
         "int block, float factor, ScalarType x_dtype, ScalarType? adapter_x_dtype, ScalarType a_dtype,"
         " ScalarType b_dtype"
@@ -66,20 +62,16 @@ class LoraLinear4bit(Operator):
         x, adapter_x, a, b, *weight, bias, block, factor, dtype, _ = arguments
         if not all(tensor.numel() for tensor in (x, a, b)):
             return Unsupported("")
-        if dtype not in (torch.bfloat16, torch.float16):
-            return Unsupported(f"its products are of {dtype}, which are left to PyTorch")
-        for tensor_name, tensor in (("x", x), ("adapter_x", adapter_x), ("a", a), ("b", b)):
-            if tensor.dtype not in (dtype, torch.float32):
-                return Unsupported(f"{tensor_name} is {tensor.dtype}, and products are of {dtype}")
+        refusal = product_obstacle(dtype, {"x": x, "adapter_x": adapter_x, "a": a, "b": b})
+        if refusal is not None:
+            return refusal
         if len(a) > HIGHEST_RANK:
             return Unsupported(f"a rank of {len(a)} is more than {HIGHEST_RANK}")
         if not abs(factor) <= torch.finfo(torch.float32).max:
             return Unsupported(f"a scale of {factor} is no finite float32")
         if is_long([a, b]):
             return Unsupported("a or b has more elements than 32 bits count")
-        if block & (block - 1) or not all(tensor is None or tensor.is_contiguous() for tensor in (*weight, bias)):
-            return Unsupported("its weight is packed otherwise")
-        return None
+        return weight_obstacle(block, (*weight, bias))
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         x, adapter_x, *_ = arguments

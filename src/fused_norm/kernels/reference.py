@@ -399,6 +399,12 @@ def dequantize(weight: Any, block: int, shape: tuple[int, int], dtype: torch.dty
     return dequantized
 
 
+def linear_4bit(x: Tensor, *rest: Any) -> Tensor:
+    *weight, bias, features, block, dtype, y_dtype = rest
+    w = dequantize(weight, block, (features, x.shape[-1]), dtype)
+    return torch.nn.functional.linear(x.to(dtype), w, bias).to(y_dtype)
+
+
 def lora_linear_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     *weight, bias, block, factor, dtype, y_dtype = rest
     w = dequantize(weight, block, (len(b), a.shape[1]), dtype)

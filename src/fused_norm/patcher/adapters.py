@@ -1,9 +1,9 @@
-"""LoRA layers of PEFT that run their adapter, and add its output to that of the linear, in two kernels.
+"""LoRA layers of PEFT that run their adapter, and add its output to that of the linear, in two kernels; 4-bit linears.
 
 PEFT casts a layer's input to the dtype of its adapter, float32 beside a 16-bit model, and autocast casts it back before
 the adapter's first product. PEFT multiplies the output of the second product by a scale, and adds that to what the
 linear returns. Linear and dropout are called as PEFT calls them; a 4-bit linear whose weight kernels read is computed
-with its adapter, by one operator.
+with its adapter, by one operator. A 4-bit linear without an adapter is an operator, too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.autocast import autocast_dtype
+from ..kernels.linear_4bit import LINEAR_4BIT
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
-from .four_bit import packed_weight, why_unreadable
+from .four_bit import is_linear_4bit, packed_weight, why_unreadable
 from .fused_norm_module import is_disabled, run_fused, warn_once
 from .hooks import are_plain_calls, is_idle_dropout, replaced_forward, replaced_linear
 
@@ -30,16 +31,16 @@ _SCALED = "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves i
 
 @dataclass(slots=True)
 class AdapterInput:
-    """The input of a fused LoRA layer, in place of one tensor, if a norm gives linear and adapter an output each.
+    """The input of a fused LoRA layer or 4-bit linear, in place of one tensor.
 
-    Only a rewritten forward passes it, to a layer whose call nothing else sees.
+    Only a rewritten forward passes it, to a module whose call nothing else sees.
 
     Attributes:
         x: [..., K], read by the linear.
         own: equal to x, read by the adapter, with a gradient of its own; or x.
-        dtype: that of x in stock code, in which a layer around a quantised linear returns its result; None if x is
-            of it, or if no linear in the block is quantised.
-        y_dtype: that of the adapter's products, if the only consumer of the layer's output casts it to that at once.
+        dtype: that of x in stock code, in which a quantised linear, or a layer around one, returns its result; None if
+            x is of it, or if no linear in the block is quantised.
+        y_dtype: that of products, if the only consumer of the output casts it to that at once.
         returns_summands: the consumer takes ``Summands`` in place of the output; a layer may return the output still.
     """
 
@@ -55,15 +56,15 @@ class AdapterInput:
 
 
 class Summands(NamedTuple):
-    """The output of a LoRA layer around a 4-bit linear as two tensors of 16 bits, whose sum it is in float32.
+    """The output of a 4-bit linear, or of a LoRA layer around one, in 16 bits; in float32 their sum is that of stock.
 
     Attributes:
         base: the output of the linear.
-        added: that of the adapter.
+        added: that of the adapter; None for a linear without one.
     """
 
     base: Tensor
-    added: Tensor
+    added: Tensor | None
 
 
 class FusedAdapter(nn.Module):
@@ -154,6 +155,57 @@ class FusedAdapter(nn.Module):
         return self.fused_norm_origin._cast_input_dtype(self, x, dtype)
 
 
+class FusedLinear4bit(nn.Module):
+    """Base of the classes put on 4-bit linears without an adapter; a subclass also derives from bitsandbytes' class."""
+
+    fused_norm_origin: ClassVar[Any]
+    fused_norm_is_quantised: ClassVar[bool] = True
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Multiply by the weight, dequantised in one kernel, if that computes what bitsandbytes' linear does.
+
+        ``x`` is [..., K], or an ``AdapterInput``; the result is [..., N], or ``Summands``.
+        """
+        given = x if type(x) is AdapterInput else None
+        x = x if given is None else given.x
+        if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
+            return self._in_stock(x if given is None else given.as_in_stock(), given, *args, **kwargs)
+        # The guard of the forward that passes an AdapterInput has asked.
+        reason = replaced_linear() or why_linear_is_stock(self) if given is None else None
+        dtype, linear = autocast_dtype(x), vars(self)
+        products = linear["compute_dtype"]
+        if reason is None and dtype not in (None, products):
+            reason = f"autocast is to {dtype}, and it computes in {products}"
+        weight = packed_weight(self, x, products, is_readable=True) if reason is None else reason
+        if isinstance(weight, str):
+            reason = weight
+        else:
+            parts, is_sum = self._parameters, given is None or not given.returns_summands
+            y_dtype = (given and (given.y_dtype or given.dtype)) or x.dtype
+            options = linear["out_features"], weight[1], products, y_dtype if is_sum else products
+            y, reason = run_fused(LINEAR_4BIT, x, *weight[0], parts["bias"], *options)
+            if y is not None:
+                return y if is_sum else Summands(y, None)
+        warn_once(self.fused_norm_origin, reason, "bitsandbytes' code")
+        return self._in_stock(x, given)
+
+    def _in_stock(self, x: Any, given: AdapterInput | None, *args: Any, **kwargs: Any) -> Any:
+        """What bitsandbytes' forward returns, in the dtype that is asked for."""
+        y = self.fused_norm_origin.forward(self, x, *args, **kwargs)
+        dtype = given and (given.y_dtype or given.dtype)
+        return y if dtype is None else y.to(dtype)
+
+
+def why_linear_is_stock(linear: Any) -> str | None:
+    """Return the reason why a 4-bit linear, as it is now, has to run bitsandbytes' forward; None if it has not.
+
+    Whether other code has replaced all linears is another question, ``replaced_linear``.
+    """
+    if isinstance(linear, FusedLinear4bit) and not are_plain_calls(inside=type(linear)):
+        return "the forward of its class has changed since it was patched"
+    return replaced_forward(_original_class(linear)) or why_unreadable(linear, is_called=True)
+
+
 def is_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear, fused or not; PEFT is not imported for it."""
     layers = sys.modules.get("peft.tuners.lora.layer")
@@ -176,7 +228,7 @@ def name_of(cls: type) -> str:
 
 
 def _original_class(module: nn.Module) -> Any:
-    return module.fused_norm_origin if isinstance(module, FusedAdapter) else type(module)
+    return module.fused_norm_origin if isinstance(module, FusedAdapter | FusedLinear4bit) else type(module)
 
 
 def _is_recent(layer: nn.Module) -> bool:
@@ -234,20 +286,36 @@ def _adds_something(layer: Any) -> bool:
     return not is_off and any(name in layer.lora_A for name in layer.active_adapters)
 
 
+def is_quantised(module: nn.Module) -> bool:
+    """Return whether a module is a 4-bit linear, or a LoRA layer around a quantised linear, fused or not."""
+    return is_linear_4bit(module) or is_quantised_lora_layer(module)
+
+
 def is_plain_in_4_bits(layer: Any) -> bool:
-    """Return whether kernels read the 4-bit weight of a fused layer, as it is now, and nothing sees its call."""
-    if replaced_linear() is not None or why_stock(layer) is not None:
+    """Return whether kernels read the 4-bit weight of a fused layer or linear, and nothing sees its call now."""
+    if replaced_linear() is not None:
+        return False
+    if isinstance(layer, FusedLinear4bit):
+        return why_linear_is_stock(layer) is None and are_plain_calls(layer)
+    if why_stock(layer) is not None:
         return False
     base = layer._modules["base_layer"]
     return why_unreadable(base) is None and are_plain_calls(layer, base)
 
 
 def reads_in(layer: Any, dtype: torch.dtype) -> bool:
-    """Return whether a LoRA layer's adapter reads a float32 input in ``dtype``, and in no other before, under autocast.
+    """Return whether a fused layer or linear casts a float32 input to ``dtype`` before all else, under autocast.
 
-    One of the other 16 bits has it rounded to those first. Dropout scales float32, which is rounded after that: a
-    product of rounded numbers has other bits, and on a GPU other numbers may be drawn for another dtype.
+    An adapter in one of the other 16 bits has it rounded to those first, and so has a linear that computes in them.
+    Dropout scales float32, which is rounded after that: a product of rounded numbers has other bits, and on a GPU other
+    numbers may be drawn for another dtype.
     """
+    if getattr(layer, "fused_norm_is_quantised", False):
+        linear = layer if isinstance(layer, FusedLinear4bit) else layer.base_layer
+        if getattr(linear, "compute_dtype", None) is not dtype:
+            return False
+    if isinstance(layer, FusedLinear4bit):
+        return True
     (name,) = layer.active_adapters
     weight, dropout = layer.lora_A[name].weight, layer.lora_dropout[name]
     is_cast = getattr(layer, "cast_input_dtype_enabled", True)

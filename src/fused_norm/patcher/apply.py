@@ -34,6 +34,7 @@ def apply_fused_norm(
     mlp: bool | None = None,
     conv: bool | None = None,
     experts: bool | None = None,
+    linear: bool | None = None,
     adapter: bool | None = None,
     loss: bool | None = None,
     modules: ModuleFilter | None = None,
@@ -43,7 +44,7 @@ def apply_fused_norm(
     strict: bool = True,
     readers: bool | None = None,
 ) -> PatchReport:
-    """Make norms, residual adds, rotary embeddings, gates, short convolutions, LoRA layers and loss of ``model`` fused.
+    """Make norms, residual adds, rotary embeddings, gates, LoRA layers, the loss and more of ``model`` fused.
 
     They are recognised by what they compute; what is not recognised, or belongs to other code by now, keeps its stock
     code and is reported with the reason. The model is changed in place: parameters, state-dict keys, hooks and class
@@ -77,6 +78,7 @@ def apply_fused_norm(
         mlp,
         conv,
         experts,
+        linear,
         adapter,
         loss,
         modules,

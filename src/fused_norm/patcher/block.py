@@ -9,7 +9,7 @@ from torch import nn
 
 from ..options import FuseOptions, RecomputeLevel
 from ..spec import Kind
-from .adapters import FusedAdapter, is_lora_layer, is_quantised_lora_layer, why_unfused
+from .adapters import is_lora_layer, is_quantised_lora_layer, why_unfused
 from .class_swap import (
     ClassChange,
     change_to,
@@ -19,6 +19,7 @@ from .class_swap import (
     is_called_in_parallel,
     stock_class,
 )
+from .four_bit import is_linear_4bit
 from .fused_block import FusedBlock
 from .hooks import are_plain_calls, has_hooks
 from .linear_inputs import called_by
@@ -141,13 +142,19 @@ class Block:
 
     def output_count(self, name: str) -> int:
         """Return the number of tensors that a linear of this name will read as its input; 0 if it is not plain."""
-        linear, adapter = self.member(name), FusedAdapter
-        if is_lora_layer(linear) or is_quantised_lora_layer(linear):
-            path = self._model.paths[id(linear)]
-            if why_left_out("adapter", path, linear, self._model.options) or why_unfused(linear):
-                return 0
-            adapter = type(linear)
-        called = called_by([linear], adapter=adapter)
+        linear, options = self.member(name), self._model.options
+        fused: tuple[type[nn.Module], ...] = ()
+        if is_linear_4bit(linear):
+            reason = why_left_out("linear", self._model.paths[id(linear)], linear, options)
+            fused = (type(linear),)
+        elif is_lora_layer(linear) or is_quantised_lora_layer(linear):
+            reason = why_left_out("adapter", self._model.paths[id(linear)], linear, options) or why_unfused(linear)
+            fused = (type(linear),)
+        else:
+            reason = None
+        if reason is not None:
+            return 0
+        called = called_by([linear], fused=fused)
         return len(called) if called is not None and are_plain_calls(*called) else 0
 
     def holds_norm(self, name: str | None) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..spec import FusedNormError
-from .adapters import FusedAdapter
+from .adapters import FusedAdapter, FusedLinear4bit
 from .fused_block import FusedBlock
 from .fused_experts import FusedExperts
 from .fused_norm_module import FusedNorm
@@ -19,7 +19,7 @@ from .hooks import name_of_function
 from .losses import FusedHead, FusedLoss
 from .source import cells_of
 
-Fused = FusedNorm | FusedBlock | FusedExperts | FusedAdapter | FusedLoss | FusedHead
+Fused = FusedNorm | FusedBlock | FusedExperts | FusedLinear4bit | FusedAdapter | FusedLoss | FusedHead
 """The bases of fused classes."""
 
 _POPPED = "_fused_norm_popped_forward"

@@ -20,12 +20,21 @@ _MOST_ROWS = 4096
 """Up to so many rows a release whose own rule is unknown may multiply by a kernel of its own."""
 
 
-def why_unreadable(linear: Any) -> str | None:
-    """Return why the weight of a LoRA layer's linear is not read by kernels, empty for other linears; None if it is."""
+def is_linear_4bit(module: Any) -> bool:
+    """Return whether a module is a 4-bit linear of bitsandbytes, fused or not."""
     layers = sys.modules.get("bitsandbytes.nn.modules")
-    if layers is None or type(linear) is not layers.Linear4bit or not is_genuine(layers.Linear4bit):
+    return layers is not None and getattr(module, "fused_norm_origin", type(module)) is layers.Linear4bit
+
+
+def why_unreadable(linear: Any, *, is_called: bool = False) -> str | None:
+    """Return why kernels do not read the weight of a linear, empty for other linears; None if they do.
+
+    ``is_called``: this is a call of the linear, so that hooks have run. Otherwise it is not called.
+    """
+    layers = sys.modules.get("bitsandbytes.nn.modules")
+    if layers is None or not is_linear_4bit(linear) or not is_genuine(layers.Linear4bit):
         return ""
-    if not are_plain_calls(linear):
+    if not is_called and not are_plain_calls(linear):
         return "other code sees the calls of its linear"
     weight = linear._parameters["weight"]
     state = getattr(weight, "quant_state", None)

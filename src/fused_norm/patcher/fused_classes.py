@@ -14,7 +14,7 @@ from torch import nn
 
 from ..options import RecomputeLevel
 from ..spec import Casting, GatedNormSpec, NormSpec
-from .adapters import FusedAdapter
+from .adapters import FusedAdapter, FusedLinear4bit
 from .fused_block import FusedBlock
 from .fused_experts import FusedExperts, GateOfExperts
 from .fused_norm_module import FusedGatedNorm, FusedNorm
@@ -93,6 +93,12 @@ def fused_adapter_class(origin: Any) -> type[nn.Module]:
     made_by = (fused_adapter_class,)
     is_quantised = origin.__module__.endswith(".bnb")
     return _known(origin, made_by) or _derive(FusedAdapter, origin, made_by, fused_norm_is_quantised=is_quantised)
+
+
+def fused_linear_4bit_class(origin: Any) -> type[nn.Module]:
+    """The fused class for 4-bit linears of class ``origin``."""
+    made_by = (fused_linear_4bit_class,)
+    return _known(origin, made_by) or _derive(FusedLinear4bit, origin, made_by)
 
 
 def fused_experts_class(origin: Any, gate: GateOfExperts) -> type[nn.Module]:

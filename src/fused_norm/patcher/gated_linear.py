@@ -1,7 +1,7 @@
-"""The linear after a gated MLP's product, if it is a LoRA layer around a 4-bit linear, which casts the product.
+"""The linear after a gated MLP's product, if it has 4 bits, or is a LoRA layer around one: it casts the product.
 
-The product is written in the 16 bits that the layer reads. If LoRA layers around 4-bit linears compute gate and up as
-well, they return their two summands in 16 bits, and not the sum in float32, so that gradients are of 16 bits, too.
+The product is written in the 16 bits that it reads. If such linears compute gate and up as well, they return what they
+add up in 16 bits, and not the sum in float32, so that gradients are of 16 bits, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels.autocast import autocast_dtype
 from ..kernels.glu import GLU_FOR_CONSUMERS
 from .activation_recognition import Formula
-from .adapters import AdapterInput, Summands, is_plain_in_4_bits, reads_in
+from .adapters import AdapterInput, FusedLinear4bit, Summands, is_plain_in_4_bits, reads_in
 from .fused_norm_module import is_disabled, run_fused
 from .recompute import recomputes_linears
 
@@ -30,14 +30,14 @@ def fused_norm_gated(block: Any, activation: Formula, act: Any, linear: Any, **f
     computed = {name: _computed(factor, summands) for name, factor in factors.items()}
     gate, up = computed["gate"], computed["up"]
     tensors: tuple[Any, ...] | None = None
-    if type(gate) is type(up) is Summands:
+    if type(gate) is type(up) is Summands and (gate.added is None) == (up.added is None):
         tensors = gate.base, up.base, gate.added, up.added
     else:
         gate, up = _sum(gate), _sum(up)
-        if dtype is not None:
+        if dtype is not None and getattr(gate, "dtype", None) == getattr(up, "dtype", None) == torch.float32:
             tensors = gate, up, None, None
     if tensors is not None and not is_disabled():
-        written = (1, torch.float32) if dtype is None else (2, dtype)
+        written = 1 if dtype is None or isinstance(linear, FusedLinear4bit) else 2, dtype or torch.float32
         outputs = block.fused_norm_product(activation, act, *tensors, *written)
         if outputs is not None:
             y, own = (outputs, outputs) if isinstance(outputs, Tensor) else (outputs[0], outputs[-1])
@@ -66,8 +66,7 @@ def fused_norm_product(
         return outputs
     if not is_disabled():
         return None
-    if gate_added is not None and up_added is not None:
-        gate, up = gate.float() + gate_added, up.float() + up_added
+    gate, up = (_sum(Summands(*summands)) for summands in ((gate, gate_added), (up, up_added)))
     return (act(gate) * up).to(dtype)
 
 
@@ -79,19 +78,17 @@ def _dtype_of_products(factor: Any) -> torch.dtype | None:
 
 
 def _dtype_read_by(linear: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The 16 bits that a 4-bit LoRA layer, as it is now, casts a float32 input to before all else; None if unknown.
+    """The 16 bits that a 4-bit linear or its LoRA layer casts a float32 input to before all else; None if unknown.
 
     ``dtype``: autocast's.
     """
     if dtype is None or not getattr(linear, "fused_norm_is_quantised", False):
         return None
-    if not is_plain_in_4_bits(linear) or not reads_in(linear, dtype):
-        return None
-    return dtype if linear.base_layer.compute_dtype is dtype else None
+    return dtype if is_plain_in_4_bits(linear) and reads_in(linear, dtype) else None
 
 
 def _computed(factor: Any, dtype: torch.dtype | None) -> Any:
-    """A factor, or its summands if a LoRA layer around a 4-bit linear returns these.
+    """A factor, or its summands if a 4-bit linear or its LoRA layer returns these.
 
     ``dtype``: that of products; None if the sum is wanted.
     """
@@ -111,4 +108,6 @@ def _computed(factor: Any, dtype: torch.dtype | None) -> Any:
 
 def _sum(factor: Any) -> Any:
     """A factor as it is in stock code."""
-    return factor.base.float() + factor.added if type(factor) is Summands else factor
+    if type(factor) is not Summands:
+        return factor
+    return factor.base.float() if factor.added is None else factor.base.float() + factor.added

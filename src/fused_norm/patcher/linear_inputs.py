@@ -19,8 +19,17 @@ from torch.nn import Linear, Parameter
 from ..kernels.autocast import autocast_dtype, is_any_autocast_on, set_autocast
 from ..kernels.triton.memory import norm_dtype
 from ..kernels.triton.norm_backward import MOST_CONSUMERS
-from .adapters import AdapterInput, FusedAdapter, is_lora_layer, reads_in, why_stock, why_unfused
-from .four_bit import why_unreadable
+from .adapters import (
+    AdapterInput,
+    FusedAdapter,
+    FusedLinear4bit,
+    is_lora_layer,
+    reads_in,
+    why_linear_is_stock,
+    why_stock,
+    why_unfused,
+)
+from .four_bit import is_linear_4bit, why_unreadable
 from .fused_norm_module import is_disabled, spec_and_weights, warn_once
 
 _SINCE = (
@@ -78,13 +87,15 @@ def consumer_spec(block: Any, *tensors: Any) -> ConsumerSpec | None:
     consumers = list(map(block._modules.get, block.fused_norm_linears))
     count = len(consumers)
     for linear in consumers:
-        count += type(linear) is not Linear
+        count += type(linear) is not Linear and not isinstance(linear, FusedLinear4bit)
     if count > MOST_CONSUMERS:
         return None
     return ConsumerSpec(count, dtype if dtype is not None and _are_cast(consumers, tensors, dtype) else None)
 
 
-def called_by(linears: Iterable[Any], *, adapter: type[nn.Module] = FusedAdapter) -> list[nn.Module] | None:
+def called_by(
+    linears: Iterable[Any], *, fused: tuple[type[nn.Module], ...] = (FusedAdapter, FusedLinear4bit)
+) -> list[nn.Module] | None:
     """Return the modules, one for each tensor that linears read as their input, whose calls have to be plain.
 
     A linear reads one tensor, and another for its adapter. None if it is unknown what they read. Whether other code has
@@ -92,16 +103,22 @@ def called_by(linears: Iterable[Any], *, adapter: type[nn.Module] = FusedAdapter
 
     Args:
         linears: the linears, or what is there in their place.
-        adapter: the class of LoRA layers.
+        fused: the classes of LoRA layers and of 4-bit linears.
     """
     called: list[nn.Module] = []
     for linear in linears:
         if type(linear) is not Linear:
-            base: Any = linear._modules.get("base_layer") if isinstance(linear, adapter) else None
-            is_read = type(base) is Linear or why_unreadable(base) is None
-            if not is_read or why_stock(linear) is not None:
+            if not isinstance(linear, fused):
                 return None
-            called.append(base)
+            if is_linear_4bit(linear):
+                reason = why_linear_is_stock(linear)
+            else:
+                base: Any = linear._modules.get("base_layer")
+                reason = None if type(base) is Linear else why_unreadable(base)
+                reason = why_stock(linear) if reason is None else reason
+                called.append(base)
+            if reason is not None:
+                return None
         called.append(linear)
     return called
 
@@ -121,11 +138,9 @@ def _are_cast(consumers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dty
         if type(linear) is not Linear:
             if not reads_in(linear, dtype):
                 return False
-            linear = linear.base_layer
-            if type(linear) is not Linear:  # a 4-bit one, which casts to a dtype of its own
-                if linear.compute_dtype is not dtype:
-                    return False
+            if linear.fused_norm_is_quantised:
                 continue
+            linear = linear.base_layer
         if type(linear.weight) not in (Parameter, Tensor):
             return False
     return True
@@ -174,9 +189,9 @@ def fused_norm_inputs(block: Any, x: Any) -> tuple[Any, Sequence[Any]]:
     inputs: list[Tensor | AdapterInput] = []
     for name in linears:
         own = base = next(outputs, y)
-        if isinstance(block._modules[name], FusedAdapter):
+        linear = block._modules[name]
+        if isinstance(linear, FusedAdapter):
             own = next(outputs, base)
-            inputs.append(AdapterInput(base, own, in_stock))
-        else:
-            inputs.append(base)
+        is_fused = isinstance(linear, FusedAdapter | FusedLinear4bit)
+        inputs.append(AdapterInput(base, own, in_stock) if is_fused else base)
     return y, inputs

@@ -24,8 +24,9 @@ class Site:
     Attributes:
         path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
             that takes the sum, or the layer if none does. ``sandwich``: the norm of the branch. ``rope``: the
-            attention. ``mlp``: the module with the product. ``conv``: the module around the convolution. ``adapter``:
-            the LoRA layer. ``loss``: the head. ``consumers``: the attention or MLP. ``recompute``: the layer.
+            attention. ``mlp``: the module with the product. ``conv``: the module around the convolution. ``linear``:
+            the 4-bit linear. ``adapter``: the LoRA layer. ``loss``: the head. ``consumers``: the attention or MLP.
+            ``recompute``: the layer.
         kind: one of ``KINDS``; ``consumers`` for an attention or MLP that reads a fused norm, each of whose linears
             gets an output of that norm of its own; ``recompute`` for a layer with something fused in it, which
             recomputes outputs of fused operators in its backward.
@@ -54,6 +55,8 @@ class Site:
     @property
     def what(self) -> str:
         """The norm or activation that runs at a fused site, in words, or that there is none."""
+        if self.kind == "linear":
+            return "weight dequantised in one kernel"
         if self.kind == "adapter":
             return "sum with the adapter"
         if self.kind == "conv":

@@ -31,6 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kernels.autocast import set_autocast
 from ..kernels.glu import GLU, GLU_FOR_CONSUMERS
+from ..kernels.linear_4bit import LINEAR_4BIT
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.norm import RECOMPUTED_NORM
@@ -59,6 +60,9 @@ _CONSUMERS_OF_LINEARS: Mapping[RecomputeLevel, Sequence[Operator | None]] = {
     "attention": (GLU, GLU_FOR_CONSUMERS, QK_NORM, ROPE, None),
 }
 """Those for which outputs of linears are recomputed: operators, of their first two arguments, and None, all others."""
+
+_LINEARS = (LINEAR_4BIT, LORA_ADD, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT)
+"""The operators that save what linears save, and are recomputed as these are."""
 
 _OTHER_HOOKS = "other saved-tensor hooks are active, as under gradient checkpointing or offloading"
 _warned: set[str] = set()
@@ -138,11 +142,7 @@ class _SavedTensorHook:
 
     def called(self, operator: Operator, arguments: tuple[Any, ...]) -> Any:
         """Call the operator, whose backward keeps tensors as they are, but for outputs of linears; note its outputs."""
-        if operator in (
-            LORA_ADD,
-            LORA_LINEAR_4BIT,
-            LORA_SUMMANDS_4BIT,
-        ):  # saved as a linear saves what it reads, and recomputed as one
+        if operator in _LINEARS:
             return operator.results_of(*arguments)
         hooks = _hooks_in_use()
         is_first = hooks is not None and hooks[0] == self.pack

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.linear_4bit import LINEAR_4BIT
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 
@@ -157,6 +158,18 @@ class LinearOutputs:
         recipe = Recipe.of(partial(_added, scale=LORA_ADD.scalars_of(node)[0]), found.recipe, h.flatten(0, -2), b)
         return found._replace(recipe=recipe)
 
+    def _linear_of_4_bits(self, node: Any) -> Matrix | None:
+        """The output of a linear with a weight of 4 bits, which keeps nothing of its input."""
+        if not LINEAR_4BIT.owns(node):
+            return None
+        linear: Any = LINEAR_4BIT.unhooked_of(node)
+        features, block, dtype, _ = LINEAR_4BIT.scalars_of(node)
+        x = self._of_norm(node.next_functions[0], 2 * linear[1].numel() // features, dtype)
+        if x is None:
+            return None
+        how = partial(_linear_of_4_bits, features=features, block=block, dtype=node._input_metadata[0].dtype)
+        return Matrix(Recipe.of(how, x.recipe, *linear), x.rows, features, True)
+
     def _linear_with_adapter_in_4_bits(self, node: Any) -> Matrix | None:
         """The output of a linear with a weight of 4 bits and its LoRA adapter, as one operator has made it."""
         if not LORA_LINEAR_4BIT.owns(node):
@@ -190,6 +203,7 @@ class LinearOutputs:
         "LoraAddBackward": _sum_with_adapter,
         CAST: _cast,
         "MatMul4BitBackward": _product_in_4_bits,
+        "Linear4bitBackward": _linear_of_4_bits,
         "LoraLinear4bitBackward": _linear_with_adapter_in_4_bits,
     }
 
@@ -206,6 +220,11 @@ def _linear_in_4_bits(x: Tensor, weight: Tensor, state: Any) -> Any:
     from bitsandbytes import matmul_4bit
 
     return matmul_4bit(x, weight, quant_state=state)
+
+
+def _linear_of_4_bits(x: Tensor, *linear: Tensor | None, features: int, block: int, dtype: torch.dtype) -> Tensor:
+    *weight, bias = linear
+    return LINEAR_4BIT.output_of(x, weight, bias, features, block, dtype)
 
 
 def _with_adapter_in_4_bits(

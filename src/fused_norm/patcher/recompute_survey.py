@@ -71,7 +71,8 @@ def _layers(model: SurveyedModel, sites: Iterable[Site]) -> Iterator[str]:
         for depth in range(1, len(names)):
             if isinstance(model.modules[".".join(names[:depth])], nn.ModuleList):
                 path = ".".join(names[: depth + 1])
-                is_layer = path not in model.norm_sites and (path, "adapter") != (site.path, site.kind)
+                is_linear = path == site.path and site.kind in ("linear", "adapter")
+                is_layer = path not in model.norm_sites and not is_linear
                 if is_layer and path not in seen:
                     seen.add(path)
                     yield path

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
-from .adapters import is_lora_layer, is_quantised_lora_layer, name_of, why_unfused
+from .adapters import is_lora_layer, is_quantised_lora_layer, name_of, why_linear_is_stock, why_unfused
 from .block import SurveyedModel, why_left_out
 from .block_survey import decide_block, may_rotate_or_gate, plan_block
 from .class_swap import (
@@ -23,7 +23,8 @@ from .class_swap import (
     has_derived_class,
     stock_class,
 )
-from .fused_classes import fused_adapter_class, fused_experts_class, fused_norm_class
+from .four_bit import is_linear_4bit
+from .fused_classes import fused_adapter_class, fused_experts_class, fused_linear_4bit_class, fused_norm_class
 from .fused_experts import KnownGates, is_experts, other_implementation, recognise_experts
 from .fused_norm_module import FusedNorm
 from .hooks import are_plain_calls, replaced_forward, replaced_linear
@@ -65,12 +66,15 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     adapters = {
         path: module for path, module in modules.items() if is_lora_layer(module) or is_quantised_lora_layer(module)
     }
+    inside = {id(layer._modules.get("base_layer")) for layer in adapters.values()}
+    linears = {path: module for path, module in modules.items() if is_linear_4bit(module)}
     heads = {paths[id(head)]: head for _, head in language_models(model) if id(head) in paths}
     count, name = len(norms), type(model).__name__
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
         if not any(
-            named.selects(path, module) for path, module in (norms | blocks | experts | adapters | heads).items()
+            named.selects(path, module)
+            for path, module in (norms | blocks | experts | linears | adapters | heads).items()
         ):
             raise FusedNormError(
                 f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention, MLP, LoRA layer or"
@@ -97,11 +101,17 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         decide_block(surveyed.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
     gates: KnownGates = {}
     expert_rows = [_survey_experts(path, module, surveyed, gates) for path, module in experts.items()]
+    linear_rows = []
+    for path, linear in linears.items():
+        if id(linear) in inside:  # its LoRA layer reads its weight
+            surveyed.plan(linear, stock_class(linear))
+        else:
+            linear_rows.append(_survey_linear(path, linear, surveyed))
     adapter_rows = [_survey_adapter(path, layer, surveyed) for path, layer in adapters.items()]
 
     def rows() -> list[Site]:
         in_blocks = [row for path in decided for row in surveyed.block(path).sites]
-        return [*surveyed.norm_sites.values(), *in_blocks, *expert_rows, *adapter_rows]
+        return [*surveyed.norm_sites.values(), *in_blocks, *expert_rows, *linear_rows, *adapter_rows]
 
     layers = decide_recompute(surveyed, rows())
     # A forward that cannot be rewritten after all may have had all that is fused in a layer.
@@ -169,6 +179,20 @@ def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel, gates: 
         return row.skipped(override, "overridden")
     model.plan(experts, fused)
     return replace(row, activation=str(gate))
+
+
+def _survey_linear(path: str, linear: nn.Module, model: SurveyedModel) -> Site:
+    """The row of a 4-bit linear without an adapter; its class is planned."""
+    origin = stock_class(linear)
+    row = Site(path, "linear", origin.__name__)
+    if override := forward_override_reason(linear) or replaced_forward(origin) or replaced_linear():
+        return row.skipped(override, "overridden")
+    if unwanted := why_left_out("linear", path, linear, model.options):
+        row = row.skipped(unwanted, "option")
+    elif reason := why_linear_is_stock(linear):
+        row = row.skipped(reason)
+    model.plan(linear, fused_linear_4bit_class(origin) if row.reason is None else origin)
+    return row
 
 
 def _survey_adapter(path: str, layer: nn.Module, model: SurveyedModel) -> Site:

@@ -96,6 +96,7 @@ def _glu_forward_kernel(
     M,
     N, gate_stride, up_stride, y_stride, gate_added_stride, up_added_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, INT64: tl.constexpr, ACTIVATION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, INT64)
     up = (gate_ptr + N, gate_stride)
@@ -107,7 +108,7 @@ def _glu_forward_kernel(
         gate += _load((gate_added_ptr, gate_added_stride), row, col, live)
         up += _load((up_added_ptr, up_added_stride), row, col, live)
     activated = gate * _share(gate, ACTIVATION)
-    if gate_added_ptr is None:  # else gate is of fp32
+    if not WIDE:
         activated = round_to(activated, gate_ptr.dtype.element_ty)
     store_tile((y_ptr, y_stride), row, col, live, activated * up)
 
@@ -125,6 +126,7 @@ def _glu_backward_kernel(
     M,
     N, gate_stride, up_stride, dy_stride, other_dy_stride, gate_added_stride, up_added_stride, dgate_stride, dup_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, INT64: tl.constexpr, ACTIVATION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     row, col, live = _tile(M, N, ROWS, BLOCK, GRAIN, INT64)
     dy = _load((dy_ptr, dy_stride), row, col, live)
@@ -136,7 +138,7 @@ def _glu_backward_kernel(
     share, slope = _share_and_slope(gate, ACTIVATION)
     if up_ptr is None or dup_ptr is not None:
         activated = gate * share
-        if gate_added_ptr is None:  # else gate is of fp32
+        if not WIDE:
             activated = round_to(activated, gate_ptr.dtype.element_ty)
         if up_ptr is None:
             store_tile((dgate_ptr + N, dgate_stride), row, col, live, dy * activated)
@@ -160,13 +162,14 @@ def empty_product(gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 def launch_glu_forward(
-    gate: Tensor, up: Tensor | None, y: Tensor, activation: str, added: Added = (None, None)
+    gate: Tensor, up: Tensor | None, y: Tensor, activation: str, added: Added = (None, None), *, wide: bool = False
 ) -> None:
     """Write ``y``, from ``empty_rows_like(gate)`` or as wide as half of it; without ``up`` gate has both.
 
-    ``added``: second summands of gate and of up, which are sums in fp32 then.
+    ``added``: second summands of gate and of up. ``wide``: gate and up are of fp32, or cast to it first, so that the
+    activation is not rounded.
     """
-    _launch(_glu_forward_kernel, (gate, up, y, *added), activation)
+    _launch(_glu_forward_kernel, (gate, up, y, *added), activation, wide)
 
 
 def launch_glu_backward(
@@ -177,16 +180,18 @@ def launch_glu_backward(
     dup: Tensor | None,
     activation: str,
     added: Added = (None, None),
+    *,
+    wide: bool = False,
 ) -> None:
     """Write the gradients that are there, both from ``empty_rows_like(gate)``; one of them is.
 
-    ``dys``: the gradients of one consumer or of two, which are added up in fp32; ``added``: as in the forward.
+    ``dys``: the gradients of one consumer or of two, which are added up in fp32; the others: as in the forward.
     """
-    _launch(_glu_backward_kernel, (gate, up, *dys, *added, dgate, dup), activation)
+    _launch(_glu_backward_kernel, (gate, up, *dys, *added, dgate, dup), activation, wide)
 
 
 def _launch(
-    kernel: Any, tensors: tuple[Tensor, Tensor | None, Tensor, *tuple[Tensor | None, ...]], activation: str
+    kernel: Any, tensors: tuple[Tensor, Tensor | None, Tensor, *tuple[Tensor | None, ...]], activation: str, wide: bool
 ) -> None:
     """Launch a kernel on rows in the order of the first tensor, as many and as wide as those of the product, the third.
 
@@ -202,6 +207,7 @@ def _launch(
     long = max(size, rows * max(spacing)) >= INT32_LIMIT
     plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_props(tensors[0].device))
     constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "INT64": long, "ACTIVATION": activation}
+    constants["WIDE"] = wide
     if grain:
         tiles, numbers = -(-size // plan.block), (size // grain, *(0,) * (1 + len(spacing)))
     else:

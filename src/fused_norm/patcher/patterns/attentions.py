@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..adapters import is_quantised_lora_layer
+from ..adapters import is_quantised
 from ..attention_functions import HARMLESS
 from ..block import Block
 from ..dataflow import Dataflow, mentions
@@ -63,9 +63,9 @@ class Attention(Match):
     values: tuple[ast.Assign, ast.Call] | None
 
     def parts(self, block: Block) -> tuple[str, ...]:
-        """``values`` if a LoRA layer around a 4-bit linear computes them in this module, or nothing."""
+        """``values`` if a quantised linear, or a LoRA layer around one, computes them in this module, or nothing."""
         linear: Any = self.values and block.member(callee_name(self.values[1]))
-        return ("values",) if is_quantised_lora_layer(linear) else ()
+        return ("values",) if is_quantised(linear) else ()
 
     def edit_before(self, rotate: ast.Call, rewrite: Rewrite, forward: EditedForward) -> None:
         """Look the function up before the rotation, whose call gets the dtype that it reads as an argument."""

@@ -39,7 +39,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..activation_recognition import looks_like_activation, recognise_activation
-from ..adapters import is_quantised_lora_layer
+from ..adapters import is_quantised
 from ..block import Block
 from ..dataflow import Conditions, Dataflow, edits_in_place, may_hold
 from ..hooks import has_hooks
@@ -135,7 +135,7 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
         rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
         if row.reason is None:
             consumer: Any = gate.consumer and block.member(callee_name(gate.consumer))
-            parts = ("consumer",) if gate.halves is None and is_quantised_lora_layer(consumer) else ()
+            parts = ("consumer",) if gate.halves is None and is_quantised(consumer) else ()
             block.rewrites.append(Rewrite("gates", index, parts, activation))
     reached = {gate.product for gate in gates if may_hold(gate.conditions, block.module)}
     yield from (row for product, row in rows.items() if product in reached)
