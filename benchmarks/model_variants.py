@@ -213,7 +213,7 @@ def _torch_norm(module: nn.Module, spec: NormSpec) -> Forward:
     return forward
 
 
-_OPTIONS = ("rope", "qk", "residual", "sandwich", "norms", "mlp", "consumers", "adapter")
+_OPTIONS = ("rope", "qk", "residual", "sandwich", "norms", "mlp", "consumers", "linear", "adapter")
 _MEMORY_BUDGETS = (0.7, 0.4, 0.1)
 _FLOAT8_RECIPES = ("tensorwise", "rowwise")
 _COMPILED_STOCK, _COMPILED_FUSED = (partial(_compiled_by_layer, eager=eager) for eager in (_stock, _fused))

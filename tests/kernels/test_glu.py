@@ -182,10 +182,26 @@ def test_without_a_gradient_one_output_serves_all_consumers(device: str) -> None
     assert torch.equal(y, glu(given.gate, given.up, "silu").to(BF16))
 
 
-def test_a_product_in_16_bits_is_left_as_it_is(device: str) -> None:
-    """Stock code rounds the sum of its consumers' gradients then."""
+@EVERY
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_gate_and_up_in_16_bits_have_the_bits_of_their_casts(dtype: torch.dtype, activation: str, device: str) -> None:
+    for width in (40, 7):
+        given = drawn(device, **dict.fromkeys(("gate", "up", "dy"), ((2, 5, width), dtype, 1.0)))
+        dys = given.dy, (given.dy * 3).sin()
+        results = []
+        for wide in (False, True):
+            leaves = [one.clone().requires_grad_() for one in (given.gate, given.up)]
+            gate, up = (one.float() for one in leaves) if wide else leaves
+            ys = GLU_FOR_CONSUMERS(gate, up, None, None, activation, 2, dtype)
+            results.append([*ys, *torch.autograd.grad(ys, leaves, dys)])
+        for one, other in zip(*results, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+def test_two_dtypes_are_left_to_glu(device: str) -> None:
     given = inputs(device, 3, 8)
-    reason = GLU_FOR_CONSUMERS.differs_from_eager(given.gate, given.up, None, None, "silu", 2, BF16)
+    reason = GLU_FOR_CONSUMERS.differs_from_eager(given.gate.bfloat16(), given.up.float(), None, None, "silu", 2, BF16)
     assert reason is not None
 
 

@@ -32,7 +32,8 @@ def why_unreadable(linear: Any, *, is_called: bool = False) -> str | None:
     ``is_called``: this is a call of the linear, so that hooks have run. Otherwise it is not called.
     """
     layers = sys.modules.get("bitsandbytes.nn.modules")
-    if layers is None or not is_linear_4bit(linear) or not is_genuine(layers.Linear4bit):
+    origin = getattr(linear, "fused_norm_origin", type(linear))
+    if layers is None or origin is not layers.Linear4bit or not is_genuine(layers.Linear4bit):
         return ""
     if not is_called and not are_plain_calls(linear):
         return "other code sees the calls of its linear"

@@ -29,7 +29,7 @@ from .adapters import (
     why_stock,
     why_unfused,
 )
-from .four_bit import is_linear_4bit, why_unreadable
+from .four_bit import why_unreadable
 from .fused_norm_module import is_disabled, spec_and_weights, warn_once
 
 _SINCE = (
@@ -110,10 +110,10 @@ def called_by(
         if type(linear) is not Linear:
             if not isinstance(linear, fused):
                 return None
-            if is_linear_4bit(linear):
+            base: Any = linear._modules.get("base_layer")
+            if base is None:  # a 4-bit linear
                 reason = why_linear_is_stock(linear)
             else:
-                base: Any = linear._modules.get("base_layer")
                 reason = None if type(base) is Linear else why_unreadable(base)
                 reason = why_stock(linear) if reason is None else reason
                 called.append(base)
