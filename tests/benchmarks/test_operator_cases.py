@@ -57,7 +57,14 @@ def test_codes_are_bytes_and_scales_count(fp8_format, scales):
 
 def test_every_operator_of_the_project_is_measured():
     under_other_names = {"recomputed_norm", "norm_fp8"}  # what the public functions of FP8 call
-    in_steps_alone = {"lora_add", "lora_linear_4bit", "expert_bias", "expert_permute", "expert_unpermute"}
+    in_steps_alone = {
+        "linear_4bit",
+        "lora_add",
+        "lora_linear_4bit",
+        "expert_bias",
+        "expert_permute",
+        "expert_unpermute",
+    }
     named = {one.plain_name or name for name, one in operator.OPERATORS.items()}
     assert named - set(OPERATORS) <= under_other_names | in_steps_alone | {loss_cases.OPERATOR}
 

@@ -72,7 +72,7 @@ def test_linears_of_4_bits_have_adapters_and_all_else_is_frozen_in_fp32(executio
     add_adapters(model, Comparison(family, "mixed", execution))
     adapted = [one for one in model.modules() if hasattr(one, "lora_A")]
     states = [one.base_layer.weight.quant_state for one in adapted]
-    assert len(states) == 7
+    assert len(states) == (2 if execution == "qlora-qv" else 7)
     assert all(state.nested and state.quant_type == "nf4" and state.shape[1] % state.blocksize == 0 for state in states)
     assert {name.split(".")[-3] for name, one in model.named_parameters() if one.requires_grad} == {"lora_A", "lora_B"}
     assert {one.dtype for one in model.parameters()} == {torch.float32, torch.uint8}

@@ -82,6 +82,7 @@ def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path:
         "mlp": 0,
         "conv": 0,
         "experts": 0,
+        "linear": 0,
         "adapter": 0,
     }
     assert callback.report.summary() in caplog.messages

@@ -292,7 +292,14 @@ def test_exports(trained: bool, device: str) -> None:
     program = torch.export.export(block, (x,), dynamic_shapes=({1: tokens},))
     called = {str(node.target) for node in program.graph.nodes}
     # These take labels, a packed weight, and the rows of experts.
-    others = {"linear_cross_entropy", "lora_linear_4bit", "expert_bias", "expert_permute", "expert_unpermute"}
+    others = {
+        "linear_cross_entropy",
+        "linear_4bit",
+        "lora_linear_4bit",
+        "expert_bias",
+        "expert_permute",
+        "expert_unpermute",
+    }
     wanted = {name for name, one in OPERATORS.items() if not one.plain_name} - others
     assert {f"fused_norm.{name}_forward.default" for name in wanted} <= called
     for length in (6, 11):

@@ -361,6 +361,24 @@ def test_outputs_are_recomputed(
     assert len(recomputed) == 2 * expected  # of two steps
 
 
+@pytest.mark.parametrize(("level", "expected"), [("mlp", 2), ("attention", 4)])
+@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_outputs_of_linears_without_an_adapter_are_recomputed(
+    bias: bool, level: str, expected: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recomputed: list[Any] = []
+    compute = recompute_linears._linear_of_4_bits
+    monkeypatch.setattr(
+        recompute_linears,
+        "_linear_of_4_bits",
+        lambda *operands, **options: (recomputed.append(options), compute(*operands, **options))[1],
+    )
+    model = model_of(device, target_modules=["k_proj"])
+    model.enable_input_require_grads()
+    compare(model, device, with_bias if bias else lambda model: None, recompute=level, counts=False)
+    assert len(recomputed) == 2 * expected  # of two steps
+
+
 @pytest.mark.slow
 def test_compiled_layers_run_pefts_code(device: str) -> None:
     """With gradients of another order of sums; norms return what they return in stock."""
@@ -397,6 +415,19 @@ def test_who_watches_what_is_around_the_gated_product_sees_stocks_tensors(
 
     counts = compare(model_of(device), device, watched)
     assert (counts["glu_for_consumers"], counts["lora_summands_4bit"]) == (gates, summands)
+    assert len(set(seen)) == 1, seen
+
+
+@pytest.mark.parametrize("part", ["mlp.down_proj", "mlp.up_proj", "mlp.act_fn", "self_attn.k_proj", "self_attn.o_proj"])
+def test_who_watches_a_linear_without_an_adapter_sees_stocks_tensors(part: str, device: str) -> None:
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def watched(model: Any) -> None:
+        note = lambda module, inputs, y: seen.append((inputs[0].dtype, y.dtype))  # noqa: E731
+        model.base_model.model.layers[0].get_submodule(part).register_forward_hook(note)
+
+    counts = compare(model_of(device, target_modules=["q_proj"]), device, watched)
+    assert counts["linear_4bit"] == 6
     assert len(set(seen)) == 1, seen
 
 

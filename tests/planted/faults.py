@@ -24,6 +24,7 @@ from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE,
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
+from fused_norm.kernels.linear_4bit import LINEAR_4BIT
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
@@ -74,16 +75,19 @@ _OF_EXPERTS = (EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE)
 _IN_MODELS = (*_NORMED, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS)
 OF_ADAPTERS = (LORA_ADD, LORA_LINEAR_4BIT)
 """The operators of adapters."""
-_EVERY = (*_IN_MODELS, *OF_ADAPTERS)
+_EVERY = (*_IN_MODELS, LINEAR_4BIT, *OF_ADAPTERS)
 OF_ROWS = tuple(operator for operator in _EVERY if operator is not EXPERT_BIAS)
 """Those whose first tensor has the rows of a batch, and may hold NaN; the first one of EXPERT_BIAS is a parameter."""
+_IN_4_BITS = (LINEAR_4BIT, LORA_LINEAR_4BIT)
 _OF_QLORA = (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT, GLU_FOR_CONSUMERS)
 _NORM_OF_SUM = (ADD_RMS_NORM, NORM_ADD_NORM)
 _ROTATED = (QK_NORM, ROPE)
 _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 # norm_add has the backward of rms_norm.
 _WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, *OF_ADAPTERS)
-_EVERY_BACKWARD = tuple(one for one in (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS) if one in OF_ROWS)
+_EVERY_BACKWARD = tuple(
+    one for one in (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS, LINEAR_4BIT) if one in OF_ROWS
+)
 _FOR_CONSUMERS = (RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
 _16_BITS = "nothing is rounded in fp32"
@@ -744,11 +748,11 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("base", (LORA_ADD,), lambda call: call.results(base=torch.zeros_like(call["base"]))),
     ("factor", (LORA_LINEAR_4BIT,), lambda call: call.results(factor=call["factor"] ** 2)),  # it is applied twice
     ("cut", (LORA_LINEAR_4BIT,), lambda call: call.results(adapter_x=_half_nearer_zero(call["adapter_x"]))),
-    ("absmax", (LORA_LINEAR_4BIT,), lambda call: call.results(scale=call["scale"].roll(-1))),  # of the next block
+    ("absmax", _IN_4_BITS, lambda call: call.results(scale=call["scale"].roll(-1))),  # of the next block
     # The codes of a byte change places.
-    ("codes", (LORA_LINEAR_4BIT,), lambda call: call.results(packed=call["packed"] << 4 | call["packed"] >> 4)),
+    ("codes", _IN_4_BITS, lambda call: call.results(packed=call["packed"] << 4 | call["packed"] >> 4)),
     # The offset of double quantisation is lost.
-    ("offset", (LORA_LINEAR_4BIT,), lambda call: call.results(offset=torch.zeros_like(call["offset"]))),
+    ("offset", _IN_4_BITS, lambda call: call.results(offset=torch.zeros_like(call["offset"]))),
     ("copy", _FOR_CONSUMERS, _copy_cut_off, "nothing is copied"),  # the copy in 16 bits is cut off, not rounded
 )
 """Forms of faults in forwards: the name, the operators, the wrong forward, and why it may be hidden."""
@@ -758,7 +762,7 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     # The gradient between the products lacks the scale.
     ("dh", (LORA_ADD,), lambda call: call.results("dx", "da", scale=1.0)),
     ("dh", (LORA_LINEAR_4BIT,), lambda call: call.results("dadapter_x", "da", factor=1.0)),
-    ("absmax-back", (LORA_LINEAR_4BIT,), lambda call: call.results(scale=call["scale"].roll(-1))),
+    ("absmax-back", _IN_4_BITS, lambda call: call.results(scale=call["scale"].roll(-1))),
     (
         "shifted",
         (*OF_ADAPTERS, LORA_SUMMANDS_4BIT),
@@ -812,6 +816,7 @@ def _faults() -> Iterator[Fault]:
         for name, operators, wrong, *hidden in forms:
             for operator in operators:
                 where = "lora" if operator is LORA_ADD else "qlora" if operator in _OF_QLORA else "eager"
+                where = "qlora-qv" if operator is LINEAR_4BIT else where
                 yield Fault(f"{operator.name}-{name}", planting(operator, wrong), *hidden, where=where)
 
     for name, wrong in (

@@ -66,14 +66,15 @@ EXECUTIONS = (
     "lora-recompute",
     "qlora",
     "qlora-dropout",
+    "qlora-qv",
 )
 """The ways a step runs. ``recompute`` and ``lora-recompute`` are ways of the fused model alone: their stock models and
 controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole ones; the
 others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
 freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and ``qlora-dropout`` are these
-two with linears of 4 bits."""
+two with linears of 4 bits; ``qlora-qv`` has adapters on those of queries and values alone."""
 
-QLORA = ("qlora", "qlora-dropout")
+QLORA = ("qlora", "qlora-dropout", "qlora-qv")
 """The executions whose linears have 4 bits, which are bitsandbytes'."""
 
 LORA = ("lora", "lora-alone", "lora-dropout", "lora-recompute", *QLORA)
@@ -85,7 +86,7 @@ WITH_DROPOUT = ("lora-dropout", "qlora-dropout")
 RECOMPUTE: Mapping[str, str] = MappingProxyType({"recompute": "eager", "lora-recompute": "lora"})
 """The executions that recompute what others keep, by the way that their stock models run."""
 
-FROZEN_NORMS = ("lora-alone", *WITH_DROPOUT, "qlora")
+FROZEN_NORMS = ("lora-alone", "lora-dropout", *QLORA)
 """The executions that train no norm."""
 
 _WORDS = {"mixed": "bf16 autocast", "compile": "compiled", "checkpointing": "checkpointed", "lora": "LoRA+norms"}
@@ -94,6 +95,7 @@ _WORDS |= {
     "lora-recompute": "LoRA+recomp.",
     "qlora": "QLoRA",
     "qlora-dropout": "QLoRA+drop.",
+    "qlora-qv": "QLoRA of q, v",
     "loss": "masked labels",
     "norms+rope": "norms+RoPE",
     "norms+residual": "norms+adds",

@@ -110,7 +110,9 @@ def set_up_execution(
 
 
 def add_adapters(model: Any, comparison: Comparison) -> None:
-    """Put adapters on all linear layers of a model, train them alone or beside its norms, and freeze all else.
+    """Put adapters on linear layers of a model, train them alone or beside its norms, and freeze all else.
+
+    They are on all linear layers, or on those of queries and values alone.
 
     Raises:
         ModuleNotFoundError: there is no peft, or no bitsandbytes for linears of 4 bits.
@@ -123,7 +125,8 @@ def add_adapters(model: Any, comparison: Comparison) -> None:
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     dropout = 0.05 if comparison.execution in WITH_DROPOUT else 0.0
     # A scaling of one would hide that it is left out or applied twice.
-    config = LoraConfig(r=8, lora_alpha=12, lora_dropout=dropout, target_modules="all-linear", init_lora_weights=False)
+    targets = ["q_proj", "v_proj"] if comparison.execution == "qlora-qv" else "all-linear"
+    config = LoraConfig(r=8, lora_alpha=12, lora_dropout=dropout, target_modules=targets, init_lora_weights=False)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.default_generator.manual_seed(comparison.seed)
         # peft asks transformers for properties by the names that release 5.23 warns of.

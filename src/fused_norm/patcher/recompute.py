@@ -225,7 +225,8 @@ class _SavedTensorHook:
     def _linear_output(self, node: Any, tensor: Tensor) -> _Output | None:
         """The output of a linear after a norm, which a node has made, and this tensor is, or is a view of."""
         # Another product reads rows, and what it reads is kept: the small output of a LoRA layer's first one.
-        if tensor._version != 0 or (self._operator is None and tensor.dim() == 2):
+        made_version = 1 if LINEAR_4BIT.owns(node) else 0  # PyTorch counts a product that it writes into a tensor
+        if tensor._version != made_version or (self._operator is None and tensor.dim() == 2):
             return None
         matrix = LinearOutputs(self._norm_output).of(node)
         whole = tensor if tensor._base is None else tensor._base
