@@ -58,7 +58,7 @@ class FuseOptions:
         experts: fuse what a mixture of experts computes around its grouped products: the order of rows, the gate, and
             the weighted sum. None is on.
         linear: dequantise the weights of bitsandbytes' 4-bit linears, those without an adapter, in one kernel, and read
-            and write 16 bits around them if stock code casts to these. None is on.
+            and write 16 bits around them if stock code casts to these. None follows ``adapter``.
         adapter: fuse what PEFT's LoRA layers add to their linear: the adapter's products, scale and sum. None is on.
         loss: fuse the vocabulary head of a language model with its loss, so that logits are not held:
             ``outputs.logits`` computes them when it is read, and raises if weights have been written to since. None is
@@ -93,7 +93,9 @@ class FuseOptions:
     mlp: bool | None = _switch("mlp", "the activation of a gated MLP + its product")
     conv: bool | None = _switch("conv", "a short causal convolution + its SiLU")
     experts: bool | None = _switch("experts", "the gate, rows and sums around the products of experts")
-    linear: bool | None = _switch("linear", "the weight of a 4-bit linear, dequantised in one kernel")
+    linear: bool | None = _switch(
+        "linear", "the weight of a 4-bit linear, dequantised in one kernel", follows="adapter", alone=True
+    )
     adapter: bool | None = _switch("adapter", "the adapter of a LoRA layer + the sum with its linear")
     loss: bool | None = _switch("loss", "the vocabulary head + its loss")
     modules: ModuleFilter | None = None

@@ -420,7 +420,7 @@ def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, ca
     assert "RemoteForCausalLM" in capsys.readouterr().out
 
 
-NO_KIND = "--no-norms --no-qk --no-mlp --no-conv --no-experts --no-linear --no-adapter --no-loss"
+NO_KIND = "--no-norms --no-qk --no-mlp --no-conv --no-experts --no-adapter --no-loss"
 
 
 @pytest.mark.parametrize(

@@ -626,7 +626,7 @@ def test_options_are_a_value() -> None:
     assert left_out(FuseOptions(residual=False, sandwich=True)) == {"residual"}
     assert left_out(FuseOptions(qk=False)) == {"qk", "rope"}
     assert left_out(FuseOptions(qk=False, rope=True)) == {"qk"}
-    others = {"mlp", "conv", "experts", "adapter", "loss"}
+    others = {"mlp", "conv", "experts", "linear", "adapter", "loss"}
     assert left_out(FuseOptions(norms=False, qk=False)) == set(KINDS) - others
     assert FuseOptions(norms=False).because("sandwich") == "norms=False"
     assert FuseOptions(residual=False).because("sandwich") == "residual=False"

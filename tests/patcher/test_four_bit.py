@@ -118,7 +118,7 @@ def compare(
         same = torch.equal if device == "cpu" else lambda one, other: relative(one, other) < 4e-3
     fused, stock = copy.deepcopy(model), copy.deepcopy(model)
     fused_norm.apply_fused_norm(fused, strict=False, recompute=recompute)
-    fused_norm.apply_fused_norm(stock, strict=False, adapter=False, linear=False)
+    fused_norm.apply_fused_norm(stock, strict=False, adapter=False)
     change(fused), change(stock)
     expected, without = step(stock, device, **how)
     assert not without.keys() & {"lora_linear_4bit", "lora_add", "linear_4bit"}

@@ -95,7 +95,7 @@ _WORDS |= {
     "lora-recompute": "LoRA+recomp.",
     "qlora": "QLoRA",
     "qlora-dropout": "QLoRA+drop.",
-    "qlora-qv": "QLoRA of q, v",
+    "qlora-qv": "QLoRA q, v",
     "loss": "masked labels",
     "norms+rope": "norms+RoPE",
     "norms+residual": "norms+adds",

@@ -54,7 +54,7 @@ class Linear4bit(Operator):
         return product_obstacle(dtype, {"x": x}) or weight_obstacle(block, (*weight, bias))
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
-        return None if arguments[0].is_contiguous() else "x is not contiguous"
+        return layout_obstacle({"x": arguments[0]})
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, *weight, bias, features, block, dtype, y_dtype = arguments
@@ -115,6 +115,14 @@ def product_obstacle(dtype: torch.dtype, factors: dict[str, Tensor]) -> Unsuppor
     for name, tensor in factors.items():
         if tensor.dtype not in (dtype, torch.float32):
             return Unsupported(f"{name} is {tensor.dtype}, and products are of {dtype}")
+    return None
+
+
+def layout_obstacle(factors: dict[str, Tensor]) -> str | None:
+    """Return why ``factors`` of a product would differ from stock code's: one of them is copied first."""
+    for name, tensor in factors.items():
+        if not tensor.is_contiguous():
+            return f"{name} is not contiguous"
     return None
 
 

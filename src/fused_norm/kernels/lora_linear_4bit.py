@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, check_rows, check_scale, check_tensor
-from .linear_4bit import WEIGHT, WEIGHT_SCHEMA, product_obstacle, weight_obstacle
+from .linear_4bit import WEIGHT, WEIGHT_SCHEMA, layout_obstacle, product_obstacle, weight_obstacle
 from .operator import BackwardCall, BackwardImpl, Operator, Scalars, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
@@ -75,10 +75,7 @@ class LoraLinear4bit(Operator):
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         x, adapter_x, *_ = arguments
-        for name, tensor in (("x", x), ("adapter_x", adapter_x)):
-            if not tensor.is_contiguous():
-                return f"{name} is not contiguous"
-        return None
+        return layout_obstacle({"x": x, "adapter_x": adapter_x})
 
     def reads_copy(self, weight: Tensor, arguments: Sequence[Any]) -> bool:
         return weight.dtype == torch.float32  # products are of 16 bits
