@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -14,6 +15,8 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModel
 
 import fused_norm
@@ -22,6 +25,7 @@ from fused_norm.kernels.operator import calls
 from fused_norm.patcher import four_bit, recompute_linears
 
 from .models import EXPERTS_ARE_MLPS, relative
+from .ranks import called_operators, on_two_ranks
 from .test_frames import explained, frames_of
 
 MOST_FRAMES = 260
@@ -36,7 +40,9 @@ def quantised(linear: nn.Linear, device: str, **options: Any) -> Linear4bit:
     layer = Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, compute_dtype, device="meta")
     layer.weight = Params4bit(linear.weight.detach(), **{"quant_type": "nf4", "requires_grad": False} | options)
     layer.bias = linear.bias
-    return layer.to(device)
+    layer = layer.to(device)
+    layer.quant_state, layer.quant_storage = layer.weight.quant_state, layer.weight.quant_storage
+    return layer
 
 
 def model_of(device: str, model_type: str = "qwen3", dtype: torch.dtype = BF16, **options: Any) -> Any:
@@ -504,3 +510,34 @@ def test_disabled_runs_pefts_code(device: str) -> None:
         results, counts = step(fused, device)
     assert not counts
     assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+
+
+def sharded_steps(rank: int, ranks: int) -> dict[bool, tuple[list[Tensor], dict[str, int]]]:
+    """Gradients of the adapters of two steps on this rank's tokens, and the operators that were called."""
+    mesh, results = init_device_mesh("cpu", (ranks,)), {}
+    for is_fused in (False, True):
+        model = model_of("cpu", quant_storage=BF16, target_modules=QV)
+        model.enable_input_require_grads()
+        fused_norm.apply_fused_norm(model, strict=False, adapter=is_fused)
+        for module in (*model.get_base_model().layers, model):
+            fully_shard(module, mesh=mesh)
+        ids = torch.randint(0, 128, (1, 8), generator=torch.Generator().manual_seed(rank))
+        gradients: list[Tensor] = []
+        for _ in range(2):
+            with called_operators() as called, torch.autocast("cpu", BF16):
+                model(input_ids=ids, use_cache=False).last_hidden_state.float().square().sum().backward()
+            gradients += [one.grad.full_tensor() for one in model.parameters() if one.grad is not None]
+            model.zero_grad()
+        results[is_fused] = gradients, dict(Counter(called))
+    return results
+
+
+@pytest.mark.slow
+def test_weights_that_fsdp_shards_are_read(tmp_path: Path) -> None:
+    """FSDP gathers a parameter without the state of its quantisation, which the module keeps."""
+    for results in on_two_ranks(sharded_steps, tmp_path):
+        (expected, without), (gradients, called) = results[False], results[True]
+        assert not without.keys() & {"linear_4bit", "lora_linear_4bit"}
+        assert (called["linear_4bit"], called["lora_linear_4bit"]) == (5, 2)
+        assert len(gradients) == 2 * 4
+        assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))

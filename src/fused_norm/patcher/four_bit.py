@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.triton.dequantize_kernels import SCALES_TOGETHER, PackedWeight
 from .hooks import are_plain_calls, is_genuine
@@ -38,8 +38,10 @@ def why_unreadable(linear: Any, *, is_called: bool = False) -> str | None:
     if not is_called and not are_plain_calls(linear):
         return "other code sees the calls of its linear"
     weight = linear._parameters["weight"]
+    # FSDP gathers a parameter without its state, which the module keeps for that.
     state = getattr(weight, "quant_state", None)
-    if type(weight) is not layers.Params4bit or state is None or weight.requires_grad:
+    state = linear.quant_state if state is None else state
+    if type(weight) not in (layers.Params4bit, nn.Parameter) or state is None or weight.requires_grad:
         return "its weight is not quantised, or not frozen"
     dtype, bias = linear.compute_dtype, linear._parameters["bias"]
     if bias is not None and (bias.dtype is not dtype or bias.requires_grad):
@@ -86,7 +88,8 @@ def packed_weight(
     if reason is not None:
         return reason
     weight = linear._parameters["weight"]
-    state = weight.quant_state
+    state = getattr(weight, "quant_state", None)
+    state = linear.quant_state if state is None else state
     if linear.compute_dtype is not dtype:
         return f"its linear computes in {linear.compute_dtype}, and its adapter in {dtype}"
     if _multiplies_itself(state, x, dtype):
