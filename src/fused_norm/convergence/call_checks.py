@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -204,6 +205,8 @@ class _Repeated:
         tensors = tensors_in(bound.arguments)
         self._rows, device = tensors[0].shape[:-1].numel(), tensors[0].device
         with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # Triton's interpreter, of a row of NaN
             for weight in trained.values() if frozen else ():
                 weight.requires_grad_(False)
                 stack.callback(weight.requires_grad_)
