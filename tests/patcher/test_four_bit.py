@@ -437,6 +437,66 @@ def test_who_watches_a_linear_without_an_adapter_sees_stocks_tensors(part: str, 
     assert len(set(seen)) == 1, seen
 
 
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_checkpointed_linears_without_an_adapter_have_the_same_bits(reentrant: bool, device: str) -> None:
+    def checkpointed(model: Any) -> None:
+        model.enable_input_require_grads()
+        model.base_model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+    assert compare(model_of(device, target_modules=QV), device, checkpointed)["linear_4bit"] == 5
+
+
+def test_a_patched_model_is_saved_and_copied_as_a_stock_one(device: str) -> None:
+    model = model_of(device, target_modules=QV)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fused_norm.apply_fused_norm(model, strict=False)
+    linear = model.get_base_model().layers[0].mlp.up_proj
+    assert isinstance(linear, Linear4bit)
+    for one in (model, copy.deepcopy(model)):
+        assert {name: tensor.shape for name, tensor in one.state_dict().items()} == {
+            name: tensor.shape for name, tensor in expected.items()
+        }
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in one.state_dict().items())
+    results = [step(one, device)[0] for one in (model, copy.deepcopy(model))]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert fused_norm.remove_fused_norm(model) > 0
+    assert type(linear) is Linear4bit
+
+
+@pytest.mark.parametrize(
+    ("autocast", "options", "expected"),
+    [
+        (None, {}, 6),  # its input has 16 bits, or float32, and is cast to those
+        (FP16, {}, 0),  # autocast would multiply in the other 16 bits
+        (BF16, {"compute_dtype": FP32}, 0),
+    ],
+)
+def test_autocast_and_dtypes_of_products_decide(
+    autocast: torch.dtype | None, options: dict[str, Any], expected: int, device: str
+) -> None:
+    near = lambda one, other: relative(one, other) < 1e-6  # noqa: E731 (gradients are added up in another order)
+    counts = compare(model_of(device, target_modules=["v_proj"], **options), device, same=near, autocast=autocast)
+    assert counts["linear_4bit"] == expected
+
+
+def test_a_linear_that_is_not_quantised_yet_is_kept() -> None:
+    model = nn.ModuleDict({"linear": Linear4bit(64, 64, compute_dtype=BF16), "norm": nn.RMSNorm(64)})
+    report = fused_norm.apply_fused_norm(model, strict=False)
+    (row,) = [row for row in report.kept if row.kind == "linear"]
+    assert row.reason == "its weight is not quantised, or not frozen"
+
+
+def test_adapters_that_come_after_the_patch_get_their_linear_back(device: str) -> None:
+    model = model_of(device, target_modules=["v_proj"]).unload()
+    fused_norm.apply_fused_norm(model, strict=False)
+    assert fused_norm.apply_fused_norm(model, strict=False).counts["linear"] == 7
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=QV, init_lora_weights=False)).to(device)
+    report = fused_norm.apply_fused_norm(adapted, strict=False)
+    assert (report.counts["linear"], report.counts["adapter"]) == (5, 2)
+    assert type(adapted.base_model.model.layers[0].self_attn.q_proj.base_layer) is Linear4bit
+    assert compare(adapted, device)["lora_linear_4bit"] == 2
+
+
 def values_of(model: Any, device: str, **given: Any) -> torch.dtype:
     """The dtype of the values that PyTorch's attention is called with, noted with nothing in the place of it."""
     dtypes: list[torch.dtype] = []
