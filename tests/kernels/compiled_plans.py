@@ -109,7 +109,10 @@ def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
             saved, facts = operator.save(arguments, results)
             outputs: list[Any] = [arguments[0] if one is None else one for one in results[: len(operator.outputs)]]
             if "consumers" in operator.options:
-                outputs[0] = (outputs[0],) * arguments[-2]  # for each consumer
+                args = operator.by_name(arguments, results)
+                wide = args.get("wide", 0)
+                y, narrow = outputs[0], args["narrow"] if wide else outputs[0]
+                outputs[0] = tuple(y if wide >> place & 1 else narrow for place in range(args["consumers"]))
             needed = [one is not None for one in arguments[: len(operator.gradients)]]
             operator.backward(BackwardCall(outputs, saved, facts, needed))
 
@@ -123,9 +126,14 @@ def rows_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     yield ADD_RMS_NORM, "", both(ADD_RMS_NORM, x, x, w, None, 1.0)
     yield NORM_ADD, "", both(NORM_ADD, x, x, w)
     yield NORM_ADD_NORM, "", both(NORM_ADD_NORM, x, x, w, w)
-    yield RMS_NORM_FOR_CONSUMERS, "", both(RMS_NORM_FOR_CONSUMERS, x, w, MOST_CONSUMERS, None)
-    yield ADD_RMS_NORM_FOR_CONSUMERS, "", both(ADD_RMS_NORM_FOR_CONSUMERS, x, x, w, 1.0, MOST_CONSUMERS, None)
-    yield NORM_ADD_NORM_FOR_CONSUMERS, "", both(NORM_ADD_NORM_FOR_CONSUMERS, x, x, w, w, MOST_CONSUMERS, None)
+    yield RMS_NORM_FOR_CONSUMERS, "", both(RMS_NORM_FOR_CONSUMERS, x, w, MOST_CONSUMERS, None, 0)
+    yield ADD_RMS_NORM_FOR_CONSUMERS, "", both(ADD_RMS_NORM_FOR_CONSUMERS, x, x, w, 1.0, MOST_CONSUMERS, None, 0)
+    yield NORM_ADD_NORM_FOR_CONSUMERS, "", both(NORM_ADD_NORM_FOR_CONSUMERS, x, x, w, w, MOST_CONSUMERS, None, 0)
+    if dtype is torch.float32:
+        mixed = MOST_CONSUMERS, torch.bfloat16, 0b101010  # half of the consumers are dropouts
+        yield RMS_NORM_FOR_CONSUMERS, "in two dtypes", both(RMS_NORM_FOR_CONSUMERS, x, w, *mixed)
+        yield ADD_RMS_NORM_FOR_CONSUMERS, "in two dtypes", both(ADD_RMS_NORM_FOR_CONSUMERS, x, x, w, 1.0, *mixed)
+        yield NORM_ADD_NORM_FOR_CONSUMERS, "in two dtypes", both(NORM_ADD_NORM_FOR_CONSUMERS, x, x, w, w, *mixed)
     yield RECOMPUTED_NORM, "", both(RECOMPUTED_NORM, x, w, torch.empty(64, 1), None)
     if width <= WIDEST_GATED:
         yield GATED_RMS_NORM, "norm first", both(GATED_RMS_NORM, x, x, w, "silu", True, 1)

@@ -20,7 +20,7 @@ from fused_norm.kernels.plans import BackwardPlan
 from fused_norm.kernels.triton.norm_backward import MOST_CONSUMERS
 from fused_norm.spec import NormSpec
 
-from .numerics import BF16, FP16, FP32, assert_same
+from .numerics import BF16, FP16, FP32, assert_same, slow
 
 GEMMA, LLAMA = NormSpec("gemma", True), NormSpec("llama")
 PLAIN: dict[str, tuple[Any, ...]] = {"rms_norm": (None,), "add_rms_norm": (None, 0.5), "norm_add_norm": ()}
@@ -48,8 +48,8 @@ def for_consumers(name: str) -> Operator:
     return dict(zip(PLAIN, operators, strict=True))[name]
 
 
-def options_of(name: str, consumers: int, dtype: torch.dtype | None) -> tuple[Any, ...]:
-    return (*PLAIN[name][1:], consumers, dtype)
+def options_of(name: str, consumers: int, dtype: torch.dtype | None, wide: int = 0) -> tuple[Any, ...]:
+    return (*PLAIN[name][1:], consumers, dtype, wide)
 
 
 def read(ys: Sequence[Tensor], s: Tensor, unread: Sequence[int] = ()) -> Tensor:
@@ -186,6 +186,33 @@ def test_outputs_are_one_tensor_in_memory_and_none_is_a_view(name: str, device: 
 
 
 @NAMES
+@pytest.mark.parametrize("wide", [0b1, 0b10, 0b101, 0b111])
+@pytest.mark.parametrize("width", [48, *slow(40960)])
+def test_some_consumers_read_float32(name: str, wide: int, width: int, device: str) -> None:
+    """The others read 16 bits, and the gradients of all are added up in float32, the last consumer's first."""
+    tensors = tensors_of(name, device, FP32, FP32, width)
+    of_one = [bool(wide >> place & 1) for place in range(3)]
+
+    def results_of(ys: Sequence[Tensor], s: Tensor, unread: int | None) -> list[Tensor]:
+        cast = [y.detach().to(FP32 if is_wide else BF16) for y, is_wide in zip(ys, of_one, strict=True)]
+        total = read([], s)
+        for place, y in enumerate(ys):
+            if place != unread:
+                total = total + read([y if of_one[place] else y.to(BF16)], torch.zeros(1, device=device))
+        return [*cast, s, *torch.autograd.grad(total, tensors)]
+
+    for unread in (None, 0, 2):
+        y, s = (one[0] if type(one) is list else one for one in stock(name, LLAMA, tensors, 1, None))
+        expected = results_of([y] * 3, s, unread)
+        for _ in range(2):  # recorded, and repeated
+            *ys, s = for_consumers(name)(tensors[0] * 1, *tensors[1:], LLAMA, *options_of(name, 3, BF16, wide))
+            assert [one.dtype for one in ys] == [FP32 if is_wide else BF16 for is_wide in of_one]
+            assert_same(results_of(ys, s, unread), expected, exact=is_exact(tensors) and width == 48)
+    with torch.no_grad():
+        assert len(for_consumers(name)(*tensors, LLAMA, *options_of(name, 3, BF16, wide))) == 4
+
+
+@NAMES
 def test_calls_that_are_not_trained_return_one_output_and_the_sum(name: str, device: str) -> None:
     tensors = tensors_of(name, device, FP32, FP32)
     expected, s = stock(name, LLAMA, tensors, 1, BF16)
@@ -199,7 +226,7 @@ def test_calls_that_are_not_trained_return_one_output_and_the_sum(name: str, dev
 def test_a_frozen_input_is_handed_on_without_a_gradient(device: str) -> None:
     x, weight = tensors_of("rms_norm", device, BF16, BF16)
     for _ in range(2):
-        *ys, s = for_consumers("rms_norm")(x.detach(), weight, LLAMA, 2, None)
+        *ys, s = for_consumers("rms_norm")(x.detach(), weight, LLAMA, 2, None, 0)
         assert not s.requires_grad
         (found,) = torch.autograd.grad(read(ys, s), [weight])
         ys, s = stock("rms_norm", LLAMA, (x.detach(), weight), 2, None)
@@ -209,7 +236,7 @@ def test_a_frozen_input_is_handed_on_without_a_gradient(device: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_only_float32_is_left_out(dtype: torch.dtype, device: str) -> None:
     x, weight = tensors_of("rms_norm", device, BF16, BF16)
-    y, *_ = for_consumers("rms_norm")(x, weight, LLAMA, 2, dtype)
+    y, *_ = for_consumers("rms_norm")(x, weight, LLAMA, 2, dtype, 0)
     assert y.dtype == BF16
 
 

@@ -94,7 +94,7 @@ def three_consumers(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:
         y = norm_of(spec)(x, weight)
         return y, y, y, x * 1
 
-    return Pair(by("rms_norm_for_consumers", spec, 3, None), stock, rms(spec, x, w).tensors)
+    return Pair(by("rms_norm_for_consumers", spec, 3, None, 0), stock, rms(spec, x, w).tensors)
 
 
 def heads(spec: NormSpec, x: torch.dtype, w: torch.dtype) -> Pair:

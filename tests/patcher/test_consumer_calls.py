@@ -232,12 +232,12 @@ def with_uncast_input(layer: Any) -> None:
 
 ADAPTERS: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
     "nothing": (lambda model: None, 4),
-    "dropout that may drop": (of_block(with_dropout, "q"), 0),
-    "dropout of another class": (of_block(with_its_own_dropout, "q"), 0),
+    "dropout that may drop": (of_block(with_dropout, "q"), 3),  # which reads float32
+    "dropout of another class": (of_block(with_its_own_dropout, "q"), 3),
     "dropout of nothing": (of_block(partial(with_dropout, p=0.0), "q"), 4),
     "dropout in evaluation": (of_block(in_evaluation, "q"), 4),
     "a first factor in 16 bits": (in_dtype(BF16, "lora_A"), 4),
-    "a first factor in the other 16 bits": (in_dtype(FP16, "lora_A"), 0),
+    "a first factor in the other 16 bits": (in_dtype(FP16, "lora_A"), 3),
     "a second factor in 16 bits": (in_dtype(BF16, "lora_B"), 4),
     "its input uncast": (of_block(with_uncast_input, "q"), 4),
     "switched off": (of_block(lambda layer: layer.enable_adapters(False), "q"), 0),
@@ -245,7 +245,7 @@ ADAPTERS: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
     "none active": (of_block(lambda layer: setattr(layer, "_active_adapter", []), "q"), 0),
     "a frozen norm": (lambda model: model.layers[0].norm.requires_grad_(False), 4),
 }
-"""A change of a LoRA layer that ran before, and how many linears and adapters have an input of their own."""
+"""A change of a LoRA layer that ran before, and how many linears and adapters have an input of their own in 16 bits."""
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

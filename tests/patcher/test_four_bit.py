@@ -76,6 +76,7 @@ class Calls:
         self.counts[operator.name] += 1
         if operator is LORA_SUMMANDS_4BIT:
             self.counts["lora_linear_4bit"] += 1
+        self.counts["written in two dtypes"] += bool(operator.by_name(arguments).get("wide"))
         return operator.results_of(*arguments)
 
 
@@ -128,6 +129,7 @@ def compare(
     change(fused), change(stock)
     expected, without = step(stock, device, **how)
     assert not without.keys() & {"lora_linear_4bit", "lora_add", "linear_4bit"}
+    assert not without["written in two dtypes"]
     for _ in range(2):
         results, counts = step(fused, device, **how)
         different = [
@@ -333,6 +335,41 @@ def test_dropout_of_16_bits_has_not_the_bits_of_stocks(p: float) -> None:
 def test_with_dropout_gate_and_up_are_summands_all_the_same(device: str) -> None:
     counts = compare(model_of(device, lora_dropout=0.05), device)
     assert (counts["glu_for_consumers"], counts["glu"], counts["lora_summands_4bit"]) == (1, 0, 2)
+
+
+@pytest.mark.parametrize(("targets", "expected"), [("all-linear", 2), (QV, 1), (["o_proj"], 0)])
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_norms_before_dropout_are_written_in_16_bits_and_in_float32(
+    model_type: str, targets: Any, expected: int, device: str
+) -> None:
+    """Nothing asks for hidden states here: transformers would put hooks on attentions for that."""
+    stock = model_of(device, model_type, lora_dropout=0.05, target_modules=targets)
+    stock.enable_input_require_grads()
+    fused = copy.deepcopy(stock)
+    fused_norm.apply_fused_norm(fused, strict=False)
+    fused_norm.apply_fused_norm(stock, strict=False, adapter=False)
+    ids = torch.randint(0, 128, shape_of_ids(device), generator=torch.Generator().manual_seed(1)).to(device)
+    results = []
+    for model in (stock, fused, fused):
+        noted = Calls()
+        model.zero_grad()
+        torch.manual_seed(5)
+        with calls.by(noted), torch.autocast(device, BF16):
+            y = model(input_ids=ids, use_cache=False).last_hidden_state
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y))
+        gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        results.append(([y.detach(), *gradients], noted.counts["written in two dtypes"]))
+    (right, none), *found = results
+    assert none == 0
+    for computed, count in found:
+        assert count == expected
+        same = torch.equal if device == "cpu" else lambda one, other: relative(one, other) < 4e-3
+        assert all(same(one, other) for one, other in zip(computed, right, strict=True))
+
+
+def test_what_is_recomputed_is_written_in_one_dtype(device: str) -> None:
+    counts = compare(model_of(device, lora_dropout=0.05), device, recompute=True, counts=False)
+    assert not counts["written in two dtypes"]
 
 
 def test_without_autocast_pefts_code_runs(device: str) -> None:

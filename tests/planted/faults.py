@@ -668,7 +668,7 @@ _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     # What is dropped is the same in all adapters.
     ("dropout-same", "lora-dropout", replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first)),
     # What the adapter of a 4-bit linear reads is rounded before its dropout, too.
-    ("cast-twice", "qlora-dropout", replaced_by(linear_inputs, "reads_in", lambda *_: True), ROUNDINGS),
+    ("cast-twice", "qlora-dropout", replaced_by(linear_inputs, "adapter_reads_in", lambda *_: True), ROUNDINGS),
     # Hooks see 16 bits where they see float32 in stock.
     ("16-bits", "qlora", replaced_by(adapters, "run_fused", _in_16_bits)),
     # An adapter reads another one's output of a norm.
@@ -863,7 +863,7 @@ def _faults() -> Iterator[Fault]:
         # The loss of a step whose labels are counted reads logits.
         ("fallback-counted", replaced_by(LossCall, "_loss", _loss_of_real_logits)),
         # Norms write float32 for linears that read 16 bits.
-        ("consumers-wide", never_answers(linear_inputs, "_are_cast")),
+        ("consumers-wide", never_answers(linear_inputs, "_wide_consumers")),
         ("attention-wide", never_answers(FusedBlock, "fused_norm_read_dtype")),  # queries are written in float32
         ("num-items-unheeded", _num_items_unheeded),  # the number of labels in a step is not heeded
         ("left-stock", left_stock),  # one block has its stock class, and the report says fused

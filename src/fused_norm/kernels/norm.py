@@ -32,8 +32,9 @@ class NormOperator(Operator):
     ``y = norm(s; weight)`` of ``s = residual + branch``; the branch is ``x * scale`` or ``norm(x; inner_weight)``. The
     schema says which of these an operator has. An only weight is called ``weight``.
 
-    An operator with consumers has two more options: their number, and the dtype that they cast y to if its own is
-    float32, or None. A call that is trained returns y for each consumer and then s; one that is not, y and s.
+    An operator with consumers has three more options: their number, the dtype that they cast y to if its own is
+    float32, or None, and ``wide``: bit i says that consumer i reads y in its own dtype all the same. A call that is
+    trained or has wide consumers returns y for each consumer and then s; any other, y and s.
     """
 
     same_shape = ("residual",)
@@ -68,7 +69,7 @@ class NormOperator(Operator):
         if not self._has_consumers:
             return outputs
         y, s = outputs if self._adds else (outputs, args["x"])
-        return reference.cast_output(y, args["dtype"]), s
+        return y if args["wide"] else reference.cast_output(y, args["dtype"]), s
 
     def forward(
         self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
@@ -76,7 +77,8 @@ class NormOperator(Operator):
         args = self.by_name(arguments)
         inner_weight, weight = self._weights_of(args)
         added = args.get("residual"), args.get("scale", 1.0)
-        last = self._has_outer_norm, args.get("dtype")
+        dtypes = (None, args["dtype"]) if args.get("wide") else (args.get("dtype"), None)
+        last = self._has_outer_norm, *dtypes
         inputs = NormInputs(args["x"], weight, *added, self._has_inner_norm, inner_weight, *last)
         if copied and not self._has_outer_norm:
             copied = ("inner_weight",)
@@ -91,10 +93,19 @@ class NormOperator(Operator):
     def pack_outputs(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
         if not self._has_consumers:
             return super().pack_outputs(arguments, results, trained=trained)
-        y, s, *_ = results
+        args = self.by_name(arguments, results)
+        y, s, wide = args["y"], args["s"], args["wide"]
         if not self._adds:  # s is x, for the residual connection: its gradient meets y's in the norm's backward
             s = arguments[0].detach() if trained else arguments[0]
-        consumers = arguments[-2] if trained else 1
+        if wide:
+            unused = {False: args["narrow"], True: y}
+            ys = []
+            for consumer in range(args["consumers"]):
+                is_wide = bool(wide >> consumer & 1)
+                ys.append(unused[is_wide])
+                unused[is_wide] = unused[is_wide].detach()
+            return (*ys, s)
+        consumers = args["consumers"] if trained else 1
         return (y, *(y.detach() for _ in range(consumers - 1)), s)
 
     def group_outputs(self, outputs: Any) -> list[tuple[Tensor, ...]]:
@@ -113,7 +124,8 @@ class NormOperator(Operator):
     def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         args = self.by_name(arguments, results)
         s, spec = args.get("s", args["x"]), args["spec"]
-        if not self._has_outer_norm or spec.casting == "none":  # which keeps another rstd than it uses
+        # The casting "none" keeps another rstd than it uses; y in two dtypes is kept.
+        if not self._has_outer_norm or spec.casting == "none" or args.get("wide"):
             return None
         return Recompute(RECOMPUTED_NORM, (s, args["weight"], args["rstd"], spec, args.get("dtype")))
 
@@ -255,7 +267,8 @@ class RMSNormForConsumers(RMSNorm):
 
     name = "rms_norm_for_consumers"
     plain_name = "rms_norm"
-    options = "NormSpec spec, int consumers, ScalarType? dtype"
+    options = "NormSpec spec, int consumers, ScalarType? dtype, int wide"
+    further_results = ("narrow",)
     outputs = ("y", "s")
 
 
@@ -264,7 +277,8 @@ class AddRMSNormForConsumers(AddRMSNorm):
 
     name = "add_rms_norm_for_consumers"
     plain_name = "add_rms_norm"
-    options = "NormSpec spec, float scale, int consumers, ScalarType? dtype"
+    options = "NormSpec spec, float scale, int consumers, ScalarType? dtype, int wide"
+    further_results = ("narrow",)
 
 
 class NormAddNormForConsumers(NormAddNorm):
@@ -272,7 +286,8 @@ class NormAddNormForConsumers(NormAddNorm):
 
     name = "norm_add_norm_for_consumers"
     plain_name = "norm_add_norm"
-    options = "NormSpec spec, int consumers, ScalarType? dtype"
+    options = "NormSpec spec, int consumers, ScalarType? dtype, int wide"
+    further_results = ("narrow",)
 
 
 class RecomputedNorm(Operator):

@@ -140,6 +140,8 @@ class Operator(ABC):
     A copy, called ``weight_copy``, is a result after ``extra_saved``, and is saved in place of the weight. The forward
     makes it if stock code does not save the weight itself, which other code may write into before the backward.
     """
+    further_results: ClassVar[tuple[str, ...]] = ()
+    """Results after ``copies`` that ``pack_outputs`` takes and nothing saves."""
     saved: ClassVar[str]
     """The schema of the tensors that the backward takes besides the gradients of the outputs, ``extra_saved`` last."""
     unhooked: ClassVar[tuple[str, ...]] = ()
@@ -158,7 +160,8 @@ class Operator(ABC):
         self.takes_spec = option_names[:1] == ["spec"]
         self.rules = TensorRules(self.tensor_names, self.tensors, self.same_shape, self.other_rules)
         self._copied = [name for name in self.copies if name in self.tensor_names]
-        self.result_names = (*self.outputs, *self.extra_saved, *(f"{name}_copy" for name in self._copied))
+        copies = [f"{name}_copy" for name in self._copied]
+        self.result_names = (*self.outputs, *self.extra_saved, *copies, *self.further_results)
         self._forward_names = (*self.tensor_names, *option_names, *self.result_names)
         incoming, needed = [f"d{name}" for name in self.outputs], [f"need_{name}" for name in self.gradients]
         self._backward_names = (*incoming, *self._saved_names, *self._scalar_names, *needed)
@@ -198,7 +201,7 @@ class Operator(ABC):
 
     @abstractmethod
     def forward(self, *arguments: Any, **how: Any) -> tuple[Any, ...]:
-        """Launch the forward, and return ``outputs``, ``extra_saved`` and ``copies``.
+        """Launch the forward, and return ``outputs``, ``extra_saved``, ``copies`` and ``further_results``.
 
         ``how``: ``training``, without which all ``extra_saved`` is None, ``launch``, without which nothing is computed,
         and ``copied``, the names of the weights to copy, if the operator has ``copies``.

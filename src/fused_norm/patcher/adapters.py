@@ -37,7 +37,7 @@ class AdapterInput:
 
     Attributes:
         x: [..., K], read by the linear.
-        own: equal to x, read by the adapter, with a gradient of its own; or x.
+        own: equal to x but for its dtype, read by the adapter, with a gradient of its own; or x.
         dtype: that of x in stock code, in which a quantised linear, or a layer around one, returns its result; None if
             x is of it, or if no linear in the block is quantised.
         y_dtype: that of products, if the only consumer of the output casts it to that at once.
@@ -52,7 +52,9 @@ class AdapterInput:
 
     def as_in_stock(self) -> Tensor:
         """The one tensor that the layer reads in stock code."""
-        return self.x if self.dtype is None else self.x.to(self.dtype)
+        if self.dtype is None:
+            return self.x
+        return self.own if self.own.dtype == self.dtype else self.x.to(self.dtype)
 
 
 class Summands(NamedTuple):
@@ -108,8 +110,8 @@ class FusedAdapter(nn.Module):
                 y_dtype = given.y_dtype
             weight = packed_weight(parts["base_layer"], x, dtype, is_readable=given is not None)
             if not isinstance(weight, str):
-                # Who passes an input in another dtype than stock's has asked (``reads_in``).
-                is_idle = given is not None and given.dtype is not None
+                # Who passes an adapter's input in another dtype than stock's has asked (``adapter_reads_in``).
+                is_idle = given is not None and given.dtype not in (None, own.dtype)
                 if not is_idle and not is_idle_dropout(dropout):
                     dropped = dropout(self._cast_for_adapter(own, a.dtype))
                 adapter_x = own if dropped is None else dropped
@@ -304,18 +306,24 @@ def is_plain_in_4_bits(layer: Any) -> bool:
 
 
 def reads_in(layer: Any, dtype: torch.dtype) -> bool:
-    """Return whether a fused layer or linear casts a float32 input to ``dtype`` before all else, under autocast.
+    """Return whether a fused layer or linear casts a float32 input to ``dtype`` before all else, under autocast."""
+    return linear_reads_in(layer, dtype) and (isinstance(layer, FusedLinear4bit) or adapter_reads_in(layer, dtype))
 
-    An adapter in one of the other 16 bits has it rounded to those first, and so has a linear that computes in them.
-    Dropout scales float32, which is rounded after that: a product of rounded numbers has other bits, and on a GPU other
-    numbers may be drawn for another dtype.
-    """
-    if getattr(layer, "fused_norm_is_quantised", False):
-        linear = layer if isinstance(layer, FusedLinear4bit) else layer.base_layer
-        if getattr(linear, "compute_dtype", None) is not dtype:
-            return False
-    if isinstance(layer, FusedLinear4bit):
+
+def linear_reads_in(layer: Any, dtype: torch.dtype) -> bool:
+    """Return whether the linear of a fused layer, if it is quantised, computes in ``dtype``."""
+    if not layer.fused_norm_is_quantised:
         return True
+    linear = layer if isinstance(layer, FusedLinear4bit) else layer.base_layer
+    return getattr(linear, "compute_dtype", None) is dtype
+
+
+def adapter_reads_in(layer: Any, dtype: torch.dtype) -> bool:
+    """Return whether a LoRA layer's adapter casts a float32 input to ``dtype`` before all else, under autocast.
+
+    One of the other 16 bits has it rounded to those first. Dropout scales float32, which is rounded after that: a
+    product of rounded numbers has other bits, and on a GPU other numbers may be drawn for another dtype.
+    """
     (name,) = layer.active_adapters
     weight, dropout = layer.lora_A[name].weight, layer.lora_dropout[name]
     is_cast = getattr(layer, "cast_input_dtype_enabled", True)

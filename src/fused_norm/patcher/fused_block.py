@@ -84,7 +84,7 @@ class FusedBlock(nn.Module):
         if reason is not None:
             return norm_after_add(norm, branch, residual, scale, reason)
         *tensors, s = outputs
-        return NormOutputs(tensors, consumers.dtype, norm, s), s
+        return NormOutputs(tensors, consumers, norm, s), s
 
     def fused_norm_add_by_call(self, norm: Any, residual: Any, branch: Any, *, scale: Any = 1.0) -> tuple[Any, Any]:
         """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm."""
@@ -100,7 +100,7 @@ class FusedBlock(nn.Module):
             outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, x, weight, spec, *(consumers or ConsumerSpec()))
             if reason is None:
                 *tensors, x = outputs
-                return tensors[0] if consumers is None else NormOutputs(tensors, consumers.dtype, norm, x), x
+                return tensors[0] if consumers is None else NormOutputs(tensors, consumers, norm, x), x
         return norm(x), x
 
     fused_norm_inputs = fused_norm_inputs
@@ -265,7 +265,7 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) 
         outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, *tensors, spec, *consumers)
         if reason is None:
             *ys, s = outputs
-            return NormOutputs(ys, consumers.dtype, norm, s), s
+            return NormOutputs(ys, consumers, norm, s), s
     outputs, _ = run_fused(NORM_ADD_NORM, *tensors, spec)
     return outputs
 

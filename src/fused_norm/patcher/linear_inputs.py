@@ -23,14 +23,16 @@ from .adapters import (
     AdapterInput,
     FusedAdapter,
     FusedLinear4bit,
+    adapter_reads_in,
     is_lora_layer,
-    reads_in,
+    linear_reads_in,
     why_linear_is_stock,
     why_stock,
     why_unfused,
 )
 from .four_bit import why_unreadable
 from .fused_norm_module import is_disabled, spec_and_weights, warn_once
+from .recompute import recomputes
 
 _SINCE = (
     "they have come since the model was patched; apply_fused_norm once more fuses them, if its options do not leave"
@@ -39,13 +41,15 @@ _SINCE = (
 
 
 class ConsumerSpec(NamedTuple):
-    """The options of an operator for consumers: the number of outputs, and the dtype that all consumers cast them to.
+    """The options of an operator for consumers: the number of outputs, and the dtype that consumers cast them to.
 
-    The dtype is None if the outputs are of that of stock code.
+    The dtype is None if the outputs are of that of stock code. Those whose bits are set in ``wide`` are of it anyway:
+    dropout reads them.
     """
 
     outputs: int = 1
     dtype: torch.dtype | None = None
+    wide: int = 0
 
 
 @dataclass(slots=True)
@@ -54,21 +58,21 @@ class NormOutputs:
 
     Attributes:
         tensors: an output for each consumer, in order, all of one memory; without gradients one output.
-        dtype: the one that autocast would have cast them to; None if they have the dtype of stock code.
+        consumers: what the norm was asked for.
         norm: the module.
         x: what the norm is of.
     """
 
     tensors: Sequence[Tensor]
-    dtype: torch.dtype | None
+    consumers: ConsumerSpec
     norm: Any
     x: Tensor
 
     def as_in_stock(self) -> Tensor:
         """The one tensor that the block reads in stock code."""
-        if self.dtype is None:
+        if self.consumers.dtype is None:
             return self.tensors[0]
-        with set_autocast(self.x.device.type, self.dtype):  # as it was where the norm was called
+        with set_autocast(self.x.device.type, self.consumers.dtype):  # as it was where the norm was called
             return self.norm(self.x)
 
 
@@ -90,7 +94,8 @@ def consumer_spec(block: Any, *tensors: Any) -> ConsumerSpec | None:
         count += type(linear) is not Linear and not isinstance(linear, FusedLinear4bit)
     if count > MOST_CONSUMERS:
         return None
-    return ConsumerSpec(count, dtype if dtype is not None and _are_cast(consumers, tensors, dtype) else None)
+    wide = None if dtype is None else _wide_consumers(consumers, tensors, dtype)
+    return ConsumerSpec(count) if wide is None else ConsumerSpec(count, dtype, wide)
 
 
 def called_by(
@@ -130,20 +135,30 @@ def warn_about_consumers(block: Any) -> None:
             warn_once(block.fused_norm_origin, why_unfused(linear) or _SINCE, "LoRA layers as PEFT has them")
 
 
-def _are_cast(consumers: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Return whether a norm may be float32, and all consumers cast it to autocast's dtype and to no other before it."""
+def _wide_consumers(linears: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> int | None:
+    """The adapters, as bits, that drop some of a norm in float32; all else casts it to autocast's dtype first.
+
+    None if the norm is not float32, or if something casts it to another dtype.
+    """
     if not any(tensor is not None and tensor.dtype == torch.float32 for tensor in tensors):
-        return False
-    for linear in consumers:
+        return None
+    wide = consumer = 0
+    for linear in linears:
+        base = linear
         if type(linear) is not Linear:
-            if not reads_in(linear, dtype):
-                return False
-            if linear.fused_norm_is_quantised:
-                continue
-            linear = linear.base_layer
-        if type(linear.weight) not in (Parameter, Tensor):
-            return False
-    return True
+            if not linear_reads_in(linear, dtype):
+                return None
+            base = linear if isinstance(linear, FusedLinear4bit) else linear.base_layer
+            if base is not linear:
+                consumer += 1
+                if not adapter_reads_in(linear, dtype):
+                    if recomputes() or not torch.is_grad_enabled():  # one output is kept, or returned
+                        return None
+                    wide |= 1 << consumer
+        if type(base) is Linear and type(base.weight) not in (Parameter, Tensor):
+            return None
+        consumer += 1
+    return wide
 
 
 def tensors_of(given: Any) -> Sequence[Any]:
@@ -174,13 +189,15 @@ def fused_norm_inputs(block: Any, x: Any) -> tuple[Any, Sequence[Any]]:
     linears = block.fused_norm_linears
     if type(x) is not NormOutputs:
         return x, (x,) * len(linears)
-    dtype, tensors = x.dtype, x.tensors
+    (_, dtype, wide), tensors = x.consumers, x.tensors
     y = tensors[0]
     if dtype is not None and autocast_dtype(y) is not dtype:
         y = x.as_in_stock()
         return y, (y,) * len(linears)
     in_stock = None
-    if dtype is not None and any(getattr(block._modules[name], "fused_norm_is_quantised", False) for name in linears):
+    if dtype is not None and (
+        wide or any(getattr(block._modules[name], "fused_norm_is_quantised", False) for name in linears)
+    ):
         spec, weight = spec_and_weights(x.norm)
         in_stock = norm_dtype(spec, x.x.dtype, weight)
     if in_stock is None and len(tensors) in (1, len(linears)):

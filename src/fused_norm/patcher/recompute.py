@@ -91,6 +91,11 @@ def call_recomputing(
         register.forget()
 
 
+def recomputes() -> bool:
+    """Return whether a layer runs that computes something again in the backward."""
+    return type(calls.interceptor) is _SavedTensorHook
+
+
 def recomputes_linears() -> bool:
     """Return whether a layer runs that computes outputs of its linears again in the backward."""
     register = calls.interceptor

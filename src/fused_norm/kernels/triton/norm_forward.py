@@ -68,8 +68,8 @@ def _branch_norm(x, rstd_ptr, w_ptr, row, col, M, eps, dtype: tl.constexpr, N: t
 
 @triton.jit
 def _forward_tile(
-    x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype: tl.constexpr,
-    N: tl.constexpr, SPEC: tl.constexpr, INNER: tl.constexpr, GAMMA_IN_REGISTERS: tl.constexpr,
+    x, r, w_ptr, y, narrow, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale,
+    s_dtype: tl.constexpr, N: tl.constexpr, SPEC: tl.constexpr, INNER: tl.constexpr, GAMMA_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Normalise whole rows. ``GAMMA_IN_REGISTERS``: gamma is already in registers."""
     in_row = col < N
@@ -89,6 +89,8 @@ def _forward_tile(
                 gamma = load_gamma(w_ptr, col, in_row, SPEC)
             out = out * gamma
         store_tile(y, row, col, live, out)
+        if narrow[0] is not None:
+            store_tile(narrow, row, col, live, out)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -98,6 +100,7 @@ def _forward_kernel(
     inner_ptr,  # [N] or None: the weight of a norm of x before the add
     w_ptr,  # [N] or None
     y_ptr,  # [M, N], or None if only the sum is computed
+    narrow_ptr,  # [M, N], spaced as y: y in 16 bits as well; or None
     s_ptr,  # [M, N] if there is a residual
     inner_rstd_ptr,  # [M] fp32 or None
     rstd_ptr,  # [M] fp32 or None
@@ -111,6 +114,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """A norm, perhaps with an add before it, and with a norm before that (INNER)."""
     x, r, y, s = (x_ptr, x_stride), (r_ptr, r_stride), (y_ptr, y_stride), (s_ptr, s_stride)
+    narrow = (narrow_ptr, y_stride)
     s_dtype: tl.constexpr = x_ptr.dtype.element_ty if r_ptr is None else s_ptr.dtype.element_ty
     col = tl.arange(0, BLOCK) if INNER else columns_of(BLOCK, s_dtype)
     gamma = tl.full([1, BLOCK], 1.0, tl.float32)
@@ -120,14 +124,14 @@ def _forward_kernel(
         for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
             row = rows_of(tile, ROWS, INT64)
             _forward_tile(
-                x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N,
-                SPEC, INNER, True,
+                x, r, w_ptr, y, narrow, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype,
+                N, SPEC, INNER, True,
             )  # fmt: skip
     else:
         row = rows_of(tl.program_id(0), ROWS, INT64)
         _forward_tile(
-            x, r, w_ptr, y, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N, SPEC,
-            INNER, False,
+            x, r, w_ptr, y, narrow, s, rstd_ptr, inner_ptr, inner_rstd_ptr, row, col, gamma, M, eps, scale, s_dtype, N,
+            SPEC, INNER, False,
         )  # fmt: skip
     copy_weight(inner_ptr, inner_copy_ptr, N, BLOCK)
     copy_weight(w_ptr, w_copy_ptr, N, BLOCK)
@@ -150,13 +154,16 @@ def _load_sum(x, r, s, row, col, scale, N: tl.constexpr):
 
 
 @triton.jit
-def _store_chunk(s, rstd, w_ptr, y, row, col, N: tl.constexpr, s_dtype: tl.constexpr, SPEC: tl.constexpr):
+def _store_chunk(s, rstd, w_ptr, y, narrow_ptr, row, col, N: tl.constexpr, s_dtype: tl.constexpr, SPEC: tl.constexpr):
     """Write columns ``col`` of y."""
     y_ptr, y_stride = y
     out = normalised(s, rstd[:, None], w_ptr, s_dtype, SPEC)
     if w_ptr is not None:
         out = out * load_gamma(w_ptr, col, col < N, SPEC)
     tl.store(y_ptr + row * y_stride + col[None, :], round_to(out, y_ptr.dtype.element_ty), mask=(col < N)[None, :])
+    if narrow_ptr is not None:
+        narrow = round_to(out, narrow_ptr.dtype.element_ty)
+        tl.store(narrow_ptr + row * y_stride + col[None, :], narrow, mask=(col < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -165,6 +172,7 @@ def _forward_chunked_kernel(
     r_ptr,  # [M, N] or None
     w_ptr,  # [N] or None
     y_ptr,  # [M, N]
+    narrow_ptr,  # [M, N], spaced as y: y in 16 bits as well; or None
     s_ptr,  # [M, N]: the sum to write if there is a residual, x itself if not
     rstd_ptr,  # [M] fp32 or None
     w_copy_ptr,  # [N] or None: a copy of the weight
@@ -194,12 +202,12 @@ def _forward_chunked_kernel(
         if SPEC.casting == "none":
             exact = tl.rsqrt((exact_squares + tl.sum(total * total, axis=1)) * (1.0 / N) + eps)
         tl.store(rstd_ptr + row + tl.arange(0, 1), exact)
-    _store_chunk(total, rstd, w_ptr, y, row, col, N, s_dtype, SPEC)
+    _store_chunk(total, rstd, w_ptr, y, narrow_ptr, row, col, N, s_dtype, SPEC)
     tl.debug_barrier()  # the sums stored above are read again below, possibly by other threads of the program
     for step in range(CHUNKS - 1):
         col = (CHUNKS - 2 - step) * BLOCK + columns_of(BLOCK, s_dtype)
         total = tl.load(s_ptr + row * s_stride + col[None, :], mask=(col < N)[None, :], other=0.0).to(tl.float32)
-        _store_chunk(total, rstd, w_ptr, y, row, col, N, s_dtype, SPEC)
+        _store_chunk(total, rstd, w_ptr, y, narrow_ptr, row, col, N, s_dtype, SPEC)
     copy_weight(w_ptr, w_copy_ptr, N, BLOCK)
 
 
@@ -236,6 +244,7 @@ class NormInputs(NamedTuple):
     inner_weight: Tensor | None = None  # [N], of that norm
     normed: bool = True  # y is computed, not s alone
     dtype: torch.dtype | None = None  # of y, in place of float32
+    narrow_dtype: torch.dtype | None = None  # y is written in this as well
 
 
 class NormOutputs(NamedTuple):
@@ -247,6 +256,7 @@ class NormOutputs(NamedTuple):
     rstd: Tensor | None  # [..., 1] fp32
     inner_weight_copy: Tensor | None = None  # [N]
     weight_copy: Tensor | None = None  # [N]
+    narrow: Tensor | None = None  # x's shape: y in narrow_dtype
 
 
 def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Sequence[str] = ()) -> NormOutputs:
@@ -264,7 +274,9 @@ def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Seque
     inner_rstd, rstd = empty_rstd(inputs.inner), empty_rstd(inputs.normed)
     y_dtype = out_dtype(norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight), inputs.dtype)
     copies = [empty_copy(getattr(inputs, name), name in copied) for name in ("inner_weight", "weight")]
-    return NormOutputs(empty_rows_like(x, y_dtype) if inputs.normed else None, s, inner_rstd, rstd, *copies)
+    y = empty_rows_like(x, y_dtype) if inputs.normed else None
+    narrow = None if inputs.narrow_dtype is None else empty_rows_like(x, inputs.narrow_dtype)
+    return NormOutputs(y, s, inner_rstd, rstd, *copies)._replace(narrow=narrow)
 
 
 def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs, mode: Mode | None = None) -> None:
@@ -277,8 +289,9 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
         _launch_one_norm_at_a_time(spec, inputs, outputs)
         return
     rows = size // width
-    arranged, strides = as_strided_rows(x, residual, outputs.y, outputs.s)
-    x, residual, y, s = arranged  # type: ignore[assignment]
+    arranged, strides = as_strided_rows(x, residual, outputs.y, outputs.s, outputs.narrow)
+    x, residual, y, s, narrow = arranged  # type: ignore[assignment]
+    strides = strides[:-1]  # the last is that of y
     long = rows * max(strides) >= INT32_LIMIT
     device = device_props(x.device)
     plan = forward_plan(width, device, mode, "sandwich_forward" if inner else "forward")
@@ -290,7 +303,7 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
     if plan.mode == "multi_wave_reload":
         if s is None:
             s, numbers = x, (*numbers[:4], strides[0], *numbers[5:])
-        read = x, residual, contiguous(weight), y, s, outputs.rstd, outputs.weight_copy
+        read = x, residual, contiguous(weight), y, narrow, s, outputs.rstd, outputs.weight_copy
         launch(_forward_chunked_kernel, (rows, 1), read, numbers, constants, warps=plan.warps, fuse=fuse)
         return
     persistent = plan.mode == "static_persistent"
@@ -298,7 +311,7 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
     tiles = -(-rows // plan.rows)
     grid = min(tiles, plan.programs) if persistent else tiles, 1
     weights, rstds = (contiguous(inner_weight), contiguous(weight)), (outputs.inner_rstd, outputs.rstd)
-    tensors = x, residual, *weights, y, s, *rstds, outputs.inner_weight_copy, outputs.weight_copy
+    tensors = x, residual, *weights, y, narrow, s, *rstds, outputs.inner_weight_copy, outputs.weight_copy
     launch(_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=fuse)
 
 
@@ -311,7 +324,7 @@ def _launch_one_norm_at_a_time(spec: NormSpec, inputs: NormInputs, outputs: Norm
     first_outputs = NormOutputs(branch, None, None, outputs.inner_rstd, weight_copy=outputs.inner_weight_copy)
     launch_norm_forward(spec, first, first_outputs)
     if inputs.normed:
-        second = NormInputs(branch, inputs.weight, inputs.residual)
+        second = NormInputs(branch, inputs.weight, inputs.residual, narrow_dtype=inputs.narrow_dtype)
         launch_norm_forward(spec, second, outputs._replace(inner_rstd=None, inner_weight_copy=None))
     else:
         torch.add(inputs.residual, branch, out=outputs.s)
