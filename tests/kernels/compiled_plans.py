@@ -245,8 +245,9 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
         if dtype == torch.float32:
             summand = torch.empty(64, 4096, dtype=torch.bfloat16)
             for way, factors in (("", (x, x, None, None)), (" of sums", (summand,) * 4)):
-                call = both(GLU_FOR_CONSUMERS, *factors, activation, 2, torch.bfloat16)
-                yield GLU_FOR_CONSUMERS, f"{activation}{way}", call
+                for wide in (0, 2):
+                    call = both(GLU_FOR_CONSUMERS, *factors, activation, 2, torch.bfloat16, wide)
+                    yield GLU_FOR_CONSUMERS, f"{activation}{way}{' in two dtypes' if wide else ''}", call
     for rank in RANKS:
         a, b = torch.empty(rank, 4096, dtype=dtype), torch.empty(1024, rank, dtype=dtype)
         for rows in (64, 8192):  # tiles of few rows and of many

@@ -137,7 +137,7 @@ def gradients_of_two_consumers(
     """
     gate, up = (one.clone().requires_grad_() for one in (given.gate, given.up))
     if fused:
-        ys = GLU_FOR_CONSUMERS(gate, up, None, None, activation, 2, dtype)
+        ys = GLU_FOR_CONSUMERS(gate, up, None, None, activation, 2, dtype, 0)
     else:
         y = GLU(gate, up, activation)
         ys = y.to(dtype), y.to(dtype)
@@ -168,7 +168,7 @@ def test_for_consumers_its_gradients_are_differentiated_again(device: str) -> No
     for fused in (True, False):
         gate, up = (one.clone().requires_grad_() for one in (given.gate, given.up))
         if fused:
-            y, other = GLU_FOR_CONSUMERS(gate, up, None, None, "silu", 2, BF16)
+            y, other = GLU_FOR_CONSUMERS(gate, up, None, None, "silu", 2, BF16, 0)
         else:
             y, other = (GLU(gate, up, "silu").to(BF16) for _ in range(2))
         (dgate,) = torch.autograd.grad((y.float() * other.float()).sum(), gate, create_graph=True)
@@ -178,7 +178,7 @@ def test_for_consumers_its_gradients_are_differentiated_again(device: str) -> No
 
 def test_without_a_gradient_one_output_serves_all_consumers(device: str) -> None:
     given = inputs(device, 3, 8, gate=FP32, up=FP32)
-    y = GLU_FOR_CONSUMERS(given.gate, given.up, None, None, "silu", 2, BF16)
+    y = GLU_FOR_CONSUMERS(given.gate, given.up, None, None, "silu", 2, BF16, 0)
     assert torch.equal(y, glu(given.gate, given.up, "silu").to(BF16))
 
 
@@ -192,16 +192,40 @@ def test_gate_and_up_in_16_bits_have_the_bits_of_their_casts(dtype: torch.dtype,
         for wide in (False, True):
             leaves = [one.clone().requires_grad_() for one in (given.gate, given.up)]
             gate, up = (one.float() for one in leaves) if wide else leaves
-            ys = GLU_FOR_CONSUMERS(gate, up, None, None, activation, 2, dtype)
+            ys = GLU_FOR_CONSUMERS(gate, up, None, None, activation, 2, dtype, 0)
             results.append([*ys, *torch.autograd.grad(ys, leaves, dys)])
         for one, other in zip(*results, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one, other)
 
 
+@EVERY
+@pytest.mark.parametrize("wide", [1, 2, 3])
+@pytest.mark.parametrize("summed", [False, True])
+def test_some_consumers_read_float32(summed: bool, wide: int, activation: str, device: str) -> None:
+    for width in (40, 7):
+        given = drawn(device, **dict.fromkeys(("a", "b", "c", "d", "dy"), ((2, 5, width), BF16, 1.0)))
+        leaves = [one.clone().requires_grad_() for one in (given.a, given.b, given.c, given.d)[: 4 if summed else 2]]
+        factors = leaves if summed else [*leaves, None, None]
+        of_one = [bool(wide >> place & 1) for place in range(2)]
+        dys = [given.dy.float() * (1 + place) if is_wide else given.dy for place, is_wide in enumerate(of_one)]
+        (y,) = GLU_FOR_CONSUMERS(*factors, activation, 1, FP32, 0)
+        cast = [y if is_wide else y.to(BF16) for is_wide in of_one]
+        expected = [*cast, *torch.autograd.grad(cast, leaves, dys)]
+        for _ in range(2):  # recorded, and repeated
+            ys = GLU_FOR_CONSUMERS(*factors, activation, 2, BF16, wide)
+            for one, other in zip([*ys, *torch.autograd.grad(ys, leaves, dys)], expected, strict=True):
+                assert one.dtype == other.dtype
+                assert torch.equal(one, other)
+        with torch.no_grad():
+            assert len(GLU_FOR_CONSUMERS(*factors, activation, 2, BF16, wide)) == 2
+
+
 def test_two_dtypes_are_left_to_glu(device: str) -> None:
     given = inputs(device, 3, 8)
-    reason = GLU_FOR_CONSUMERS.differs_from_eager(given.gate.bfloat16(), given.up.float(), None, None, "silu", 2, BF16)
+    reason = GLU_FOR_CONSUMERS.differs_from_eager(
+        given.gate.bfloat16(), given.up.float(), None, None, "silu", 2, BF16, 0
+    )
     assert reason is not None
 
 
@@ -216,13 +240,13 @@ def test_gate_and_up_as_summands_have_the_bits_of_their_sums(dtype: torch.dtype,
         y = GLU(gate, up, activation)
         expected = torch.autograd.grad((y.to(dtype), y.to(dtype)), leaves, dys)
         for _ in range(2):  # recorded, and repeated
-            outputs = GLU_FOR_CONSUMERS(*leaves, activation, 2, dtype)
+            outputs = GLU_FOR_CONSUMERS(*leaves, activation, 2, dtype, 0)
             assert torch.equal(outputs[0], y.to(dtype))
             for one, other in zip(torch.autograd.grad(outputs, leaves, dys), expected, strict=True):
                 assert one.dtype == dtype
                 assert torch.equal(one, other)
         by_formula = torch.autograd.grad(
-            GLU_FOR_CONSUMERS(*leaves, activation, 2, dtype), leaves, dys, create_graph=True
+            GLU_FOR_CONSUMERS(*leaves, activation, 2, dtype, 0), leaves, dys, create_graph=True
         )
         for one, other in zip(by_formula, expected, strict=True):
             assert (one - other).norm() < 1e-2 * other.norm()

@@ -337,9 +337,9 @@ def test_with_dropout_gate_and_up_are_summands_all_the_same(device: str) -> None
     assert (counts["glu_for_consumers"], counts["glu"], counts["lora_summands_4bit"]) == (1, 0, 2)
 
 
-@pytest.mark.parametrize(("targets", "expected"), [("all-linear", 2), (QV, 1), (["o_proj"], 0)])
+@pytest.mark.parametrize(("targets", "expected"), [("all-linear", 3), (QV, 1), (["o_proj"], 0), (["down_proj"], 1)])
 @pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-def test_norms_before_dropout_are_written_in_16_bits_and_in_float32(
+def test_norms_and_gates_before_dropout_are_written_in_16_bits_and_in_float32(
     model_type: str, targets: Any, expected: int, device: str
 ) -> None:
     """Nothing asks for hidden states here: transformers would put hooks on attentions for that."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import ACTIVATIONS, Unsupported, check_choice
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, kernel_backward
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, kernel_backward
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
 
@@ -69,8 +69,9 @@ class Glu(Operator):
 class GluForConsumers(Glu):
     """``glu`` in float32, written in ``dtype``, to which its consumers, one or two, cast it; an alias for each.
 
-    A call that is trained returns as many tensors as there are consumers; one that is not, one. The backward adds up
-    the consumers' gradients in float32, as autograd adds up those of casts.
+    ``wide``: bit i says that consumer i reads float32 all the same. A call that is trained or has wide consumers
+    returns as many tensors as there are consumers; any other, one. The backward adds up the consumers' gradients in
+    float32, as autograd adds up those of casts.
 
     Gate and up are float32; or they are in 16 bits, and cast to float32 first; or each is the sum in float32 of two
     tensors in 16 bits, which have one gradient, in these.
@@ -79,17 +80,18 @@ class GluForConsumers(Glu):
     name = "glu_for_consumers"
     plain_name = "glu"
     tensors = "Tensor gate, Tensor up, Tensor? gate_added, Tensor? up_added"
-    options = "str activation, int consumers, ScalarType dtype"
+    options = "str activation, int consumers, ScalarType dtype, int wide"
+    further_results = ("narrow",)
     same_shape: ClassVar[tuple[str, ...]] = ("up", "gate_added", "up_added")
     saved = tensors
     gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup", "dgate_added", "dup_added")
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
-        *_, activation, _, _ = arguments
+        *_, activation, _, _, _ = arguments
         return check_choice("activation", activation, ACTIVATIONS)
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
-        gate, up, *added, _, _, _ = arguments
+        gate, up, *added, _, _, _, _ = arguments
         same = all(tensor is None or tensor.dtype == gate.dtype for tensor in (gate, up, *added))
         # The reason is not worth a log: ``glu`` may take the call.
         return None if same and gate.dtype.itemsize <= (4 if added[0] is None else 2) else ""
@@ -98,18 +100,25 @@ class GluForConsumers(Glu):
         return True
 
     def reference(self, *arguments: Any) -> Any:
-        gate, up, *added, activation, _, dtype = arguments
-        return reference.glu(*_sums(gate, up, *added), activation).to(dtype)
+        gate, up, *added, activation, _, dtype, wide = arguments
+        y = reference.glu(*_sums(gate, up, *added), activation)
+        return y if wide else y.to(dtype)
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
-        gate, up, *added, activation, _, dtype = arguments
-        y = empty_rows_like(gate, dtype)
+        gate, up, *added, activation, _, dtype, wide = arguments
+        y = empty_rows_like(gate, torch.float32 if wide else dtype)
+        narrow = empty_rows_like(gate, dtype) if wide else None
         if launch:
-            launch_glu_forward(gate, up, y, activation, (added[0], added[1]), wide=True)
-        return (y,)
+            launch_glu_forward(gate, up, y, activation, (added[0], added[1]), wide=True, narrow=narrow)
+        return y, narrow
+
+    def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
+        return None if arguments[-1] else super().recompute(arguments, results)
 
     def pack_outputs(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
-        (y,), (*_, consumers, _) = results, arguments
+        (y, narrow), (*_, consumers, _, wide) = results, arguments
+        if wide:
+            return for_each_consumer(consumers, wide, y, narrow)
         return (y, *(y.detach() for _ in range(consumers - 1))) if trained else y
 
     def group_outputs(self, outputs: Any) -> list[tuple[Tensor, ...]]:

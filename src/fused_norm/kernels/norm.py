@@ -20,7 +20,7 @@ from torch import Tensor
 from ..spec import Casting
 from . import reference
 from .arguments import Unsupported, check_mode, check_scale, other_order
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, kernel_backward, norm_spec
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, kernel_backward, norm_spec
 from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype, out_dtype
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward, launch_norm_from_rstd
@@ -98,13 +98,7 @@ class NormOperator(Operator):
         if not self._adds:  # s is x, for the residual connection: its gradient meets y's in the norm's backward
             s = arguments[0].detach() if trained else arguments[0]
         if wide:
-            unused = {False: args["narrow"], True: y}
-            ys = []
-            for consumer in range(args["consumers"]):
-                is_wide = bool(wide >> consumer & 1)
-                ys.append(unused[is_wide])
-                unused[is_wide] = unused[is_wide].detach()
-            return (*ys, s)
+            return (*for_each_consumer(args["consumers"], wide, y, args["narrow"]), s)
         consumers = args["consumers"] if trained else 1
         return (y, *(y.detach() for _ in range(consumers - 1)), s)
 

@@ -583,6 +583,16 @@ class Operator(ABC):
         return *others[:index], NormSpec(casting, zero_centered, eps=eps), *others[index:]
 
 
+def for_each_consumer(consumers: int, wide: int, y: Tensor, narrow: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of their own, aliases of y for consumers whose bits are set in ``wide``, and of ``narrow`` for others."""
+    unused, ys = {False: narrow, True: y}, []
+    for consumer in range(consumers):
+        is_wide = bool(wide >> consumer & 1)
+        ys.append(unused[is_wide])
+        unused[is_wide] = unused[is_wide].detach()
+    return tuple(ys)
+
+
 min_numel_in_graphs = 2**23
 """Elements of the first tensor below which a call in a compiled graph is left to the compiler, as PyTorch's operators.
 

@@ -305,11 +305,6 @@ def is_plain_in_4_bits(layer: Any) -> bool:
     return why_unreadable(base) is None and are_plain_calls(layer, base)
 
 
-def reads_in(layer: Any, dtype: torch.dtype) -> bool:
-    """Return whether a fused layer or linear casts a float32 input to ``dtype`` before all else, under autocast."""
-    return linear_reads_in(layer, dtype) and (isinstance(layer, FusedLinear4bit) or adapter_reads_in(layer, dtype))
-
-
 def linear_reads_in(layer: Any, dtype: torch.dtype) -> bool:
     """Return whether the linear of a fused layer, if it is quantised, computes in ``dtype``."""
     if not layer.fused_norm_is_quantised:

@@ -14,9 +14,16 @@ from torch import Tensor
 from ..kernels.autocast import autocast_dtype
 from ..kernels.glu import GLU_FOR_CONSUMERS
 from .activation_recognition import Formula
-from .adapters import AdapterInput, FusedLinear4bit, Summands, is_plain_in_4_bits, reads_in
+from .adapters import (
+    AdapterInput,
+    FusedLinear4bit,
+    Summands,
+    adapter_reads_in,
+    is_plain_in_4_bits,
+    linear_reads_in,
+)
 from .fused_norm_module import is_disabled, run_fused
-from .recompute import recomputes_linears
+from .recompute import recomputes, recomputes_linears
 
 
 def fused_norm_gated(block: Any, activation: Formula, act: Any, linear: Any, **factors: Any) -> Any:
@@ -25,7 +32,7 @@ def fused_norm_gated(block: Any, activation: Formula, act: Any, linear: Any, **f
     ``factors``: gate and up in their order in stock code; each is a tensor, or a pair of a linear and what it reads.
     """
     products = _dtype_of_products(factors["gate"])
-    dtype = _dtype_read_by(linear, products)
+    dtype, wide = _dtype_read_by(linear, products)
     summands = None if recomputes_linears() else products
     computed = {name: _computed(factor, summands) for name, factor in factors.items()}
     gate, up = computed["gate"], computed["up"]
@@ -37,7 +44,8 @@ def fused_norm_gated(block: Any, activation: Formula, act: Any, linear: Any, **f
         if dtype is not None and getattr(gate, "dtype", None) == getattr(up, "dtype", None) == torch.float32:
             tensors = gate, up, None, None
     if tensors is not None and not is_disabled():
-        written = 1 if dtype is None or isinstance(linear, FusedLinear4bit) else 2, dtype or torch.float32
+        consumers = 1 if dtype is None or isinstance(linear, FusedLinear4bit) else 2
+        written = consumers, dtype or torch.float32, wide
         outputs = block.fused_norm_product(activation, act, *tensors, *written)
         if outputs is not None:
             y, own = (outputs, outputs) if isinstance(outputs, Tensor) else (outputs[0], outputs[-1])
@@ -55,19 +63,22 @@ def fused_norm_product(
     up_added: Tensor | None,
     consumers: int,
     dtype: torch.dtype,
+    wide: int,
 ) -> Any:
     """``act(gate + gate_added) * (up + up_added)`` in float32, cast to ``dtype``: a tensor, or one per consumer.
 
-    None if kernels do not take it; inside ``disabled()``, where nothing calls it but to compare, the formula.
+    Consumers whose bits are set in ``wide`` get float32. None if kernels do not take it; inside ``disabled()``, where
+    nothing calls it but to compare, the formula.
     """
     tensors = gate, up, gate_added, up_added
-    outputs, reason = run_fused(GLU_FOR_CONSUMERS, *tensors, activation, consumers, dtype)
+    outputs, reason = run_fused(GLU_FOR_CONSUMERS, *tensors, activation, consumers, dtype, wide)
     if reason is None:
         return outputs
     if not is_disabled():
         return None
     gate, up = (_sum(Summands(*summands)) for summands in ((gate, gate_added), (up, up_added)))
-    return (act(gate) * up).to(dtype)
+    y = act(gate) * up
+    return y if wide else y.to(dtype)
 
 
 def _dtype_of_products(factor: Any) -> torch.dtype | None:
@@ -77,14 +88,20 @@ def _dtype_of_products(factor: Any) -> torch.dtype | None:
     return None if torch.compiler.is_compiling() or type(x) is not Tensor else autocast_dtype(x)
 
 
-def _dtype_read_by(linear: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The 16 bits that a 4-bit linear or its LoRA layer casts a float32 input to before all else; None if unknown.
+def _dtype_read_by(linear: Any, dtype: torch.dtype | None) -> tuple[torch.dtype | None, int]:
+    """The 16 bits that a 4-bit linear, perhaps in a LoRA layer, casts a float32 input to; None if unknown.
+
+    Also ``wide``, as ``GLU_FOR_CONSUMERS`` takes it: 2 if the layer's adapter, its second consumer, drops some of it.
 
     ``dtype``: autocast's.
     """
     if dtype is None or not getattr(linear, "fused_norm_is_quantised", False):
-        return None
-    return dtype if is_plain_in_4_bits(linear) and reads_in(linear, dtype) else None
+        return None, 0
+    if not is_plain_in_4_bits(linear) or not linear_reads_in(linear, dtype):
+        return None, 0
+    if isinstance(linear, FusedLinear4bit) or adapter_reads_in(linear, dtype):
+        return dtype, 0
+    return (None, 0) if recomputes() else (dtype, 2)
 
 
 def _computed(factor: Any, dtype: torch.dtype | None) -> Any:

@@ -93,8 +93,9 @@ def _glu_forward_kernel(
     y_ptr,  # [M, N]
     gate_added_ptr,  # [M, N] or None: what gate is without
     up_added_ptr,  # [M, N], as gate_added
+    narrow_ptr,  # [M, N] or None: y in 16 bits as well
     M,
-    N, gate_stride, up_stride, y_stride, gate_added_stride, up_added_stride,
+    N, gate_stride, up_stride, y_stride, gate_added_stride, up_added_stride, narrow_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, INT64: tl.constexpr, ACTIVATION: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -111,6 +112,8 @@ def _glu_forward_kernel(
     if not WIDE:
         activated = round_to(activated, gate_ptr.dtype.element_ty)
     store_tile((y_ptr, y_stride), row, col, live, activated * up)
+    if narrow_ptr is not None:
+        store_tile((narrow_ptr, narrow_stride), row, col, live, activated * up)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -162,14 +165,21 @@ def empty_product(gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 def launch_glu_forward(
-    gate: Tensor, up: Tensor | None, y: Tensor, activation: str, added: Added = (None, None), *, wide: bool = False
+    gate: Tensor,
+    up: Tensor | None,
+    y: Tensor,
+    activation: str,
+    added: Added = (None, None),
+    *,
+    wide: bool = False,
+    narrow: Tensor | None = None,
 ) -> None:
     """Write ``y``, from ``empty_rows_like(gate)`` or as wide as half of it; without ``up`` gate has both.
 
     ``added``: second summands of gate and of up. ``wide``: gate and up are of fp32, or cast to it first, so that the
-    activation is not rounded.
+    activation is not rounded. ``narrow``: of y's shape, gets y in 16 bits as well.
     """
-    _launch(_glu_forward_kernel, (gate, up, y, *added), activation, wide)
+    _launch(_glu_forward_kernel, (gate, up, y, *added, narrow), activation, wide)
 
 
 def launch_glu_backward(
