@@ -207,7 +207,12 @@ def test_some_consumers_read_float32(name: str, wide: int, width: int, device: s
         for _ in range(2):  # recorded, and repeated
             *ys, s = for_consumers(name)(tensors[0] * 1, *tensors[1:], LLAMA, *options_of(name, 3, BF16, wide))
             assert [one.dtype for one in ys] == [FP32 if is_wide else BF16 for is_wide in of_one]
-            assert_same(results_of(ys, s, unread), expected, exact=is_exact(tensors) and width == 48)
+            for one, other in zip(results_of(ys, s, unread), expected, strict=True):
+                assert one.dtype == other.dtype
+                if is_exact(tensors) and width == 48:
+                    assert torch.equal(one, other)
+                else:  # a GPU adds up rows in another order, after which a number may be rounded the other way
+                    assert (one.double() - other.double()).norm() < 1e-3 * other.double().norm()
     with torch.no_grad():
         assert len(for_consumers(name)(*tensors, LLAMA, *options_of(name, 3, BF16, wide))) == 4
 

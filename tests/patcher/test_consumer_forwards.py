@@ -87,7 +87,7 @@ def test_a_linear_that_others_see_is_asked_for_at_each_call(change: Any, device:
 
     def noted(self: Any, norm: Any, x: Any, consumer: Any = None) -> Any:
         found = read(self, norm, x, consumer)
-        wanted.append(found[0].dtype)
+        wanted.append(getattr(found[0], "consumers", found[0]).dtype)
         return found
 
     type(model.layers[0]).fused_norm_passthrough = noted

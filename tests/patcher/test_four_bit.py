@@ -373,7 +373,8 @@ def test_what_is_recomputed_is_written_in_one_dtype(device: str) -> None:
 
 
 def test_without_autocast_pefts_code_runs(device: str) -> None:
-    near = lambda one, other: relative(one, other) < 1e-6  # noqa: E731 (gradients are added up in another order)
+    bound = 1e-6 if device == "cpu" else 4e-3  # gradients are added up in another order
+    near = lambda one, other: relative(one, other) < bound  # noqa: E731
     assert compare(model_of(device), device, same=near, autocast=None)["lora_linear_4bit"] == 0
 
 
@@ -511,7 +512,8 @@ def test_a_patched_model_is_saved_and_copied_as_a_stock_one(device: str) -> None
 def test_autocast_and_dtypes_of_products_decide(
     autocast: torch.dtype | None, options: dict[str, Any], expected: int, device: str
 ) -> None:
-    near = lambda one, other: relative(one, other) < 1e-6  # noqa: E731 (gradients are added up in another order)
+    bound = 1e-6 if device == "cpu" else 4e-3  # gradients are added up in another order
+    near = lambda one, other: relative(one, other) < bound  # noqa: E731
     counts = compare(model_of(device, target_modules=["v_proj"], **options), device, same=near, autocast=autocast)
     assert counts["linear_4bit"] == expected
 

@@ -34,7 +34,7 @@ class ByReference:
         if not operator.plain_name:
             return outputs
         y, s = outputs
-        consumers = arguments[-2] if torch.is_grad_enabled() else 1
+        consumers = arguments[-3] if torch.is_grad_enabled() else 1
         return (y, *(y.view_as(y) for _ in range(consumers - 1)), s.view_as(s))
 
 
