@@ -23,6 +23,7 @@ STEPS = {
     "LoRA, checkpointing, Qwen3-0.6B": "Qwen3-0.6B lora checkpointing loss 4x4096",
     "QLoRA, checkpointing, Qwen3-0.6B": "Qwen3-0.6B qlora checkpointing loss 4x4096",
     "QLoRA, checkpointing, Qwen3-8B, 1x4096": "Qwen3-8B qlora checkpointing loss 1x4096",
+    "the same, adapters on q and v alone": "Qwen3-8B qlora qv checkpointing loss 1x4096",
     "full, mixture of experts, Qwen3-30B-A3B, 6 layers, 2x4096": "Qwen3-30B-A3B (6 layers) loss 2x4096",
 }
 """The README's names for rows of the run, in its order: the steps that people run, which end in the loss."""
