@@ -78,6 +78,8 @@ OF_USERS_CALLS = {
     "bias must have shape [experts, N], not …",
     "… must be a tensor of …, not …",
     "… must have shape (…,) on …, not … on …",
+    "mask must be a tensor of torch.bool",
+    "mask must have x's shape …, not …",
     "packed must have … * … / 2 elements, not …",
     "rstd has shape …, and x …",
     "cos must be as wide as q, …, in a deinterleaved layout, not …",

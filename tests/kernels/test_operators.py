@@ -293,6 +293,7 @@ def test_exports(trained: bool, device: str) -> None:
     called = {str(node.target) for node in program.graph.nodes}
     # These take labels, a packed weight, and the rows of experts.
     others = {
+        "masked_scale",
         "linear_cross_entropy",
         "linear_4bit",
         "lora_linear_4bit",

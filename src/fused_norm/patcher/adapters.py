@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..kernels.autocast import autocast_dtype
+from ..kernels.dropout import MASKED_SCALE
 from ..kernels.linear_4bit import LINEAR_4BIT
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
+from ..kernels.operator import dispatch_modes
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
 from .four_bit import is_linear_4bit, packed_weight, why_unreadable
 from .fused_norm_module import is_disabled, run_fused, warn_once
-from .hooks import are_plain_calls, is_idle_dropout, replaced_forward, replaced_linear
+from .hooks import are_plain_calls, is_genuine, is_idle_dropout, replaced_forward, replaced_linear
 
 _PEFTS = "PEFT's LoRA code"
 
@@ -126,11 +130,13 @@ class FusedAdapter(nn.Module):
         base = parts["base_layer"](x)
         if given is not None and self.fused_norm_is_quantised:
             base = base.to(given.y_dtype or given.dtype or base.dtype)
+        if dropped is None and own.dtype == dtype and a.dtype == torch.float32:  # a cast to float32 is taken back
+            if is_idle_dropout(dropout):
+                dropped = own
+            elif not self.fused_norm_is_quantised and getattr(layer, "cast_input_dtype_enabled", True):
+                dropped = dropped_between_casts(dropout, own)
         if dropped is None:
-            is_taken_back = own.dtype == dtype and a.dtype == torch.float32
-            if not is_taken_back or not is_idle_dropout(dropout):
-                own = self._cast_for_adapter(own, a.dtype)
-            dropped = dropout(own)
+            dropped = dropout(self._cast_for_adapter(own, a.dtype))
         x = dropped if dtype is None or dropped.dtype == torch.float64 else dropped.to(dtype)
         y = None
         if dtype is not None or a.dtype == b.dtype == x.dtype:
@@ -155,6 +161,35 @@ class FusedAdapter(nn.Module):
         if self.fused_norm_is_quantised and torch.is_autocast_enabled():
             return x
         return self.fused_norm_origin._cast_input_dtype(self, x, dtype)
+
+
+def dropped_between_casts(dropout: Any, x: Tensor) -> Any:
+    """``dropout(x.float()).to(x.dtype)`` of an x in 16 bits on a GPU, without float32 in memory but for the mask.
+
+    The mask is that of PyTorch's own dropout of a float32 tensor of this shape: it does not depend on the numbers. None
+    if PyTorch would draw it in another way, or if something sees the call.
+    """
+    if type(dropout) is not nn.Dropout or not (dropout.training and 0 < dropout.p < 1 and not dropout.inplace):
+        return None
+    if not x.is_cuda or not x.is_contiguous() or not x.numel() or dispatch_modes():
+        return None
+    if not are_plain_calls(dropout) or not is_genuine(nn.Dropout) or functional.dropout is not _DROPOUT:
+        return None
+    with torch.no_grad():
+        _, mask = torch.native_dropout(torch.empty(x.shape, dtype=torch.float32, device=x.device), dropout.p, True)
+    scales = _scales(dropout.p)
+    y, reason = run_fused(MASKED_SCALE, x, mask, *scales, x.dtype)
+    return y if reason is None else (x.float() * mask * scales[0]).to(x.dtype)
+
+
+_DROPOUT = functional.dropout
+
+
+@lru_cache
+def _scales(p: float) -> tuple[float, float]:
+    """What PyTorch's dropout on a GPU scales numbers and gradients with: it rounds the share that it keeps first."""
+    kept = torch.tensor(1.0 - p, dtype=torch.float32, device="cpu").item()
+    return 1.0 / kept, 1.0 / (1.0 - p)
 
 
 class FusedLinear4bit(nn.Module):
