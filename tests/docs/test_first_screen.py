@@ -37,7 +37,7 @@ def test_where_others_are_ahead_is_said() -> None:
         step_of(run, "Qwen3-0.6B lora dropout checkpointing loss 4x4096", by) for by in ("compile-layers", "fused")
     ]
     assert 0.93 < dropout[0].seconds / dropout[1].seconds < 1
-    assert "up to 6 % ahead if adapters have dropout" in said
+    assert "up to 5 % ahead if adapters have dropout" in said
     assert not ahead_of_ours("Liger", "ms")
     assert min(ahead_of_ours("Liger", "GiB").values()) > 0.94
 
