@@ -308,7 +308,12 @@ def test_an_option_is_compared_with_everything_on_in_the_same_round(run, monkeyp
 @pytest.mark.parametrize("name", ["tiny-gemma3_text 1x8", "tiny-qwen3 loss 1x8", "tiny-qwen3 generate 1x2"])
 def test_every_option_can_be_left_out(name, run):
     models.measure(run, [ModelCase.named(name)], FEATURES, torch.float32, "features")
-    may_be_absent = ["without sandwich", "without adapter", *(() if "loss" in name else ("fused-stock-loss",))]
+    may_be_absent = [
+        "without sandwich",
+        "without linear",
+        "without adapter",
+        *(() if "loss" in name else ("fused-stock-loss",)),
+    ]
     assert {row.verdict for row in run.results.of("features") if row.by not in may_be_absent} == {"ok"}
 
 

@@ -99,6 +99,7 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
         "mlp": 2,
         "conv": 0,
         "experts": 0,
+        "linear": 0,
         "adapter": 0,
         "loss": 1,
         "consumers": 4,
@@ -271,7 +272,7 @@ def test_the_demo_trains_three_families_compares_and_draws(tmp_path, capsys):
     rows = json.loads((tmp_path / "new" / "folder" / "report.json").read_text())["results"]
     assert [len(row["fused"]["losses"]) for row in rows] == [5, 5, 5]
     for row in rows:
-        none = dict.fromkeys(("sandwich", "qk", "conv", "experts", "adapter"), 0)
+        none = dict.fromkeys(("sandwich", "qk", "conv", "experts", "linear", "adapter"), 0)
         expected = none | {"consumers": 4} | FAMILIES[row["comparison"]["model"]].sites()
         assert row["fused"]["sites"] == expected
     assert "<svg" in (tmp_path / "new" / "folder" / "report.html").read_text()

@@ -23,10 +23,12 @@ from compiled_launches import TARGETS, Noted, Target, compiled
 from fused_norm.kernels.arguments import ACTIVATIONS
 from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
 from fused_norm.kernels.causal_conv1d import WIDTHS as TAPS
+from fused_norm.kernels.dropout import MASKED_SCALE
 from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
+from fused_norm.kernels.linear_4bit import LINEAR_4BIT
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
@@ -196,6 +198,12 @@ def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
             for operator in (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
                 call = both(operator, x, x, a, b, code, packed, *weight, None, *options)
                 yield operator, f"blocks of {block}{way}", call
+            call = both(LINEAR_4BIT, x, code, packed, *weight, None, 64, block, torch.bfloat16, dtype)
+            yield LINEAR_4BIT, f"blocks of {block}{way}", call
+    for width in (4096, 4095):
+        x = torch.empty(64, width, dtype=dtype)
+        mask = torch.zeros(64, width, dtype=torch.bool)
+        yield MASKED_SCALE, f"{width} wide", both(MASKED_SCALE, x, mask, 1.1, 1.1, dtype)
 
 
 def conv_calls(dtype: torch.dtype) -> Iterator[Called]:

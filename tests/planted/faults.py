@@ -291,11 +291,13 @@ def _second_summand_lost(call: Forward) -> Results:
 
 def _copy_cut_off(call: Forward) -> Results:
     results = call.results()
-    exact = call.right(*call.arguments[:-1], None, training=call.training)[0]
-    assert results[0] is not None
+    arguments = call.operator.by_name(call.arguments) | {"dtype": None, "wide": 0}
+    exact = call.right(*arguments.values(), training=call.training)[0]
     assert exact is not None
-    if exact.dtype != results[0].dtype:
-        results[0] = _cut_off(exact).to(results[0].dtype)
+    for place in (0, -1):  # y, and y in 16 bits as well
+        copy = results[place]
+        if copy is not None and copy.dtype.itemsize < exact.dtype.itemsize:
+            results[place] = _cut_off(exact).to(copy.dtype)
     return results
 
 

@@ -126,7 +126,7 @@ SOME_HEADS = [f"linear_cross_entropy-{form}" for form in ("few", "dw-chunks", "d
         ("llama", "mixed", "lora-alone", ["adapter-shared", "adapter-fallback"], []),
         ("llama", "mixed", "lora-dropout", DROPOUT, []),
         ("llama", "mixed", "qlora", PACKED, []),
-        ("llama", "mixed", "qlora-dropout", ["adapter-cast-twice"], []),
+        ("llama", "mixed", "qlora-dropout", ["adapter-cast-twice", "rms_norm_for_consumers-copy"], []),
         ("llama", "mixed", "qlora-qv", WITHOUT_ADAPTERS, []),
         ("gemma2", "bf16", "loss", faults_where("loss"), ["linear_cross_entropy-dbias"]),  # its logits are capped
         ("granite", "mixed", "loss", SOME_HEADS, []),

@@ -16,19 +16,19 @@ _TILE = 1024
 
 @triton.jit(do_not_specialize=["n"])
 def _masked_scale_kernel(
-    x_ptr,  # [n]
-    mask_ptr,  # [n] bool
-    y_ptr,  # [n]
+    x_ptr,  # [n * GRAIN]
+    mask_ptr,  # [n * GRAIN] bool
+    y_ptr,  # [n * GRAIN]
     n,
     scale,
-    BLOCK: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, LONG: tl.constexpr, GRAIN: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: all blocks are complete, so that loads and stores are wide."""
+    """n counts pieces of GRAIN elements, so that loads and stores of a mask's edge are wide."""
     block = tl.program_id(0)
     if LONG:
-        block = block.to(tl.int64)
+        block, n = block.to(tl.int64), n.to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    live = block >= 0 if WHOLE else at < n
+    live = at < n * GRAIN
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
     kept = tl.load(mask_ptr + at, mask=live, other=0).to(tl.float32)
     tl.store(y_ptr + at, round_to(x * kept * scale, y_ptr.dtype.element_ty), mask=live)
@@ -39,5 +39,6 @@ def launch_masked_scale(x: Tensor, mask: Tensor, scale: float, y: Tensor) -> Non
     n = y.numel()
     if n == 0:
         return
-    constants = {"BLOCK": _TILE, "LONG": is_long([x, y]), "WHOLE": n % _TILE == 0}
-    launch(_masked_scale_kernel, (-(-n // _TILE), 1), (x, mask, y), (n, scale), constants, warps=4)
+    grain = 1 if n % 16 else 16
+    constants = {"BLOCK": _TILE, "LONG": is_long([x, y]), "GRAIN": grain}
+    launch(_masked_scale_kernel, (-(-n // _TILE), 1), (x, mask, y), (n // grain, scale), constants, warps=4)
