@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -106,12 +106,16 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         if id(linear) in inside:  # its LoRA layer reads its weight
             surveyed.plan(linear, stock_class(linear))
         else:
-            linear_rows.append(_survey_linear(path, linear, surveyed))
-    adapter_rows = [_survey_adapter(path, layer, surveyed) for path, layer in adapters.items()]
+            row = _survey_linear(path, linear, surveyed, "linear", why_linear_is_stock, fused_linear_4bit_class)
+            linear_rows.append(row)
+    linear_rows += [
+        _survey_linear(path, layer, surveyed, "adapter", why_unfused, fused_adapter_class)
+        for path, layer in adapters.items()
+    ]
 
     def rows() -> list[Site]:
         in_blocks = [row for path in decided for row in surveyed.block(path).sites]
-        return [*surveyed.norm_sites.values(), *in_blocks, *expert_rows, *linear_rows, *adapter_rows]
+        return [*surveyed.norm_sites.values(), *in_blocks, *expert_rows, *linear_rows]
 
     layers = decide_recompute(surveyed, rows())
     # A forward that cannot be rewritten after all may have had all that is fused in a layer.
@@ -181,31 +185,24 @@ def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel, gates: 
     return replace(row, activation=str(gate))
 
 
-def _survey_linear(path: str, linear: nn.Module, model: SurveyedModel) -> Site:
-    """The row of a 4-bit linear without an adapter; its class is planned."""
+def _survey_linear(
+    path: str,
+    linear: nn.Module,
+    model: SurveyedModel,
+    kind: Kind,
+    why_stock: Callable[[Any], str | None],
+    fused_class: Callable[[Any], type[nn.Module]],
+) -> Site:
+    """The row of a 4-bit linear or a LoRA layer, which asks at each call what kernels take; its class is planned."""
     origin = stock_class(linear)
-    row = Site(path, "linear", origin.__name__)
+    row = Site(path, kind, name_of(origin))
     if override := forward_override_reason(linear) or replaced_forward(origin) or replaced_linear():
         return row.skipped(override, "overridden")
-    if unwanted := why_left_out("linear", path, linear, model.options):
+    if unwanted := why_left_out(kind, path, linear, model.options):
         row = row.skipped(unwanted, "option")
-    elif reason := why_linear_is_stock(linear):
+    elif reason := why_stock(linear):
         row = row.skipped(reason)
-    model.plan(linear, fused_linear_4bit_class(origin) if row.reason is None else origin)
-    return row
-
-
-def _survey_adapter(path: str, layer: nn.Module, model: SurveyedModel) -> Site:
-    """The row of a LoRA layer; its class is planned."""
-    origin = stock_class(layer)
-    row = Site(path, "adapter", name_of(origin))
-    if override := forward_override_reason(layer) or replaced_forward(origin) or replaced_linear():
-        return row.skipped(override, "overridden")
-    if unwanted := why_left_out("adapter", path, layer, model.options):
-        row = row.skipped(unwanted, "option")
-    elif reason := why_unfused(layer):
-        row = row.skipped(reason)
-    model.plan(layer, fused_adapter_class(origin) if row.reason is None else origin)
+    model.plan(linear, fused_class(origin) if row.reason is None else origin)
     return row
 
 
