@@ -405,7 +405,9 @@ def test_outputs_are_recomputed(
     assert len(recomputed) == 2 * expected  # of two steps
 
 
-@pytest.mark.parametrize(("level", "expected"), [("mlp", 2), ("attention", 4)])
+@pytest.mark.parametrize(
+    ("level", "expected"), [("mlp", 2), ("attention", 4 - EXPERTS_ARE_MLPS)]
+)  # transformers 4 keeps a cast of values
 @pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_outputs_of_linears_without_an_adapter_are_recomputed(
     bias: bool, level: str, expected: int, device: str, monkeypatch: pytest.MonkeyPatch
