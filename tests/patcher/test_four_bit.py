@@ -600,6 +600,7 @@ def test_a_warm_layer_costs_few_frames_and_saves_few_tensors(device: str) -> Non
 def test_few_rows_are_left_to_a_product_of_bitsandbytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(four_bit, "_multiplies_itself", lambda state, x, dtype: x.shape[-1] == 64)
     assert compare(model_of(device), device)["lora_linear_4bit"] == 1  # the layer that reads 128 columns
+    assert compare(model_of(device, target_modules=QV), device)["linear_4bit"] == 1
 
 
 def test_disabled_runs_pefts_code(device: str) -> None:

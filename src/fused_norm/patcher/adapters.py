@@ -24,7 +24,7 @@ from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.operator import dispatch_modes
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
-from .four_bit import is_linear_4bit, packed_weight, why_unreadable
+from .four_bit import is_left_to_bitsandbytes, is_linear_4bit, packed_weight, why_unreadable
 from .fused_norm_module import is_disabled, run_fused, warn_once
 from .hooks import are_plain_calls, is_genuine, is_idle_dropout, replaced_forward, replaced_linear
 
@@ -207,6 +207,8 @@ class FusedLinear4bit(nn.Module):
         x = x if given is None else given.x
         if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
             return self._in_stock(x if given is None else given.as_in_stock(), given, *args, **kwargs)
+        if given is None and is_left_to_bitsandbytes(self, x):  # soon, as each token of a generation is
+            return self._in_stock(x, None)
         # The guard of the forward that passes an AdapterInput has asked.
         reason = replaced_linear() or why_linear_is_stock(self) if given is None else None
         dtype, linear = autocast_dtype(x), vars(self)
@@ -240,7 +242,8 @@ def why_linear_is_stock(linear: Any) -> str | None:
     """
     if isinstance(linear, FusedLinear4bit) and not are_plain_calls(inside=type(linear)):
         return "the forward of its class has changed since it was patched"
-    return replaced_forward(_original_class(linear)) or why_unreadable(linear, is_called=True)
+    reason = why_unreadable(linear, is_called=True)
+    return reason or (None if reason is None else replaced_forward(_original_class(linear)) or "")
 
 
 def is_lora_layer(module: nn.Module) -> bool:

@@ -103,6 +103,12 @@ def packed_weight(
     return PackedWeight(state.code, packed, state.absmax, inner.code, inner.absmax, state.offset), state.blocksize
 
 
+def is_left_to_bitsandbytes(linear: Any, x: Tensor) -> bool:
+    """Return whether bitsandbytes would multiply x by a kernel of its own, as for few rows, whatever else is asked."""
+    state = getattr(linear._parameters["weight"], "quant_state", None)
+    return state is not None and len(state.shape) == 2 and _multiplies_itself(state, x, linear.compute_dtype)
+
+
 def _multiplies_itself(state: Any, x: Tensor, dtype: torch.dtype) -> bool:
     """Return whether bitsandbytes would multiply x by a kernel of its own, without the weight dequantised in memory."""
     n, k = state.shape
