@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fused_norm.kernels.dropout import MASKED_SCALE
-from fused_norm.patcher.adapters import dropped_between_casts
+from fused_norm.patcher.adapter_dropout import dropped_between_casts
 
 from .numerics import BF16, FP16, FP32
+from .test_linear_4bit import Everything
 
 SCALES = 1 / 0.95, 1 / 0.9
 
@@ -50,6 +52,17 @@ def test_a_gradient_is_differentiated_again(device: str) -> None:
     (dx,) = torch.autograd.grad(MASKED_SCALE(x, mask, *SCALES, BF16), [x], dy, create_graph=True)
     (ddy,) = torch.autograd.grad(dx.float().sum(), [dy])
     assert torch.equal(ddy.bool(), mask)
+
+
+def test_registered_operators_make_the_same_gradients(device: str) -> None:
+    x = torch.randn(3, 77, device=device).to(BF16).requires_grad_()
+    mask, dy = torch.rand(3, 77, device=device) < 0.9, torch.randn(3, 77, device=device).to(BF16)
+    results = []
+    for mode in (nullcontext(), Everything()):
+        with mode:
+            y = MASKED_SCALE(x, mask, *SCALES, BF16)
+            results.append([y, *torch.autograd.grad(y, [x], dy)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -339,12 +339,15 @@ def test_with_dropout_gate_and_up_are_summands_all_the_same(device: str) -> None
 
 @pytest.mark.parametrize(("targets", "expected"), [("all-linear", 3), (QV, 1), (["o_proj"], 0), (["down_proj"], 1)])
 @pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reentrant", [None, True, pytest.param(False, marks=pytest.mark.slow)])
 def test_norms_and_gates_before_dropout_are_written_in_16_bits_and_in_float32(
-    model_type: str, targets: Any, expected: int, device: str
+    reentrant: bool | None, model_type: str, targets: Any, expected: int, device: str
 ) -> None:
     """Nothing asks for hidden states here: transformers would put hooks on attentions for that."""
     stock = model_of(device, model_type, lora_dropout=0.05, target_modules=targets)
     stock.enable_input_require_grads()
+    if reentrant is not None:  # a checkpoint of this kind runs its first forward without gradients
+        stock.base_model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     fused = copy.deepcopy(stock)
     fused_norm.apply_fused_norm(fused, strict=False)
     fused_norm.apply_fused_norm(stock, strict=False, adapter=False)

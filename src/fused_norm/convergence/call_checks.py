@@ -287,7 +287,7 @@ def _is_of_head(call: FusedCall) -> bool:
 
 def _has_products(call: FusedCall) -> bool:
     """Return whether a call multiplies matrices, and sums in another order than stock code does."""
-    return not {"linear_4bit", "lora_add", "lora_linear_4bit"}.isdisjoint(call.operators) or _is_of_head(call)
+    return not {"lora_add", "lora_linear_4bit"}.isdisjoint(call.operators) or _is_of_head(call)
 
 
 def _slope_by_chance(rounding: float, count: int) -> float:

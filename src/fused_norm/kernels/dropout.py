@@ -1,4 +1,4 @@
-"""What dropout computes of its mask, with the casts around it, as one operator."""
+"""The part of a dropout after its mask is drawn, with the casts before and after it, as one operator."""
 
 from __future__ import annotations
 

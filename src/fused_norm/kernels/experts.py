@@ -220,11 +220,9 @@ def _check_position(position: Any, tokens: Tensor) -> Unsupported | None:
 
 def _check_absent(absent: Any, x: Tensor, rows: int | None = None) -> Unsupported | None:
     """Refuse an ``absent`` that is no bool for each row of x, or of as many ``rows`` as given, on x's device."""
-    return (
-        None
-        if absent is None
-        else _check_vector("absent", absent, torch.bool, x.shape[0] if rows is None else rows, x.device)
-    )
+    if absent is None:
+        return None
+    return _check_vector("absent", absent, torch.bool, x.shape[0] if rows is None else rows, x.device)
 
 
 def _check_vector(

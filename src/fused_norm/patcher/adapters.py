@@ -1,76 +1,33 @@
-"""LoRA layers of PEFT that run their adapter, and add its output to that of the linear, in two kernels; 4-bit linears.
+"""LoRA layers of PEFT that run their adapter, and add its output to that of the linear, in two kernels.
 
 PEFT casts a layer's input to the dtype of its adapter, float32 beside a 16-bit model, and autocast casts it back before
 the adapter's first product. PEFT multiplies the output of the second product by a scale, and adds that to what the
 linear returns. Linear and dropout are called as PEFT calls them; a 4-bit linear whose weight kernels read is computed
-with its adapter, by one operator. A 4-bit linear without an adapter is an operator, too.
+with its adapter, by one operator.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..kernels.autocast import autocast_dtype
-from ..kernels.dropout import MASKED_SCALE
-from ..kernels.linear_4bit import LINEAR_4BIT
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
-from ..kernels.operator import dispatch_modes
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
-from .four_bit import is_left_to_bitsandbytes, is_linear_4bit, packed_weight, why_unreadable
+from .adapter_dropout import dropped_between_casts
+from .four_bit import is_linear_4bit, packed_weight, why_unreadable
+from .fused_linear_4bit import FusedLinear4bit, why_linear_is_stock
 from .fused_norm_module import is_disabled, run_fused, warn_once
-from .hooks import are_plain_calls, is_genuine, is_idle_dropout, replaced_forward, replaced_linear
+from .hooks import are_plain_calls, is_idle_dropout, replaced_forward, replaced_linear
+from .linear_values import AdapterInput, Summands
 
 _PEFTS = "PEFT's LoRA code"
 
 _SCALED = "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"
-
-
-@dataclass(slots=True)
-class AdapterInput:
-    """The input of a fused LoRA layer or 4-bit linear, in place of one tensor.
-
-    Only a rewritten forward passes it, to a module whose call nothing else sees.
-
-    Attributes:
-        x: [..., K], read by the linear.
-        own: equal to x but for its dtype, read by the adapter, with a gradient of its own; or x.
-        dtype: that of x in stock code, in which a quantised linear, or a layer around one, returns its result; None if
-            x is of it, or if no linear in the block is quantised.
-        y_dtype: that of products, if the only consumer of the output casts it to that at once.
-        returns_summands: the consumer takes ``Summands`` in place of the output; a layer may return the output still.
-    """
-
-    x: Tensor
-    own: Tensor
-    dtype: torch.dtype | None
-    y_dtype: torch.dtype | None = None
-    returns_summands: bool = False
-
-    def as_in_stock(self) -> Tensor:
-        """The one tensor that the layer reads in stock code."""
-        if self.dtype is None:
-            return self.x
-        return self.own if self.own.dtype == self.dtype else self.x.to(self.dtype)
-
-
-class Summands(NamedTuple):
-    """The output of a 4-bit linear, or of a LoRA layer around one, in 16 bits; in float32 their sum is that of stock.
-
-    Attributes:
-        base: the output of the linear.
-        added: that of the adapter; None for a linear without one.
-    """
-
-    base: Tensor
-    added: Tensor | None
 
 
 class FusedAdapter(nn.Module):
@@ -163,89 +120,6 @@ class FusedAdapter(nn.Module):
         return self.fused_norm_origin._cast_input_dtype(self, x, dtype)
 
 
-def dropped_between_casts(dropout: Any, x: Tensor) -> Any:
-    """``dropout(x.float()).to(x.dtype)`` of an x in 16 bits on a GPU, without float32 in memory but for the mask.
-
-    The mask is that of PyTorch's own dropout of a float32 tensor of this shape: it does not depend on the numbers. None
-    if PyTorch would draw it in another way, or if something sees the call.
-    """
-    if type(dropout) is not nn.Dropout or not (dropout.training and 0 < dropout.p < 1 and not dropout.inplace):
-        return None
-    if not x.is_cuda or not x.is_contiguous() or not x.numel() or dispatch_modes():
-        return None
-    if not are_plain_calls(dropout) or not is_genuine(nn.Dropout) or functional.dropout is not _DROPOUT:
-        return None
-    with torch.no_grad():
-        _, mask = torch.native_dropout(torch.empty(x.shape, dtype=torch.float32, device=x.device), dropout.p, True)
-    scales = _scales(dropout.p)
-    y, reason = run_fused(MASKED_SCALE, x, mask, *scales, x.dtype)
-    return y if reason is None else (x.float() * mask * scales[0]).to(x.dtype)
-
-
-_DROPOUT = functional.dropout
-
-
-@lru_cache
-def _scales(p: float) -> tuple[float, float]:
-    """What PyTorch's dropout on a GPU scales numbers and gradients with: it rounds the share that it keeps first."""
-    kept = torch.tensor(1.0 - p, dtype=torch.float32, device="cpu").item()
-    return 1.0 / kept, 1.0 / (1.0 - p)
-
-
-class FusedLinear4bit(nn.Module):
-    """Base of the classes put on 4-bit linears without an adapter; a subclass also derives from bitsandbytes' class."""
-
-    fused_norm_origin: ClassVar[Any]
-    fused_norm_is_quantised: ClassVar[bool] = True
-
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Multiply by the weight, dequantised in one kernel, if that computes what bitsandbytes' linear does.
-
-        ``x`` is [..., K], or an ``AdapterInput``; the result is [..., N], or ``Summands``.
-        """
-        given = x if type(x) is AdapterInput else None
-        x = x if given is None else given.x
-        if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
-            return self._in_stock(x if given is None else given.as_in_stock(), given, *args, **kwargs)
-        if given is None and is_left_to_bitsandbytes(self, x):  # soon, as each token of a generation is
-            return self._in_stock(x, None)
-        # The guard of the forward that passes an AdapterInput has asked.
-        reason = replaced_linear() or why_linear_is_stock(self) if given is None else None
-        dtype, linear = autocast_dtype(x), vars(self)
-        products = linear["compute_dtype"]
-        if reason is None and dtype not in (None, products):
-            reason = f"autocast is to {dtype}, and it computes in {products}"
-        weight = packed_weight(self, x, products, is_readable=True) if reason is None else reason
-        if isinstance(weight, str):
-            reason = weight
-        else:
-            parts, is_sum = self._parameters, given is None or not given.returns_summands
-            y_dtype = (given and (given.y_dtype or given.dtype)) or x.dtype
-            options = linear["out_features"], weight[1], products, y_dtype if is_sum else products
-            y, reason = run_fused(LINEAR_4BIT, x, *weight[0], parts["bias"], *options)
-            if y is not None:
-                return y if is_sum else Summands(y, None)
-        warn_once(self.fused_norm_origin, reason, "bitsandbytes' code")
-        return self._in_stock(x, given)
-
-    def _in_stock(self, x: Any, given: AdapterInput | None, *args: Any, **kwargs: Any) -> Any:
-        """What bitsandbytes' forward returns, in the dtype that is asked for."""
-        y = self.fused_norm_origin.forward(self, x, *args, **kwargs)
-        dtype = given and (given.y_dtype or given.dtype)
-        return y if dtype is None else y.to(dtype)
-
-
-def why_linear_is_stock(linear: Any) -> str | None:
-    """Return the reason why a 4-bit linear, as it is now, has to run bitsandbytes' forward; None if it has not.
-
-    Whether other code has replaced all linears is another question, ``replaced_linear``.
-    """
-    if isinstance(linear, FusedLinear4bit) and not are_plain_calls(inside=type(linear)):
-        return "the forward of its class has changed since it was patched"
-    reason = why_unreadable(linear, is_called=True)
-    return reason or (None if reason is None else replaced_forward(_original_class(linear)) or "")
-
-
 def is_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear, fused or not; PEFT is not imported for it."""
     layers = sys.modules.get("peft.tuners.lora.layer")
@@ -268,7 +142,7 @@ def name_of(cls: type) -> str:
 
 
 def _original_class(module: nn.Module) -> Any:
-    return module.fused_norm_origin if isinstance(module, FusedAdapter | FusedLinear4bit) else type(module)
+    return module.fused_norm_origin if isinstance(module, FusedAdapter) else type(module)
 
 
 def _is_recent(layer: nn.Module) -> bool:

@@ -142,18 +142,14 @@ class Block:
 
     def output_count(self, name: str) -> int:
         """Return the number of tensors that a linear of this name will read as its input; 0 if it is not plain."""
-        linear, options = self.member(name), self._model.options
-        fused: tuple[type[nn.Module], ...] = ()
-        if is_linear_4bit(linear):
-            reason = why_left_out("linear", self._model.paths[id(linear)], linear, options)
+        linear, fused = self.member(name), tuple[type[nn.Module], ...]()
+        is_adapter = is_lora_layer(linear) or is_quantised_lora_layer(linear)
+        if is_adapter or is_linear_4bit(linear):
+            kind: Kind = "adapter" if is_adapter else "linear"
+            reason = why_left_out(kind, self._model.paths[id(linear)], linear, self._model.options)
+            if reason is not None or (is_adapter and why_unfused(linear)):
+                return 0
             fused = (type(linear),)
-        elif is_lora_layer(linear) or is_quantised_lora_layer(linear):
-            reason = why_left_out("adapter", self._model.paths[id(linear)], linear, options) or why_unfused(linear)
-            fused = (type(linear),)
-        else:
-            reason = None
-        if reason is not None:
-            return 0
         called = called_by([linear], fused=fused)
         return len(called) if called is not None and are_plain_calls(*called) else 0
 

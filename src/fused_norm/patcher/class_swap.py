@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from ..spec import FusedNormError
-from .adapters import FusedAdapter, FusedLinear4bit
+from .adapters import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_experts import FusedExperts
+from .fused_linear_4bit import FusedLinear4bit
 from .fused_norm_module import FusedNorm
 from .hooks import name_of_function
 from .losses import FusedHead, FusedLoss

@@ -23,7 +23,12 @@ _MOST_ROWS = 4096
 def is_linear_4bit(module: Any) -> bool:
     """Return whether a module is a 4-bit linear of bitsandbytes, fused or not."""
     layers = sys.modules.get("bitsandbytes.nn.modules")
-    return layers is not None and getattr(module, "fused_norm_origin", type(module)) is layers.Linear4bit
+    return layers is not None and stock_class_of(module) is layers.Linear4bit
+
+
+def stock_class_of(linear: Any) -> Any:
+    """The class of a linear in the stock model."""
+    return getattr(linear, "fused_norm_origin", type(linear))
 
 
 def why_unreadable(linear: Any, *, is_called: bool = False) -> str | None:
@@ -72,7 +77,7 @@ def _rounds_values_on_cpu() -> bool:
 
 
 def packed_weight(
-    linear: Any, x: Tensor, dtype: torch.dtype, *, is_readable: bool = False
+    linear: Any, x: Tensor, dtype: torch.dtype, *, is_readable: bool = False, is_called: bool = False
 ) -> tuple[PackedWeight, int] | str:
     """Return the weight of a ``Linear4bit``, and how many weights share a scale; or why its own code has to run.
 
@@ -83,17 +88,19 @@ def packed_weight(
         x: its input.
         dtype: of products.
         is_readable: the caller knows that ``why_unreadable`` is None.
+        is_called: as ``why_unreadable`` takes it.
     """
-    reason = None if is_readable else why_unreadable(linear)
+    weight = linear._parameters.get("weight")
+    state: Any = getattr(weight, "quant_state", None)
+    state = getattr(linear, "quant_state", None) if state is None else state
+    # First, as each token of a generation is a call; whatever else is asked, its own code runs.
+    if state is not None and _multiplies_itself(state, x, dtype):
+        return ""
+    reason = None if is_readable else why_unreadable(linear, is_called=is_called)
     if reason is not None:
         return reason
-    weight = linear._parameters["weight"]
-    state = getattr(weight, "quant_state", None)
-    state = linear.quant_state if state is None else state
     if linear.compute_dtype is not dtype:
         return f"its linear computes in {linear.compute_dtype}, and its adapter in {dtype}"
-    if _multiplies_itself(state, x, dtype):
-        return ""
     packed = Tensor._make_subclass(Tensor, weight)
     if packed.dtype is not torch.uint8:
         packed = packed.view(torch.uint8)
@@ -103,18 +110,11 @@ def packed_weight(
     return PackedWeight(state.code, packed, state.absmax, inner.code, inner.absmax, state.offset), state.blocksize
 
 
-def is_left_to_bitsandbytes(linear: Any, x: Tensor) -> bool:
-    """Return whether bitsandbytes would multiply x by a kernel of its own, as for few rows, whatever else is asked."""
-    state = getattr(linear._parameters["weight"], "quant_state", None)
-    return state is not None and len(state.shape) == 2 and _multiplies_itself(state, x, linear.compute_dtype)
-
-
 def _multiplies_itself(state: Any, x: Tensor, dtype: torch.dtype) -> bool:
     """Return whether bitsandbytes would multiply x by a kernel of its own, without the weight dequantised in memory."""
-    n, k = state.shape
-    rows = x.shape[:-1].numel()
-    if x.device.type != "cuda":
+    if x.device.type != "cuda" or len(state.shape) != 2:
         return False
+    (n, k), rows = state.shape, x.shape[:-1].numel()
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):  # until 0.49, without gradients and for one row
         return rows == 1 and not x.requires_grad
     backend = sys.modules.get("bitsandbytes.backends.cuda.ops")

@@ -14,9 +14,10 @@ from torch import nn
 
 from ..options import RecomputeLevel
 from ..spec import Casting, GatedNormSpec, NormSpec
-from .adapters import FusedAdapter, FusedLinear4bit
+from .adapters import FusedAdapter
 from .fused_block import FusedBlock
 from .fused_experts import FusedExperts, GateOfExperts
+from .fused_linear_4bit import FusedLinear4bit
 from .fused_norm_module import FusedGatedNorm, FusedNorm
 from .guard import guarded_forward
 from .hooks import are_plain_calls

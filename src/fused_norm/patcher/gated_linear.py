@@ -14,15 +14,10 @@ from torch import Tensor
 from ..kernels.autocast import autocast_dtype
 from ..kernels.glu import GLU_FOR_CONSUMERS
 from .activation_recognition import Formula
-from .adapters import (
-    AdapterInput,
-    FusedLinear4bit,
-    Summands,
-    adapter_reads_in,
-    is_plain_in_4_bits,
-    linear_reads_in,
-)
+from .adapters import adapter_reads_in, is_plain_in_4_bits, linear_reads_in
+from .fused_linear_4bit import FusedLinear4bit
 from .fused_norm_module import is_disabled, run_fused
+from .linear_values import AdapterInput, Summands
 from .recompute import recomputes, recomputes_linears
 
 

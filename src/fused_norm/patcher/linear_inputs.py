@@ -19,19 +19,11 @@ from torch.nn import Linear, Parameter
 from ..kernels.autocast import autocast_dtype, is_any_autocast_on, set_autocast
 from ..kernels.triton.memory import norm_dtype
 from ..kernels.triton.norm_backward import MOST_CONSUMERS
-from .adapters import (
-    AdapterInput,
-    FusedAdapter,
-    FusedLinear4bit,
-    adapter_reads_in,
-    is_lora_layer,
-    linear_reads_in,
-    why_linear_is_stock,
-    why_stock,
-    why_unfused,
-)
+from .adapters import FusedAdapter, adapter_reads_in, is_lora_layer, linear_reads_in, why_stock, why_unfused
 from .four_bit import why_unreadable
+from .fused_linear_4bit import FusedLinear4bit, why_linear_is_stock
 from .fused_norm_module import is_disabled, spec_and_weights, warn_once
+from .linear_values import AdapterInput
 from .recompute import recomputes
 
 _SINCE = (
@@ -72,7 +64,7 @@ class NormOutputs:
         """The one tensor that the block reads in stock code."""
         if self.consumers.dtype is None:
             return self.tensors[0]
-        with set_autocast(self.x.device.type, self.consumers.dtype):  # as it was where the norm was called
+        with set_autocast(self.x.device.type, self.consumers.dtype):  # the autocast of the norm's call
             return self.norm(self.x)
 
 
@@ -152,7 +144,7 @@ def _wide_consumers(linears: Sequence[Any], tensors: Sequence[Any], dtype: torch
             if base is not linear:
                 consumer += 1
                 if not adapter_reads_in(linear, dtype):
-                    if recomputes() or not torch.is_grad_enabled():  # one output is kept, or returned
+                    if recomputes():  # of a norm in two dtypes nothing is
                         return None
                     wide |= 1 << consumer
         if type(base) is Linear and type(base.weight) not in (Parameter, Tensor):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
-from .adapters import is_lora_layer, is_quantised_lora_layer, name_of, why_linear_is_stock, why_unfused
+from .adapters import is_lora_layer, is_quantised_lora_layer, name_of, why_unfused
 from .block import SurveyedModel, why_left_out
 from .block_survey import decide_block, may_rotate_or_gate, plan_block
 from .class_swap import (
@@ -26,6 +26,7 @@ from .class_swap import (
 from .four_bit import is_linear_4bit
 from .fused_classes import fused_adapter_class, fused_experts_class, fused_linear_4bit_class, fused_norm_class
 from .fused_experts import KnownGates, is_experts, other_implementation, recognise_experts
+from .fused_linear_4bit import why_linear_is_stock
 from .fused_norm_module import FusedNorm
 from .hooks import are_plain_calls, replaced_forward, replaced_linear
 from .loss_survey import language_models, survey_losses
