@@ -139,6 +139,12 @@ PRODUCTS = Provider("products", _products)
 """The floor: it computes no loss."""
 
 _ON_GPU = partial(Provider, on_cpu=False)
+_SUMS_IN_FP32: dict[str, Any] = {
+    "acc_policy": "accurate",
+    "acc_dtype": torch.float32,
+    "batch_chunk_size": _CHUNK_ROWS,
+    "chunking_method": None,
+}
 
 LOSS_PROVIDERS = {
     provider.name: provider
@@ -148,10 +154,7 @@ LOSS_PROVIDERS = {
         _ON_GPU("liger", with_backward(_liger), "liger_kernel"),
         _ON_GPU("liger-fp32", with_backward(partial(_liger, in_fp32=True)), "liger_kernel"),
         Provider("torch", with_backward(_torch)),
-        Provider(
-            "torch-fp32",
-            with_backward(partial(_torch, acc_policy="balanced", batch_chunk_size=_CHUNK_ROWS, chunking_method=None)),
-        ),
+        Provider("torch-fp32", with_backward(partial(_torch, **_SUMS_IN_FP32))),
         Provider("trl", with_backward(_trl), "trl"),
         _ON_GPU("quack", with_backward(_quack), "quack"),
         Provider(FUSED.name, with_backward(_fused)),
