@@ -1,6 +1,6 @@
 """The picture at the top of the README: two curves of losses, and time and memory of the README's steps as bars.
 
-``fused-norm demo qwen3 --steps 100 --out build/demo`` makes the losses, and ``python -m benchmarks.first_screen
+``fused-norm demo qwen3 --steps 60 --out build/demo`` makes the losses, and ``python -m benchmarks.first_screen
 build/demo`` draws them into ``docs/first_screen.svg``.
 """
 
@@ -72,11 +72,13 @@ def for_light_and_dark(make: Callable[[], Figure], name: str) -> str:
 
 def _figure(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str], str]) -> Figure:
     # No pyplot: it would open a window system and keep the figure.
-    figure = Figure(figsize=(6.6, 3.6), layout="constrained")
-    curves, time, memory = figure.subplots(1, 3, gridspec_kw={"width_ratios": [3, 4, 4]})
+    # Two rows, so that its text is still read on the screen of a phone.
+    figure = Figure(figsize=(4.8, 5.2), layout="constrained")
+    panels = figure.subplot_mosaic([["curves"] * 2, ["time", "memory"]], height_ratios=[2, 5])
+    curves, time, memory = (panels[name] for name in ("curves", "time", "memory"))
     curves.plot(losses["stock"], color=COLOURS["stock"], linewidth=4, alpha=0.6, label="stock")
     curves.plot(losses["fused"], color=COLOURS["ours"], linewidth=1.1, label="ours")
-    curves.set_title("loss, tiny Qwen3", fontsize=10)
+    curves.set_title("loss of a tiny Qwen3, step by step", fontsize=10)
     curves.legend(frameon=False)
     for axes, unit, title in ((time, "ms", "ms, Qwen3-0.6B"), (memory, "GiB", "GiB at the peak")):
         _draw_bars(axes, cells, unit)
