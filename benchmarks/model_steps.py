@@ -165,9 +165,11 @@ class Generation(BenchmarkedModel):
     def outputs_and_gradients(self, model: Any = None, seed: int = 0) -> list[Tensor]:
         """The logits of given tokens, one by one: generated ones may differ after a single rounding."""
         logits, cache = [], None
+        takes = inspect.signature(type(self.model).forward).parameters
+        name = "cache" if "cache" in takes else "past_key_values"  # before transformers 5.24
         with torch.no_grad():
             for part in self.tokens.split([_PROMPT_TOKENS, *[1] * self.parts], dim=1):
-                output = (self.model if model is None else model)(input_ids=part, past_key_values=cache, use_cache=True)
+                output = (self.model if model is None else model)(input_ids=part, use_cache=True, **{name: cache})
                 cache = output.past_key_values
                 logits.append(output.logits.flatten())
         return [torch.cat(logits).float().cpu()]

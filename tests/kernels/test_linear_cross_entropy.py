@@ -234,10 +234,12 @@ def test_without_any_label_it_is_stocks_loss(options: dict[str, Any], device: st
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def test_nan_stays_in_its_row(device: str) -> None:
-    case = made(device, FP32, masked=0.0)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"softcap": 2.0, "logit_scale": 0.5}], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_stays_in_its_row(value: float, options: dict[str, Any], device: str) -> None:
+    case = made(device, FP32, masked=0.0, **options)
     with torch.no_grad():
-        case.x[0, 3, 5] = torch.nan
+        case.x[0, 3, 5] = value
     for one, other in zip(case.results(ours), case.results(stock), strict=True):
         assert torch.equal(one.isnan(), other.isnan())
 

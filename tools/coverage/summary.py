@@ -17,13 +17,17 @@ KINDS = {
     "qk": "q and k norms",
     "residual": "residual adds",
     "rope": "half rotations",
+    "neighbours": "rotations of neighbours",
+    "complex": "complex rotations",
+    "conv": "causal convolutions",
     "mlp": "gated products",
     "experts": "experts in one module",
     "loss": "heads with a loss",
 }
 """The kinds that are counted, and their names in a table: norms without a gate, norms with one, those without that are
-called q or k norms, adds that feed a norm in the same forward, attentions that rotate by halves, gated products, heads
-whose logits a cross entropy takes."""
+called q or k norms, adds that feed a norm in the same forward, attentions that rotate by halves, neighbours or complex
+numbers, depthwise convolutions of at most four taps that see no later token, gated products, experts that are one
+module, heads whose logits a cross entropy takes."""
 
 PART = "a part of other models"
 """The reason why no model is built of a type that no auto class knows."""

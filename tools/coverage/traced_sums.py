@@ -1,4 +1,4 @@
-"""A record of a model that runs: which norms take the sum of an add, and which modules multiply by a gate."""
+"""A record of a model that runs: which norms take the sum of an add, which modules multiply by a gate or convolve."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class TracedSums(TorchDispatchMode):
         called: the norms that were called.
         fed: those whose input is the sum of an add that the module which holds them made in the same call.
         gated: the modules that multiplied the SiLU or the GELU of a tensor by another tensor of its shape.
+        convolved: those that made a depthwise convolution of two to four taps, padded on both sides by all taps but
+            one: what is left when its end is cut off sees no later token.
     """
 
     def __init__(self, model: nn.Module, norms: Set[str]) -> None:
@@ -33,7 +35,9 @@ class TracedSums(TorchDispatchMode):
         self.called: set[str] = set()
         self.fed: set[str] = set()
         self.gated: set[str] = set()
+        self.convolved: set[str] = set()
         self._holders = {path: re.sub(r"\.?[^.]+(\.\d+)?$", "", path) for path in norms}  # some are in lists
+        self._convolutions = {path for path, module in model.named_modules() if type(module) is nn.Conv1d}
         self._calls: list[Call] = []
         self._sums: dict[Any, tuple[Tensor, int, Call]] = {}  # kept, and so their addresses are
         self._activated: dict[Any, Tensor] = {}
@@ -69,6 +73,8 @@ class TracedSums(TorchDispatchMode):
             gates = [tensor for tensor in tensors if _place(tensor) in self._activated]
             if len(tensors) == 2 and len(gates) == 1 and tensors[0].shape == tensors[1].shape:
                 self.gated.add(self._calls[-1][0])
+        elif operator is torch.ops.aten.convolution and _is_short_and_causal(*args):
+            self.convolved.update([path for path, _ in self._calls if path not in self._convolutions][-1:])
         return result
 
     def _enter(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -89,6 +95,13 @@ class TracedSums(TorchDispatchMode):
             self._calls.pop()
         if is_activation and isinstance(result, Tensor):
             self._activated[_place(result)] = result
+
+
+def _is_short_and_causal(x: Tensor, weight: Tensor, _bias: Any, stride: Any, padding: Any, dilation: Any,
+                         transposed: bool, _output: Any, groups: int) -> bool:  # fmt: skip
+    taps = weight.shape[-1]
+    depthwise = x.dim() == 3 and not transposed and groups == weight.shape[0] == x.shape[1]
+    return depthwise and 2 <= taps <= 4 and list(stride) == list(dilation) == [1] and list(padding) == [taps - 1]
 
 
 def _place(tensor: Tensor) -> Any:

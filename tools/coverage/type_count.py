@@ -16,16 +16,19 @@ from transformers import PreTrainedModel
 from fused_norm.patcher import PatchReport, apply_fused_norm, remove_fused_norm
 
 from .forward_hashes import forward_hash, name_of
-from .half_rotations import rotates
 from .head_losses import inputs_with_labels, is_fused
 from .inputs import Inputs, inputs_of
 from .model_types import MOST_LAYERS, build, default_config, model_class_of, rotates_in_sections, small_configs
 from .norm_values import Normalises, normalises
+from .rotations import Layout, layouts_of
 from .summary import PART
 from .sweep import SHOWN, in_a_line
 from .traced_sums import TracedSums
 
 _MOST_PARAMETERS = 600_000_000  # Of a small model.
+ROTATIONS: dict[str, Layout] = {"rope": "halves", "neighbours": "neighbours", "complex": "complex"}
+"""The layout of rotations of each kind that is counted."""
+
 _QK = re.compile(r"(^|_)(q|k|qk|query|key)(_|$)")
 
 
@@ -90,9 +93,11 @@ def count(model_type: str) -> TypeCount:
         "norm": norms,
         "gated": {path for path, kind in kinds.items() if kind == "gated"},
         "qk": {path for path in norms if _QK.search(path.rpartition(".")[2])},
-        "rope": {path for path, module in modules.items() if rotates(module)},
-    }
-    _add_classes(result, kinds, modules, places["rope"])
+        **{kind: {path for path, module in modules.items() if layout in layouts_of(module)}
+           for kind, layout in ROTATIONS.items()},
+    }  # fmt: skip
+    rotating = set().union(*(places[kind] for kind in ROTATIONS))
+    _add_classes(result, kinds, modules, rotating)
     if any(places.values()):
         report = apply_fused_norm(whole, strict=False)
         for kind, paths in places.items():
@@ -101,7 +106,7 @@ def count(model_type: str) -> TypeCount:
     else:
         result.found = dict.fromkeys(places, 0)
         result.fused = dict.fromkeys(places, 0)
-    if norms or places["rope"] or _has_head(whole):
+    if norms or rotating or _has_head(whole):
         small, result.why_not_run = small_model(whole, config)
         if small is not None:
             _count_in_small_model(result, small)
@@ -254,6 +259,7 @@ def _count_in_small_model(result: TypeCount, small: SmallModel) -> None:
     _settle(result, "experts", experts, report, modules)
     gated = {path for path in small.traced.gated if normalises(modules[path]) is None} - experts
     _settle(result, "mlp", gated, report, modules)
+    _settle(result, "conv", small.traced.convolved, report, modules)
     rows = [site for site in (*report.fused, *report.kept) if site.kind == "residual"]
     extra = Counter(
         ("residual", _holder(site.path, modules))
@@ -261,9 +267,10 @@ def _count_in_small_model(result: TypeCount, small: SmallModel) -> None:
         if site.path in small.traced.called and site.path not in small.traced.fed
     )
     result.unfounded = sorted((*what, number) for what, number in extra.items())
-    products: set[Any] = {type(modules[path]) for path in gated}
-    for cls in products:
-        result.classes.setdefault(name_of(cls), f"mlp {forward_hash(cls)}")
+    for role, paths in (("mlp", gated), ("conv", small.traced.convolved)):
+        classes: set[Any] = {type(modules[path]) for path in paths}
+        for cls in classes:
+            result.classes.setdefault(name_of(cls), f"{role} {forward_hash(cls)}")
 
 
 def _count_loss(result: TypeCount, model: nn.Module, inputs: Inputs, report: PatchReport) -> None:
@@ -278,7 +285,7 @@ def _count_loss(result: TypeCount, model: nn.Module, inputs: Inputs, report: Pat
 def _settle(result: TypeCount, kind: str, paths: Iterable[str], report: PatchReport, modules: Any) -> None:
     """Count what was found, what of it is fused, and why the rest is not."""
     paths = set(paths)
-    kinds = ("norm", "qk") if kind in ("norm", "gated", "qk") else (kind,)
+    kinds = ("norm", "qk") if kind in ("norm", "gated", "qk") else ("rope",) if kind in ROTATIONS else (kind,)
     fused = {site.path for site in report.fused if site.kind in kinds}
     reasons = {site.path: site.reason or "" for site in report.kept if site.kind in kinds}
     result.found[kind], result.fused[kind] = len(paths), len(paths & fused)

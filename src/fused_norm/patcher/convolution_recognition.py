@@ -31,7 +31,7 @@ SILU = ("silu", "swish")
 
 _IGNORED = (
     "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "position_embeddings",
-    "attention_mask", "is_causal", "cache_position", "past_key_values", "use_cache", "output_attentions",
+    "attention_mask", "is_causal", "cache", "cache_position", "past_key_values", "use_cache", "output_attentions",
     "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "logits_to_keep", "labels",
     "token_type_ids", "mm_token_type_ids",
 )  # fmt: skip
