@@ -49,8 +49,8 @@ LEVELS = {
 
 LEVELS_OF = {
     "Qwen3-0.6B": "Qwen3-0.6B {}4x4096",
-    "its LoRA": "Qwen3-0.6B lora {}4x4096",
-    "its autocast": "Qwen3-0.6B autocast {}4x4096",
+    "Qwen3-0.6B, LoRA": "Qwen3-0.6B lora {}4x4096",
+    "Qwen3-0.6B, autocast": "Qwen3-0.6B autocast {}4x4096",
     "Llama-3.2-1B": "Llama-3.2-1B {}4x4096",
     "gemma-3-1b-pt": "gemma-3-1b-pt {}4x4096",
 }

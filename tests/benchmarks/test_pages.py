@@ -59,6 +59,6 @@ def test_options_are_those_of_the_first_step(run: Results) -> None:
 
 def test_what_was_not_measured_is_an_empty_cell(run: Results) -> None:
     cells = cells_of(less_memory(run))
-    assert cells["compiled, budget 0.7", "its LoRA"] == ""
+    assert cells["compiled, budget 0.7", "Qwen3-0.6B, LoRA"] == ""
     assert cells["`recompute=True`", "Qwen3-0.6B"] == "149.9, 13.9"
     assert losses_in_markdown(replace(run, rows=[])) == ""

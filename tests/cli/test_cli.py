@@ -164,6 +164,7 @@ ALL = SITES | {"loss": 1}
         ("{}", "Qwen3ForCausalLM", ALL),
         ("{}/config.json", "Qwen3ForCausalLM", ALL),
         ("{} --no-qk --no-residual --no-mlp --no-loss", "Qwen3ForCausalLM", {"norm": SITES["norm"]}),
+        ("{} --modules model.norm --modules lm_head", "Qwen3ForCausalLM", {"norm": 1, "loss": 1}),
         ("llama", "LlamaForCausalLM", FAMILIES["llama"].sites(32) | {"loss": 1}),
     ],
 )
@@ -171,6 +172,11 @@ def test_inspect_prints_what_would_be_fused_as_json(line, model, sites, inspecte
     report = inspected(line)
     assert report["model"] == model
     assert Counter(site["kind"] for site in report["fused"]) == sites
+
+
+def test_inspect_tells_which_blocks_get_outputs_of_a_norm_of_their_own(inspected):
+    assert inspected("{} --no-consumers")["consumers"] == []
+    assert len(inspected("{} --consumers")["consumers"]) == 4
 
 
 def test_inspect_tells_which_layers_recompute(inspected):
@@ -490,7 +496,7 @@ def test_check_says_line_by_line_why_there_is_nothing_to_check(tmp_path, capsys)
     first, summary, head, *rows = capsys.readouterr().err.splitlines()[-8:]
     assert first == "fused-norm check: nothing to fuse in GPT2LMHeadModel, so there is nothing to check"
     assert summary == "GPT2LMHeadModel (gpt2): fused nothing; kept 4"
-    assert head == "kept LayerNorm: LayerNorm subtracts a mean, so it is no RMSNorm"
+    assert head == "kept LayerNorm: subtracts a mean, so it is no RMSNorm"
     assert rows[:3] == [f"     1 norm  transformer.{name}" for name in ("h.0.ln_1", "h.0.ln_2", "ln_f")]
     assert rows[3:] == ["kept GPT2LMHeadModel: switched off: --no-loss", "     1 loss  lm_head"]
 

@@ -25,6 +25,8 @@ NOT_SAID = {
     "… …: …",
     "  … …  …",
     "its stock code",
+    "a norm and its add one by one",
+    "no … in",
     "LoRA layers as PEFT has them",
     "PEFT's LoRA code",
     "sum with the adapter",

@@ -66,6 +66,17 @@ class BufferForOthers(BufferAsWeight):
         return normed(self, x).to(x.dtype)
 
 
+class WithoutEps(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.eps
+
+
+def centred(self, x):
+    x = x - x.mean(-1, keepdim=True)
+    return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
 def weight_dtype(self, x):
     x = x * torch.rsqrt(variance(self, x.float()))
     return self.weight * (x.to(self.weight.dtype) if self.weight.dtype in (torch.float16, torch.bfloat16) else x)
@@ -227,6 +238,8 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "raises": (norm_by(raises), "ZeroDivisionError: no such luck"),
     "a plain tensor": (PlainTensorNorm(), "plain tensors"),
     "LayerNorm": (nn.LayerNorm(24), "subtracts a mean"),
+    "LayerNorms written out": (norm_by(centred), "subtracts a mean"),
+    "LayerNorms without eps": (norm_by(centred, WithoutEps), "subtracts a mean"),
     "RMSNorm without eps": (nn.RMSNorm(24), "no eps"),
 }
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fused_norm
+from fused_norm.patcher import fused_norm_module
 from tools.coverage.traced_sums import TracedSums
 
 from .models import assert_near, assert_same_bits, fused_copy, relative, step
@@ -48,7 +49,10 @@ def test_a_tower_of_images_is_stock_with_hooks_checkpointing_and_where_fusing_is
 
 
 @pytest.mark.slow
-def test_a_dropout_between_a_norm_and_its_add_drops_in_training_as_in_stock(device: str, launches: list[str]) -> None:
+def test_a_dropout_between_a_norm_and_its_add_drops_in_training_as_in_stock(
+    device: str, launches: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_norm_module, "_warned", {})
     stock, ids = model_of("t5gemma", device), TOKENS_WITH_AN_IMAGE.to(device)
     fused = copy.deepcopy(stock)
     assert fused_norm.apply_fused_norm(fused, strict=False).counts["sandwich"] == 5
@@ -59,6 +63,8 @@ def test_a_dropout_between_a_norm_and_its_add_drops_in_training_as_in_stock(devi
     assert_near(*reversed(results))
     assert launches.count("add_rms_norm") == 3
     assert "norm_add_norm" not in launches
+    why = "runs a norm and its add one by one: a dropout between them is active, or other code sees its call"
+    assert [line.removeprefix("T5Gemma") for line in caplog.messages] == [f"EncoderLayer {why}", f"DecoderLayer {why}"]
     launches.clear()
     heard: list[str] = []
     fused.eval().model.encoder.layers[0].dropout.register_forward_hook(lambda *_: heard.append("dropout"))

@@ -200,12 +200,12 @@ def _turns_neighbours(matrix: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return turned > 1
 
 
-def _multiplies(function: FunctionType, tensors: int, angle_dims: int, dims: int, share: float) -> bool:
-    """Return whether it turns heads by complex numbers of length 1: called so, every pair of neighbours keeps its length.
+def _multiplies(function: FunctionType, count: int, angle_dims: int, dims: int, share: float) -> bool:
+    """Return whether it turns heads by complex numbers of length 1: every pair of neighbours keeps its length.
 
     Args:
         function: it takes the heads, and then the numbers.
-        tensors: how many tensors of heads it takes.
+        count: how many tensors of heads it takes.
         angle_dims: the dimensions of the numbers.
         dims: the dimensions of the heads.
         share: 1.0 for heads before tokens, 0.5 for tokens before heads.
@@ -213,10 +213,10 @@ def _multiplies(function: FunctionType, tensors: int, angle_dims: int, dims: int
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"), torch.no_grad():
         shape = (3, 2, _WIDTH) if dims == 3 else (1, 2, 3, _WIDTH) if share == 1 else (1, 3, 2, _WIDTH)
-        heads = [torch.randn(shape, generator=generator) for _ in range(tensors)]
+        heads = [torch.randn(shape, generator=generator) for _ in range(count)]
         angles = torch.randn(*(1, 3)[3 - angle_dims :], _WIDTH // 2, generator=generator)
         turned = _result(function, heads, torch.polar(torch.ones_like(angles), angles))
         if turned is None:
             return False
-        lengths = [[x.unflatten(-1, (-1, 2)).norm(dim=-1) for x in pair] for pair in zip(heads, turned, strict=True)]
-        return all(torch.allclose(*pair, atol=1e-4) for pair in lengths) and not torch.allclose(heads[0], turned[0])
+        before, after = (torch.stack(tensors).unflatten(-1, (-1, 2)).norm(dim=-1) for tensors in (heads, turned))
+        return torch.allclose(before, after, atol=1e-4) and not torch.allclose(heads[0], turned[0])

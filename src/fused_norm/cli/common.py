@@ -34,7 +34,7 @@ def in_one_line(error: Exception) -> str:
 
 def as_flags(text: str) -> str:
     """A message with options of ``apply_fused_norm`` written as flags: ``--no-strict`` for ``strict=False``."""
-    named = "|".join([*SWITCHES, "recompute", "strict"])
+    named = "|".join([*SWITCHES, "consumers", "recompute", "strict"])
     return re.sub(
         rf"\b({named})=(True|False)\b", lambda option: ("--" if option[2] == "True" else "--no-") + option[1], text
     )
@@ -45,6 +45,10 @@ def add_fuse_options(parser: argparse.ArgumentParser) -> None:
     for name, switch in SWITCHES.items():
         text = f"fuse {switch.what}" + (f"; follows --{switch.follows}" if switch.follows else "")
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
+    text = "let linears after a fused norm share one backward, and one cast"
+    parser.add_argument("--consumers", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = "only sites whose path matches, such as 'model.layers.*'; may be given several times"
+    parser.add_argument("--modules", action="append", metavar="PATTERN", help=text)
     text = "recompute outputs of fused operators in the backward; with mlp or attention those of linears too"
     parser.add_argument(
         "--recompute", nargs="?", type=_recompute_level, metavar="LEVEL", const=True, default=False, help=text
@@ -69,7 +73,7 @@ def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
         UsageError: they contradict each other.
     """
     try:
-        chosen = {name: getattr(args, name) for name in (*SWITCHES, "recompute")}
+        chosen = {name: getattr(args, name) for name in (*SWITCHES, "consumers", "modules", "recompute")}
         return FuseOptions(**chosen, strict=strict)
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -66,7 +66,7 @@ class FusedBlock(nn.Module):
         consumer: Any = None,
     ) -> tuple[Any, Any]:
         """``(norm(s), s)`` of ``s = residual + scale * dropout(inner(branch))``; ``consumer`` gets the norm."""
-        if dropout is not None and not is_idle_dropout(dropout):
+        if self._drops(dropout):
             branch, inner = dropout(inner(branch)), None
         if inner is not None:
             together = _norm_add_norm(norm, residual, branch, inner, consumer)
@@ -85,6 +85,18 @@ class FusedBlock(nn.Module):
             return norm_after_add(norm, branch, residual, scale, reason)
         *tensors, s = outputs
         return NormOutputs(tensors, consumers, norm, s), s
+
+    def _drops(self, dropout: Any) -> bool:
+        """Return whether a dropout, None for none, has to be called; the log says so once."""
+        if dropout is None or is_idle_dropout(dropout):
+            return False
+        if not is_disabled():
+            warn_once(
+                self.fused_norm_origin,
+                "a dropout between them is active, or other code sees its call",
+                "a norm and its add one by one",
+            )
+        return True
 
     def fused_norm_add_by_call(self, norm: Any, residual: Any, branch: Any, *, scale: Any = 1.0) -> tuple[Any, Any]:
         """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm."""
@@ -107,7 +119,7 @@ class FusedBlock(nn.Module):
 
     def fused_norm_then_add(self, inner: Any, residual: Any, branch: Any, *, dropout: Any = None) -> Any:
         """``residual + dropout(inner(branch))``."""
-        if dropout is not None and not is_idle_dropout(dropout):
+        if self._drops(dropout):
             return residual + dropout(inner(branch))
         spec, weight = spec_and_weights(inner)
         outputs, reason = run_fused(NORM_ADD, branch, residual, weight, spec)

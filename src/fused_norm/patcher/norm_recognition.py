@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -61,6 +62,8 @@ class Recognised:
     eps_name: str
 
 
+_SUBTRACTS_MEAN = "subtracts a mean, so it is no RMSNorm"
+
 _outcomes: Outcomes[Recognised] = Outcomes()
 
 
@@ -97,7 +100,7 @@ def recognise(module: nn.Module) -> Recognised:
 def _check_structure(module: nn.Module) -> None:
     """Raise UnrecognisedError for anything that a plain RMSNorm does not have."""
     if subtracts_mean(module):
-        raise UnrecognisedError(f"{type(module).__name__} subtracts a mean, so it is no RMSNorm")
+        raise UnrecognisedError(_SUBTRACTS_MEAN)
     if module._modules:
         raise UnrecognisedError(f"has modules of its own: {', '.join(module._modules)}")
     if others := [name for name, value in module._buffers.items() if value is not None and name != "weight"]:
@@ -152,7 +155,7 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
     matches: dict[NormSpec, str] = {}
     names = [name for name, value in vars(module).items() if issubclass(type(value), float)]
     if not names:
-        raise UnrecognisedError("has no eps among its attributes")
+        raise UnrecognisedError(_SUBTRACTS_MEAN if _ignores_offsets(module) else "has no eps among its attributes")
     for name in names:
         eps = getattr(module, name)
         recognizer = Recognizer[tuple[NormSpec, NormFunctions]](_cases(module, name, eps), _formula)
@@ -163,13 +166,24 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
             if any(recognizer.agrees((spec, variant)) for variant in variants):
                 matches[spec] = name
     if not matches:
-        raise UnrecognisedError("computes none of the known formulas")
+        raise UnrecognisedError(_SUBTRACTS_MEAN if _ignores_offsets(module) else "computes none of the known formulas")
     if len(matches) > 1:
         raise UnrecognisedError(f"several formulas fit it: {'; '.join(map(str, matches))}")
     ((spec, name),) = matches.items()
     if not _has_gradients_of(module, name, spec):
         raise UnrecognisedError("differs from its formula where gradients are needed")
     return Recognised(replace(spec, casts_weight=_casts_weight(module, name, spec)), name)
+
+
+def _ignores_offsets(module: nn.Module) -> bool:
+    """Return whether a module is a LayerNorm of its own: what is added to all of a row changes no result."""
+    with plain_pytorch(), suppress(Exception):  # a foreign forward may raise anything
+        x, weight = next(pair for pair in _samples(module) if pair[0].dtype == torch.float32)
+        replica = _replica(module, weight, training=False)
+        results = [_call(replica, x.dim(), *_inputs(module, rows)[0]) for rows in (x, x + 3)]
+        y, shifted = (result[0, 0] for result in results)  # a row of numbers of about one
+        return torch.allclose(y, shifted, atol=1e-3) and not torch.allclose(y, y.flip(-1), atol=1e-1)
+    return False
 
 
 def _candidates(module: nn.Module, eps: float) -> Iterator[NormSpec]:
@@ -200,7 +214,7 @@ def _has_gradients_of(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
     with plain_pytorch(gradients=True):
         x, weight = next(_samples(module))
         inputs = [tensor[:1, :4].repeat(2, 1, 1) for tensor in _inputs(module, x)[0]]  # rows without huge values
-        replica = _replica(module, weight, eps_name, _OTHER_EPS, training=True)
+        replica = _replica(module, weight, training=True, **{eps_name: _OTHER_EPS})
         for name, parameter in list(replica.named_parameters()):
             setattr(replica, name, strict(parameter.requires_grad_()))
         for name, buffer in list(replica.named_buffers()):
@@ -222,7 +236,7 @@ def _casts_weight(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
 
     with plain_pytorch(gradients=True), saved_tensors_hooks(pack, lambda packed: packed):
         x, weight = next(pair for pair in _samples(module) if pair[0].dtype == torch.bfloat16)
-        replica = _replica(module, weight, eps_name, spec.eps, training=True)
+        replica = _replica(module, weight, training=True, **{eps_name: spec.eps})
         _call(replica, x.dim(), *_inputs(module, x.requires_grad_())[0])
     assert weight is not None
     return weight.untyped_storage().data_ptr() not in saved
@@ -234,7 +248,7 @@ def _cases(module: nn.Module, eps_name: str, eps: float) -> Iterator[Case]:
     for value, training in ((eps, True), (eps, False), (_OTHER_EPS, False)):
         for shape in range(len(samples[0][2])):
             for x, weight, inputs in samples:  # first what tells most formulas apart, so that few cases are needed
-                replica = _replica(module, weight, eps_name, value, training)
+                replica = _replica(module, weight, training=training, **{eps_name: value})
                 yield Case(partial(_call, replica, x.dim()), inputs[shape], (weight, value))
 
 
@@ -293,13 +307,13 @@ def _call(replica: nn.Module, usual_dim: int, *inputs: Tensor) -> Tensor:
     return y
 
 
-def _replica(module: nn.Module, weight: Tensor | None, eps_name: str, eps: float, training: bool) -> nn.Module:
-    """A copy of the module without its tensors, hooks and instance forward, with this weight and this eps."""
+def _replica(module: nn.Module, weight: Tensor | None, *, training: bool, **attributes: float) -> nn.Module:
+    """A copy of the module without its tensors, hooks and instance forward, with this weight and these attributes."""
     parameters: dict[str, nn.Parameter | None] = dict.fromkeys(module._parameters)
     buffers: dict[str, Tensor | None] = dict.fromkeys(module._buffers)
     if "weight" in buffers:
         buffers["weight"] = weight
     elif weight is not None:
         parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    own = {"_parameters": parameters, "_buffers": buffers, "training": training, eps_name: eps}
-    return cpu_replica(type(module), {**own_attributes(module), **own})
+    own = {"_parameters": parameters, "_buffers": buffers, "training": training}
+    return cpu_replica(type(module), {**own_attributes(module), **own, **attributes})

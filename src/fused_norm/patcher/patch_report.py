@@ -140,8 +140,9 @@ class PatchReport:
 
     def __str__(self) -> str:
         rows = [("fused", row.module, row.what, row.kind, row.path) for row in self.fused]
+        rows += [("kept", row.module, row.reason or "", row.kind, row.path) for row in self.kept]
         others = [row for row in (*(self.recompute or ()), *self.consumers) if row.reason is not None]
-        rows += [("kept", row.module, row.reason or "", row.kind, row.path) for row in (*self.kept, *others)]
+        rows += [(f"no {row.kind} in", row.module, row.reason or "", row.kind, row.path) for row in others]
         return "\n".join([_in_80_columns(self.summary()), *_grouped(rows)])
 
 

@@ -1,24 +1,68 @@
-"""Which attentions rotate by halves is told by the functions that they call, and these by their results."""
+"""How attentions rotate is told by the functions that they call, and these by their results."""
 
 from __future__ import annotations
 
 import pytest
 from torch import Tensor, nn
 from transformers.models.cohere.modeling_cohere import CohereAttention
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.glm4.modeling_glm4 import Glm4Attention
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, apply_rotary_pos_emb
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention, Llama4VisionAttention
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention, Qwen2_5_VLVisionAttention
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from tools.coverage.half_rotations import rotates
+from tools.coverage.rotations import Layout, layouts_of
 
-HALVES = (LlamaAttention, Qwen2_5_VLAttention, Qwen2_5_VLVisionAttention, GptOssAttention)
-OTHERS = (CohereAttention, T5Attention, LlamaMLP)  # the first one rotates neighbours
+LAYOUTS: dict[type[nn.Module], set[Layout]] = {
+    LlamaAttention: {"halves"},
+    Qwen2_5_VLAttention: {"halves"},
+    Qwen2_5_VLVisionAttention: {"halves"},
+    GptOssAttention: {"halves"},
+    CohereAttention: {"neighbours"},
+    Glm4Attention: {"neighbours"},
+    Llama4TextAttention: {"complex"},
+    Llama4VisionAttention: {"complex"},
+    DeepseekV2Attention: {"complex"},
+    T5Attention: set(),
+    LlamaMLP: set(),
+}
 
 
-@pytest.mark.parametrize("cls", [*HALVES, *OTHERS], ids=lambda cls: cls.__name__)
-def test_a_class_rotates_by_halves_where_a_function_that_it_calls_does(cls: type) -> None:
-    assert rotates(object.__new__(cls)) == (cls in HALVES)
+@pytest.mark.parametrize("cls", LAYOUTS, ids=lambda cls: cls.__name__)
+def test_a_class_rotates_as_a_function_does_that_it_calls(cls: type[nn.Module]) -> None:
+    assert layouts_of(object.__new__(cls)) == LAYOUTS[cls]
+
+
+@pytest.mark.parametrize(("interleave", "layout"), [(True, "neighbours"), (False, "halves")])
+def test_a_setting_chooses_between_two_rotations(interleave: bool, layout: str) -> None:
+    attention = object.__new__(DeepseekV3Attention)
+    nn.Module.__init__(attention)
+    attention.config = DeepseekV3Config(rope_interleave=interleave)
+    assert layouts_of(attention) == {layout}
+
+
+def of_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """A swap of neighbours without a sign, which is no rotation."""
+
+    def turned(x: Tensor) -> Tensor:
+        return x * cos + x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin
+
+    return turned(q), turned(k)
+
+
+class Unlike(nn.Module):
+    """A module that calls what looks like a rotation."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return of_pairs(q, k, cos, sin)
+
+
+def test_what_is_no_rotation_does_not_count() -> None:
+    assert layouts_of(Unlike()) == set()
 
 
 class Choosing(nn.Module):
@@ -61,4 +105,4 @@ class Choosing(nn.Module):
     ],
 )
 def test_a_rotation_that_settings_never_reach_does_not_count(mode: str, layers: list[int], expected: bool) -> None:
-    assert rotates(Choosing(mode, layers)) == expected
+    assert bool(layouts_of(Choosing(mode, layers))) == expected

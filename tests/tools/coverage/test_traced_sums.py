@@ -1,4 +1,5 @@
-"""Only an add of two whole tensors, made by the module that holds the norm in the same call, counts as feeding it."""
+"""Only an add of two whole tensors, made by the module that holds the norm in the same call, counts as feeding it; of
+convolutions those of few taps that see no later token."""
 
 from __future__ import annotations
 
@@ -90,3 +91,33 @@ def test_a_norm_is_not_fed_by_an_add_of_a_module_that_does_not_hold_it() -> None
 )
 def test_a_product_with_a_silu_or_a_gelu_is_a_gate(how: str, gated: bool) -> None:
     assert traced(Gated(how), set()).gated == ({"0"} if gated else set())
+
+
+class Convolving(nn.Module):
+    """A convolution, as a module or a function; by default of three taps, padded on both sides by two."""
+
+    def __init__(self, by_function: bool = False, **changed: int) -> None:
+        super().__init__()
+        settings = {"kernel_size": 3, "padding": 2, "groups": 3} | changed
+        self.conv, self.by_function = nn.Conv1d(3, 3, **settings), by_function
+
+    def forward(self, x, _):
+        if self.by_function:
+            return functional.conv1d(x, self.conv.weight, None, padding=2, groups=3)[..., : x.shape[-1]]
+        return self.conv(x)[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "counts"),
+    [
+        ({}, True),
+        ({"by_function": True}, True),
+        ({"groups": 1}, False),
+        ({"padding": 1}, False),
+        ({"kernel_size": 5, "padding": 4}, False),
+        ({"kernel_size": 2, "padding": 2, "dilation": 2}, False),
+    ],
+    ids=str,
+)
+def test_a_short_depthwise_convolution_counts_if_it_sees_no_later_token(changed: dict[str, int], counts: bool) -> None:
+    assert traced(Convolving(**changed), set()).convolved == ({"0"} if counts else set())
