@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.markdown import page_with
 from tools.coverage import command
-from tools.coverage.summary import PART, Summary, changes, gaps, stored, summarise, tables
+from tools.coverage.summary import KINDS, PART, Summary, changes, gaps, stored, summarise, tables
 
 FOUND = {
     "found": {"norm": 5, "gated": 0, "qk": 0, "rope": 2, "residual": 2, "mlp": 0},
@@ -95,12 +95,21 @@ def test_pages_show_the_stored_summaries() -> None:
         assert page_with(page, "coverage", table) == page, f"python -m tools.coverage --table writes {name}"
 
 
-def test_types_that_have_what_is_not_counted_are_examples_of_the_page() -> None:
+def test_a_type_with_what_is_not_counted_is_an_example_of_the_page() -> None:
     newest = [Summary.load(path) for path in stored(command.STORED).values()][-1]
     page = (command.DOCS / "model_types.md").read_text(encoding="utf-8").partition("<!-- coverage -->")[0]
-    for name, kind in {"glm4": "rope", "llama4": "rope", "stablelm": "norm"}.items():
-        assert f"`{name}`" in page
-        assert kind not in newest.types[name]
+    assert "LayerNorms, such as those of `stablelm`" in page
+    assert "norm" not in newest.types["stablelm"]
+
+
+def test_what_is_counted_apart_is_in_every_stored_summary() -> None:
+    summaries = [Summary.load(path) for path in stored(command.STORED).values()]
+    for one in summaries:
+        assert {"neighbours", "complex", "conv"} <= {kind for kind in KINDS if one.totals()[kind][0]}
+    newest = summaries[-1].types
+    assert newest["glm4"]["neighbours"] == [40, 40]
+    assert newest["llama4"]["complex"][1] == 0
+    assert newest["qwen3_next"]["conv"][0] == newest["qwen3_next"]["conv"][1] > 0
 
 
 @pytest.fixture
