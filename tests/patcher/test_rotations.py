@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.edgetam_video.modeling_edgetam_video import EdgeTamVideoRoPESelfAttention
 from transformers.models.exaone4.modeling_exaone4 import Exaone4Attention
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -134,6 +135,7 @@ def test_the_function_is_looked_up_at_each_call(monkeypatch) -> None:
         (Exaone4Attention, [("apply_rotary_pos_emb", 4, None)]),
         (Gemma3nTextAttention, [("apply_rotary_pos_emb", 3, None)] * 2),
         (DeepseekV3Attention, [("apply_rotary_pos_emb_interleave", 4, None), ("apply_rotary_pos_emb", 4, None)]),
+        (EdgeTamVideoRoPESelfAttention, [("apply_rotary_pos_emb_2d_self_attn", 0, None)]),  # cos=cos, sin=sin
     ],
 )
 def test_what_attentions_of_transformers_have(attention, expected) -> None:

@@ -156,5 +156,11 @@ def find_rotations(
         RotationCall(call, after.get(call), attentions.get(call), flow.conditions(call))
         for call in ast.walk(definition)
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-        if call in after or (ROTATION_NAME.search(call.func.id) and len(call.args) >= min(_ARGUMENTS))
+        if call in after or (ROTATION_NAME.search(call.func.id) and _takes_angles(call))
     ]
+
+
+def _takes_angles(call: ast.Call) -> bool:
+    """Return whether a call has arguments for cos and sin, by position or by these names."""
+    names = {keyword.arg for keyword in call.keywords}
+    return len(call.args) >= min(_ARGUMENTS) or {"cos", "sin"} <= names
