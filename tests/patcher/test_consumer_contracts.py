@@ -178,6 +178,17 @@ def test_the_report_has_the_reason_why_linears_share_one_input() -> None:
     assert reason_of(model) == "it may be checkpointed on its own"
 
 
+@pytest.mark.parametrize(
+    ("hooked", "reason"), [("block", "other code sees its calls"), ("block.q", "other code sees the input of its q")]
+)
+def test_the_report_says_that_a_hook_keeps_linears_on_one_input(hooked: str, reason: str, device: str) -> None:
+    model = made()
+    handle = model.layers[0].get_submodule(hooked).register_forward_hook(lambda *_: None)
+    assert reason_of(model) == reason
+    handle.remove()
+    compare(model, 3, device)
+
+
 @pytest.mark.parametrize(("count", "expected"), [(MOST_CONSUMERS, MOST_CONSUMERS), (MOST_CONSUMERS + 1, 0)])
 def test_a_norm_has_a_limited_number_of_outputs(count: int, expected: int, device: str) -> None:
     model = made(block=f"return {' - '.join(['self.q(x)'] * count)}")

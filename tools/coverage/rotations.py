@@ -100,7 +100,7 @@ def _layouts(function: FunctionType) -> frozenset[Layout]:
     """By values if it can be called with its angles; else by the function ``rotate_half`` that it calls somewhere."""
     names = list(inspect.signature(function).parameters)
     if any("freqs_ci" in name for name in names):
-        return frozenset({"complex"}) if any(_multiplies(function, *way) for way in _WAYS) else frozenset()
+        return frozenset({"complex"}) if _multiplies(function) else frozenset()
     if not any("cos" in name for name in names) or not any("sin" in name for name in names):
         return frozenset()
     results = [_layout(function, *way) for way in _WAYS]
@@ -200,23 +200,20 @@ def _turns_neighbours(matrix: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return turned > 1
 
 
-def _multiplies(function: FunctionType, count: int, angle_dims: int, dims: int, share: float) -> bool:
-    """Return whether it turns heads by complex numbers of length 1: every pair of neighbours keeps its length.
-
-    Args:
-        function: it takes the heads, and then the numbers.
-        count: how many tensors of heads it takes.
-        angle_dims: the dimensions of the numbers.
-        dims: the dimensions of the heads.
-        share: 1.0 for heads before tokens, 0.5 for tokens before heads.
-    """
+def _multiplies(function: FunctionType) -> bool:
+    """Return whether it turns heads by complex numbers of length 1: every pair of neighbours keeps its length."""
     generator = torch.Generator().manual_seed(0)
+    heads_first, tokens_first, one_sequence = (1, 2, 3, _WIDTH), (1, 3, 2, _WIDTH), (3, 2, _WIDTH)
     with torch.device("cpu"), torch.no_grad():
-        shape = (3, 2, _WIDTH) if dims == 3 else (1, 2, 3, _WIDTH) if share == 1 else (1, 3, 2, _WIDTH)
-        heads = [torch.randn(shape, generator=generator) for _ in range(count)]
-        angles = torch.randn(*(1, 3)[3 - angle_dims :], _WIDTH // 2, generator=generator)
-        turned = _result(function, heads, torch.polar(torch.ones_like(angles), angles))
-        if turned is None:
-            return False
-        before, after = (torch.stack(tensors).unflatten(-1, (-1, 2)).norm(dim=-1) for tensors in (heads, turned))
-        return torch.allclose(before, after, atol=1e-4) and not torch.allclose(heads[0], turned[0])
+        angles = torch.randn(3, _WIDTH // 2, generator=generator)
+        numbers = torch.polar(torch.ones_like(angles), angles)
+        for shape in (heads_first, tokens_first, one_sequence):
+            x = torch.randn(shape, generator=generator)
+            for count, freqs in itertools.product((1, 2), (numbers, numbers[None])):
+                turned = _result(function, [x] * count, freqs)
+                if turned is None or torch.allclose(turned[0], x):
+                    continue
+                before, after = (tensor.unflatten(-1, (-1, 2)).norm(dim=-1) for tensor in (x, torch.stack(turned)))
+                if torch.allclose(before.expand_as(after), after, atol=1e-4):
+                    return True
+    return False

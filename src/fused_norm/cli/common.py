@@ -34,7 +34,7 @@ def in_one_line(error: Exception) -> str:
 
 def as_flags(text: str) -> str:
     """A message with options of ``apply_fused_norm`` written as flags: ``--no-strict`` for ``strict=False``."""
-    named = "|".join([*SWITCHES, "consumers", "recompute", "strict"])
+    named = "|".join([*SWITCHES, "recompute", "strict"])
     return re.sub(
         rf"\b({named})=(True|False)\b", lambda option: ("--" if option[2] == "True" else "--no-") + option[1], text
     )

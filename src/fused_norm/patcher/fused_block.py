@@ -66,7 +66,7 @@ class FusedBlock(nn.Module):
         consumer: Any = None,
     ) -> tuple[Any, Any]:
         """``(norm(s), s)`` of ``s = residual + scale * dropout(inner(branch))``; ``consumer`` gets the norm."""
-        if self._drops(dropout):
+        if dropout is not None and self._drops(dropout):
             branch, inner = dropout(inner(branch)), None
         if inner is not None:
             together = _norm_add_norm(norm, residual, branch, inner, consumer)
@@ -87,8 +87,8 @@ class FusedBlock(nn.Module):
         return NormOutputs(tensors, consumers, norm, s), s
 
     def _drops(self, dropout: Any) -> bool:
-        """Return whether a dropout, None for none, has to be called; the log says so once."""
-        if dropout is None or is_idle_dropout(dropout):
+        """Return whether a dropout has to be called; the log says so once."""
+        if is_idle_dropout(dropout):
             return False
         if not is_disabled():
             warn_once(
@@ -119,7 +119,7 @@ class FusedBlock(nn.Module):
 
     def fused_norm_then_add(self, inner: Any, residual: Any, branch: Any, *, dropout: Any = None) -> Any:
         """``residual + dropout(inner(branch))``."""
-        if self._drops(dropout):
+        if dropout is not None and self._drops(dropout):
             return residual + dropout(inner(branch))
         spec, weight = spec_and_weights(inner)
         outputs, reason = run_fused(NORM_ADD, branch, residual, weight, spec)

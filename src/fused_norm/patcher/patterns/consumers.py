@@ -36,10 +36,13 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from ...kernels.triton.norm_backward import MOST_CONSUMERS
 from ..adapters import name_of
 from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
+from ..hooks import are_plain_calls
 from ..rewrite import Rewrite
 from ..source import SourceError, cached_by_forward, names_in, source_of
 from .calls import EditedForward, Match, call_of_own, callee_name
@@ -85,6 +88,8 @@ class Inputs(Match):
         """Why the consumers cannot have inputs of their own, or None."""
         if self.other is not None:
             return f"its forward reads {self.name} in {self.other}"
+        if not are_plain_calls(block.module):
+            return "other code sees its calls"
         if hasattr(block.module, "gradient_checkpointing"):
             return "it may be checkpointed on its own"
         if any("autocast" in name for name in names_in(block.origin)):
@@ -93,8 +98,10 @@ class Inputs(Match):
         for name in self.consumers_in(block):
             count = block.output_count(name)
             if not count:
-                kind = name_of(type(block.member(name)))
-                return f"{name} is no plain linear but a {kind}, or other code sees its input"
+                kind = type(block.member(name))
+                if kind is nn.Linear:
+                    return f"other code sees the input of its {name}"
+                return f"{name} is no plain linear but a {name_of(kind)}, or other code sees its input"
             total += count
         return f"its linears read {total} tensors, more than {MOST_CONSUMERS}" if total > MOST_CONSUMERS else None
 
