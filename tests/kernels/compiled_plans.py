@@ -20,7 +20,7 @@ import torch
 import triton
 from compiled_launches import TARGETS, Noted, Target, compiled
 
-from fused_norm.kernels.arguments import ACTIVATIONS
+from fused_norm.kernels.arguments import ACTIVATIONS, GLU_ACTIVATIONS
 from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
 from fused_norm.kernels.causal_conv1d import WIDTHS as TAPS
 from fused_norm.kernels.dropout import MASKED_SCALE
@@ -247,7 +247,7 @@ def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
 def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator[Called]:
     """All operators that a target runs, with rows and, up to 256 elements, heads of these widths."""
     x, kind = torch.empty(64, 4096, dtype=dtype), target.architecture
-    for activation in ACTIVATIONS:  # all widths have the same kernels
+    for activation in GLU_ACTIVATIONS:  # all widths have the same kernels
         yield GLU, activation, both(GLU, x, x, activation)
         yield GLU, f"{activation} of halves", both(GLU, x, None, activation)
         if dtype == torch.float32:

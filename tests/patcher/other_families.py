@@ -287,11 +287,11 @@ OTHERS: Mapping[str, Other] = {
     # Two norms in a layer of the encoder, three in one of the decoder, one at the end of each. Sums are made at the
     # ends of modules that hold one norm each, and reach the next one's from outside.
     "t5": Other(
-        counts(norm=12, loss=1),
-        launched(rms_norm=12),
+        counts(norm=12, mlp=4, loss=1),
+        launched(rms_norm=12, glu=4),
         {
             "vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "num_layers": 2,
-            "decoder_start_token_id": 0, "dropout_rate": 0.0,
+            "decoder_start_token_id": 0, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu",
         },
         encoder_and_decoder,
         TOKENS_OF_TOWERS,

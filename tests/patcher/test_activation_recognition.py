@@ -35,6 +35,7 @@ KNOWN = [
     (ByHand("tanh"), "gelu_tanh"),
     *((ACT2FN[name], formula) for name, formula in (("silu", "silu"), ("swish", "silu"), ("gelu", "gelu"))),
     (ACT2FN["gelu_pytorch_tanh"], "gelu_tanh"),
+    (ACT2FN["gelu_new"], "gelu_new"),
 ]
 
 
@@ -81,7 +82,8 @@ UNKNOWN = {
     "detached": by(lambda self, x: silu(x.detach())),
     "straight through": by(lambda self, x: x + (silu(x) - x).detach() if x.requires_grad else silu(x)),
     "a shape": WithAShape(),
-    **{name: ACT2FN[name] for name in ("gelu_new", "quick_gelu", "gelu_fast", "relu2", "sigmoid")},
+    **{name: ACT2FN[name] for name in ("quick_gelu", "gelu_fast", "relu2", "sigmoid")},
+    "GELU by tanh of one rounding": by(lambda self, x: ACT2FN["gelu_new"](x.float()).to(x.dtype)),
     "relu": torch.relu,
     "a method": torch.tensor(1.0).mul,
     "linear": nn.Linear(2, 2),

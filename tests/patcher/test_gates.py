@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 from transformers.models.glm.modeling_glm import GlmMLP
@@ -12,6 +15,7 @@ from transformers.models.granitemoeshared.modeling_granitemoeshared import Grani
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
+from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
 import fused_norm
 from fused_norm.patcher.patterns import patterns_of
@@ -328,3 +332,24 @@ def test_gates_that_are_written_otherwise_have_rows_and_what_only_scales_has_non
     assert report.counts["mlp"] == 0
     off = fused_norm.apply_fused_norm(WrittenOtherwise(), mlp=False, strict=False)
     assert [site.cause for site in off.kept if site.kind == "mlp"] == ["option"] * len(sources)
+
+
+def test_under_autocast_gelu_in_single_operations_is_of_the_dtype_that_pow_gives_it(device: str) -> None:
+    """On a GPU autocast computes ``pow`` in float32, and all that follows it."""
+    config = AutoConfig.for_model("t5", d_model=64, d_ff=96, feed_forward_proj="gated-gelu", dropout_rate=0.0)
+    stock = T5DenseGatedActDense(config).to(device)
+    fused = copy.deepcopy(stock)
+    assert fused_norm.apply_fused_norm(fused, strict=False).counts["mlp"] == 1
+    results = []
+    for mlp in (stock, fused):
+        products: list[torch.Tensor] = []
+        mlp.dropout.register_forward_pre_hook(lambda _, args, products=products: products.append(args[0]))
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            y = mlp(x)
+        y.float().square().sum().backward()
+        results.append((*products, y, x.grad, *(weight.grad for weight in mlp.parameters())))
+    for theirs, ours in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item())
+    assert results[1][0].dtype == (torch.float32 if device == "cuda" else torch.bfloat16)

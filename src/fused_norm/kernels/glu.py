@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import ACTIVATIONS, Unsupported, check_choice
+from .arguments import GLU_ACTIVATIONS, Unsupported, check_choice
 from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, kernel_backward
 from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
 from .triton.memory import empty_rows_like
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""The activation of an MLP's gate, one of ``arguments.ACTIVATIONS``."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new"]
+"""The activation of an MLP's gate, one of ``arguments.GLU_ACTIVATIONS``."""
 
 
 class Glu(Operator):
@@ -38,7 +38,7 @@ class Glu(Operator):
                 f" {tuple(gate.shape)}",
                 ValueError,
             )
-        return check_choice("activation", activation, ACTIVATIONS)
+        return check_choice("activation", activation, GLU_ACTIVATIONS)
 
     def is_elementwise(self, *tensors: Any) -> bool:
         return tensors[1] is not None
@@ -88,7 +88,7 @@ class GluForConsumers(Glu):
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
         *_, activation, _, _, _ = arguments
-        return check_choice("activation", activation, ACTIVATIONS)
+        return check_choice("activation", activation, GLU_ACTIVATIONS)
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         gate, up, *added, _, _, _, _ = arguments
@@ -174,7 +174,8 @@ def glu(gate: Tensor, up: Tensor | None = None, activation: Activation = "silu")
             spaced rows are read where they are, others are copied first. Without up [..., 2 I]: the first half of each
             row is the gate, the second what it is multiplied by, and both have one gradient.
         up: gate's shape and device; its dtype may differ.
-        activation: ``silu``, ``gelu`` (by erf), or ``gelu_tanh``, PyTorch's ``gelu(approximate="tanh")``.
+        activation: ``silu``, ``gelu`` (by erf), ``gelu_tanh``, PyTorch's ``gelu(approximate="tanh")``, or ``gelu_new``,
+            the same with each operation rounded to gate's dtype, as transformers' ``NewGELUActivation`` computes it.
 
     Returns:
         y, [..., I] in gate's memory order, of the dtype that gate and up promote to.

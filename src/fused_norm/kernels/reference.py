@@ -266,7 +266,14 @@ def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     if activation == "silu":
         return _silu(gate.to(_wide(gate.dtype))).to(gate.dtype) * up
+    if activation == "gelu_new":
+        return gelu_new(gate) * up
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    """GELU by tanh in single operations, each rounded to the dtype of x."""
+    return 0.5 * x * (1.0 + torch.tanh((2.0 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 def glu_backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
@@ -287,7 +294,8 @@ def glu_backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -
         factor = (2 / torch.pi) ** 0.5
         share = torch.sigmoid(2 * factor * (x + 0.044715 * x * x * x))
         change = share * (1 - share) * 2 * factor * (1 + 3 * 0.044715 * x * x)
-    dup = (d * (x * share).to(gate.dtype).to(wide)).to(up.dtype)
+    activated = gelu_new(gate) if activation == "gelu_new" else (x * share).to(gate.dtype)
+    dup = (d * activated.to(wide)).to(up.dtype)
     dgate = (d * up.to(wide) * (share + x * change)).to(gate.dtype)
     return (torch.cat((dgate, dup), dim=-1), None) if packed else (dgate, dup)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels import reference
 from ..kernels.glu import Activation as GluActivation
 from .code_fingerprint import fingerprint, own_attributes
 from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, cpu_replica
@@ -23,6 +24,7 @@ FORMULAS: Mapping[Formula, Callable[[Tensor], Tensor]] = MappingProxyType(
         "silu": torch.ops.aten.silu.default,
         "gelu": torch.ops.aten.gelu.default,
         "gelu_tanh": partial(torch.ops.aten.gelu.default, approximate="tanh"),
+        "gelu_new": reference.gelu_new,
     }
 )
 """The activations that the fused operator has, as PyTorch's operators: ``F.silu`` may have been replaced."""

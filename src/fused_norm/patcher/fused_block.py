@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..kernels.autocast import autocast_dtype
 from ..kernels.glu import GLU
 from ..kernels.norm import (
     ADD_RMS_NORM,
@@ -229,6 +230,8 @@ class FusedBlock(nn.Module):
 
     def fused_norm_gate(self, activation: Formula, act: Any, *, gate: Any, up: Any) -> Any:
         """``act(gate) * up``; ``activation`` is the formula of ``act``."""
+        if activation == "gelu_new" and gate.device.type != "cpu" and autocast_dtype(gate) is not None:
+            gate = gate.float()  # as autocast casts the argument of ``pow``, with which all else is in float32
         outputs, reason = run_fused(GLU, gate, up, activation)
         if reason is None:
             return outputs
@@ -240,6 +243,9 @@ class FusedBlock(nn.Module):
 
     def fused_norm_gate_packed(self, activation: Formula, act: Any, packed: Any) -> Any:
         """``act(gate) * up`` of the two halves of a tensor; ``activation`` is the formula of ``act``."""
+        if activation == "gelu_new":  # of which autocast makes another dtype than up has
+            gate, up = packed.chunk(2, dim=-1)
+            return self.fused_norm_gate(activation, act, gate=gate, up=up)
         outputs, reason = run_fused(GLU, packed, None, activation)
         if reason is None:
             return outputs

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
+from ..kernels.arguments import ACTIVATIONS
 from ..kernels.autocast import autocast_dtype
 from ..kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
@@ -46,7 +47,7 @@ class GateOfExperts:
     """What a class of experts computes between its products, and the code that was compared with the formula.
 
     Attributes:
-        activation: a key of ``FORMULAS``.
+        activation: one of ``ACTIVATIONS``.
         interleaved: gate and up take turns in a row; otherwise they are its halves.
         limit: the name of the attribute with the limit of gate and up; None without one.
         alpha: the name of the attribute with the factor inside of the activation; None without one.
@@ -342,7 +343,7 @@ def _compared(
     replica._modules.update(experts._modules)
     matches = [
         candidate
-        for candidate in product(FORMULAS, (False, True), (None, *floats), (None, *floats))
+        for candidate in product(ACTIVATIONS, (False, True), (None, *floats), (None, *floats))
         if _is_gate(replica, *candidate)
     ]
     if len(matches) != 1:

@@ -61,10 +61,23 @@ def _share(x, ACTIVATION: tl.constexpr):
         return 1.0 / (1.0 + tl.exp(-x))
     if ACTIVATION == "gelu":
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    # tanh by exp of what is not negative; near 0, where that cancels, one is added to it.
-    u = _tanh_argument(x)
+    return 0.5 * (1.0 + _tanh(_tanh_argument(x)))
+
+
+@triton.jit
+def _tanh(u):
+    """tanh by exp of what is not negative; near 0, where that cancels, one is added to it."""
     tanh = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * tl.abs(u)))
-    return 0.5 * (1.0 + tl.where(u < 0.0, -tanh, tanh))
+    return tl.where(u < 0.0, -tanh, tanh)
+
+
+@triton.jit
+def _gelu_new(x, dtype: tl.constexpr):
+    """GELU by tanh as eager operations compute it: each is rounded to ``dtype``, but for the last one."""
+    cube = round_to(round_to(x * x, dtype) * x, dtype)
+    inner = round_to(x + round_to(0.044715 * cube, dtype), dtype)
+    tanh = round_to(_tanh(round_to(0.7978845608028654 * inner, dtype)), dtype)
+    return round_to(0.5 * x, dtype) * round_to(1.0 + tanh, dtype)
 
 
 @triton.jit
@@ -76,7 +89,7 @@ def _share_and_slope(x, ACTIVATION: tl.constexpr):
     # share is the logistic function of z. Of the two parts of one the smaller comes first, not from a difference.
     z = x
     change = 1.0
-    if ACTIVATION == "gelu_tanh":
+    if ACTIVATION != "silu":
         z = 2.0 * _tanh_argument(x)
         change = 1.5957691216057308 * (1.0 + 0.134145 * (x * x))
     power = tl.exp(-tl.abs(z))
@@ -108,7 +121,10 @@ def _glu_forward_kernel(
     if gate_added_ptr is not None:
         gate += _load((gate_added_ptr, gate_added_stride), row, col, live)
         up += _load((up_added_ptr, up_added_stride), row, col, live)
-    activated = gate * _share(gate, ACTIVATION)
+    if ACTIVATION == "gelu_new":
+        activated = _gelu_new(gate, tl.float32 if WIDE else gate_ptr.dtype.element_ty)
+    else:
+        activated = gate * _share(gate, ACTIVATION)
     if not WIDE:
         activated = round_to(activated, gate_ptr.dtype.element_ty)
     store_tile((y_ptr, y_stride), row, col, live, activated * up)
@@ -141,6 +157,8 @@ def _glu_backward_kernel(
     share, slope = _share_and_slope(gate, ACTIVATION)
     if up_ptr is None or dup_ptr is not None:
         activated = gate * share
+        if ACTIVATION == "gelu_new":
+            activated = _gelu_new(gate, tl.float32 if WIDE else gate_ptr.dtype.element_ty)
         if not WIDE:
             activated = round_to(activated, gate_ptr.dtype.element_ty)
         if up_ptr is None:
