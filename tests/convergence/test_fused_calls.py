@@ -9,13 +9,24 @@ from fused_norm import apply_fused_norm, disabled
 from fused_norm.check.distances import TURNED_ROWS, share_apart, share_different
 from fused_norm.convergence.call_checks import CallRecord, calls_of_step, compare
 from fused_norm.convergence.comparison import Comparison
-from fused_norm.convergence.fused_calls import FusedCall, observed, paths_of, sites_not_seen, watched_calls
+from fused_norm.convergence.fused_calls import (
+    _IN_FLOAT32,
+    _KINDS,
+    _OWN_INPUTS,
+    FusedCall,
+    observed,
+    paths_of,
+    sites_not_seen,
+    watched_calls,
+)
 from fused_norm.convergence.model_source import add_adapters
 from fused_norm.convergence.paired_runs import PairedRuns, fused_for
 from fused_norm.convergence.step_checks import changed_bits
+from fused_norm.kernels.operator import OPERATORS
 from fused_norm.model_configs import build as build_on_cpu
 from fused_norm.model_configs import tiny_config
 from fused_norm.patcher import Site
+from fused_norm.spec import KINDS
 
 from ..patcher.test_convolutions import ByFunction, BySilu
 from ..planted.faults import FAULTS
@@ -351,3 +362,12 @@ def test_a_gradient_that_no_two_steps_have_alike_is_not_held_to_bits():
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * (1 + 1e-3 * torch.rand(())))
     assert set(changed_bits(model, TOKENS, lambda same: same).values()) == {0.0}
     assert share_different(torch.ones(2), torch.tensor([1.0, 2.0])) == 0.5
+
+
+def test_every_kind_of_site_is_told_by_operators_that_exist():
+    """A kind without them would never be seen to run fused, and every run of it would be invalid."""
+    assert set(_KINDS) == {*KINDS, "consumers"}
+    for kind, of_kind in _KINDS.items():
+        assert of_kind.operators, kind
+        # The operator of heads is called by another name if it rotates them.
+        assert of_kind.operators <= {*OPERATORS, "qk_norm_rope", _IN_FLOAT32, _OWN_INPUTS}, kind
