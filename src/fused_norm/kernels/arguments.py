@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ..spec import NormSpec
-from .plans import forward_plan
-from .sharded import are_angles_of, is_plain
-from .triton.memory import angles_layout, heads_dim_of, memory_order
+from .triton.memory import angles_layout
 
 KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """The dtypes that kernels take; float64 goes to the PyTorch reference."""
@@ -66,10 +64,16 @@ class TensorRules:
     """
 
     def __init__(
-        self, names: Sequence[str], schema: str, same_shape: Sequence[str], other_rules: Sequence[str]
+        self,
+        names: Sequence[str],
+        schema: str,
+        same_shape: Sequence[str],
+        other_shapes: Sequence[str],
+        other_rules: Sequence[str],
     ) -> None:
-        """Read the schema; tensors in ``same_shape`` have the first one's, those in ``other_rules`` are not checked."""
-        self.names, self._same_shape, self._other_rules = names, same_shape, other_rules
+        """Read the schema; the last three are as in ``Operator``."""
+        self.names, self._same_shape = names, same_shape
+        self._other_shapes, self._other_rules = other_shapes, other_rules
         self._is_optional = ["?" in part for part in schema.split(",")]
         self._is_weight = [name.endswith("weight") for name in names]
         self.is_shared = [name.endswith("weight") or name in ("cos", "sin") for name in names]
@@ -79,14 +83,16 @@ class TensorRules:
         """The weights among the operator's tensors."""
         return [t for t, is_weight in zip(tensors, self._is_weight, strict=True) if is_weight]
 
-    def check(self, tensors: Sequence[Any]) -> Unsupported | None:
-        """Refuse a tensor of a wrong type, layout, dtype, device or shape."""
+    def check(self, tensors: Sequence[Any], spec: NormSpec | None = None) -> Unsupported | None:
+        """Refuse a tensor of a wrong type, layout, dtype, device or shape, and a zero-centered norm without weights."""
         first_name, first = self.names[0], tensors[0]
         for place, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
             if name in self._other_rules or (tensor is None and self._is_optional[place]):
                 continue
             if (refusal := check_tensor(name, tensor, (first_name, first))) is not None:
                 return refusal
+            if name in self._other_shapes:
+                continue
             if self._is_weight[place]:
                 rows_name, width = self.names[self._rows_of[place]], tensors[self._rows_of[place]].shape[-1]
                 if tensor.dim() != 1 or tensor.shape[0] != width:
@@ -104,11 +110,7 @@ class TensorRules:
                     )
             elif not self.is_shared[place] and (refusal := check_rows(name, tensor)) is not None:
                 return refusal
-        return None
-
-    def check_spec(self, spec: NormSpec, tensors: Sequence[Any]) -> Unsupported | None:
-        """Refuse a zero-centered norm without weights."""
-        if spec.zero_centered and all(weight is None for weight in self.weights(tensors)):
+        if spec is not None and spec.zero_centered and all(weight is None for weight in self.weights(tensors)):
             return Unsupported("zero_centered needs a weight: without one there is no gamma to centre", ValueError)
         return None
 
@@ -118,17 +120,6 @@ def check_rows(name: str, x: Tensor) -> Unsupported | None:
     if x.dim():
         return None
     return Unsupported(f"{name} must have at least one dimension, whose elements are a row", ValueError)
-
-
-def check_mode(x: Tensor, mode: Any) -> Unsupported | None:
-    """Refuse an unknown mode, or one that cannot hold rows as wide as x's."""
-    if mode is None:
-        return None
-    try:
-        forward_plan(int(x.shape[-1]), mode=mode)  # torch.jit.trace has tensors for sizes
-    except ValueError as error:
-        return Unsupported(str(error), ValueError)
-    return None
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> Unsupported | None:
@@ -199,25 +190,6 @@ def check_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim
                 )
                 break
     return None if reason is None else Unsupported(reason, ValueError)
-
-
-def angles_beyond_kernels(q: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Unsupported | None:
-    """Refuse valid angles that differ between heads, require a gradient, or are sharded."""
-    heads_dim = heads_dim_of(cos, unsqueeze_dim)
-    if heads_dim is None:
-        return Unsupported("cos varies from head to head")
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        return Unsupported("cos or sin wants a gradient")
-    if not are_angles_of(q, (cos, sin), heads_dim):
-        return Unsupported("not every device has cos and sin for all its tokens")
-    return None
-
-
-def other_order(x: Tensor, residual: Tensor) -> str | None:
-    """Return why a fused add would differ: its sum has x's memory format, PyTorch's has that of the first operand."""
-    if (x.is_contiguous() and residual.is_contiguous()) or not (is_plain(x) and is_plain(residual)):
-        return None
-    return None if memory_order(x) == memory_order(residual) else "residual lies in another order in memory than x"
 
 
 def other_dtype(name: str, other_name: str, tensor: Tensor, other: Tensor | None) -> str | None:

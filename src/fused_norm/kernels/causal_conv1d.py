@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
-from . import reference
-from .arguments import Unsupported, check_choice, check_tensor, other_dtype
-from .operator import BackwardCall, Operator, Recompute
+from .arguments import Unsupported, check_choice, other_dtype
+from .operator import BackwardCall, Operator
 from .triton.conv_kernels import launch_conv_backward, launch_conv_forward
-from .triton.memory import empty_rows_like, empty_weight_grad
+from .triton.memory import empty_rows_like, empty_weight_like
 
 WIDTHS = (2, 3, 4)
 """The numbers of taps that kernels have."""
@@ -24,21 +22,27 @@ class CausalConv1d(Operator):
     tensors = "Tensor x, Tensor weight, Tensor? bias"
     options = "str? activation"
     outputs = ("y",)
-    other_rules = ("weight", "bias")
+    other_shapes = ("weight", "bias")
     takes_dtensors = False
     saved = tensors
     saved_scalars = options
     gradients = ("dx", "dweight", "dbias")
+    recomputed_by_itself = True
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
         x, weight, bias, activation = arguments
-        for name, tensor in (("weight", weight), ("bias", bias)):
-            refusal = None if name == "bias" and tensor is None else check_tensor(name, tensor, ("x", x))
-            if refusal is not None:
-                return refusal
-        return _check_shapes(x, weight, bias) or (
-            None if activation is None else check_choice("activation", activation, ("silu",))
-        )
+        differs = other_dtype("weight", "x", weight, x) or other_dtype("bias", "x", x if bias is None else bias, x)
+        if x.dim() != 3:
+            reason = f"x must have 3 dimensions, batch, length and channels, not shape {tuple(x.shape)}"
+        elif weight.dim() != 2 or weight.shape[0] != x.shape[2] or not weight.shape[1]:
+            reason = f"weight must have shape ({x.shape[2]}, taps), not {tuple(weight.shape)}"
+        elif bias is not None and bias.shape != weight.shape[:1]:
+            reason = f"bias must have shape ({x.shape[2]},), not {tuple(bias.shape)}"
+        elif differs is not None:
+            reason = f"{differs}; cast it first"  # PyTorch's convolution refuses it too
+        else:
+            return None if activation is None else check_choice("activation", activation, ("silu",))
+        return Unsupported(reason, ValueError)
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
         weight = arguments[1]
@@ -53,38 +57,16 @@ class CausalConv1d(Operator):
             launch_conv_forward(x, weight, bias, y, activation)
         return (y,)
 
-    def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
-        return Recompute(self, arguments)
-
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, weight, bias), (need_dx, need_dweight, need_dbias) = call.incoming, call.saved, call.needed
         dx = empty_rows_like(x) if need_dx else None
-        sums = empty_weight_grad(weight, need_dweight), empty_weight_grad(bias, need_dbias)
+        sums = empty_weight_like(weight, need_dweight), empty_weight_like(bias, need_dbias)
         if launch:
             launch_conv_backward(x, weight, bias, dy, (dx, *sums), call.saved_scalars[0])
         return dx, *sums
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (x, weight, bias) = call.incoming, call.saved
-        return reference.causal_conv1d_backward(dy, x, weight, bias, call.saved_scalars[0])
-
 
 CAUSAL_CONV1D = CausalConv1d()
-
-
-def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Unsupported | None:
-    """Refuse tensors that do not go together, and other dtypes than x's, which PyTorch's convolution refuses too."""
-    reason = None
-    if x.dim() != 3:
-        reason = f"x must have 3 dimensions, batch, length and channels, not shape {tuple(x.shape)}"
-    elif weight.dim() != 2 or weight.shape[0] != x.shape[2] or not weight.shape[1]:
-        reason = f"weight must have shape ({x.shape[2]}, taps), not {tuple(weight.shape)}"
-    elif bias is not None and bias.shape != weight.shape[:1]:
-        reason = f"bias must have shape ({x.shape[2]},), not {tuple(bias.shape)}"
-    else:
-        reason = other_dtype("weight", "x", weight, x) or other_dtype("bias", "x", x if bias is None else bias, x)
-        reason = None if reason is None else f"{reason}; cast it first"
-    return None if reason is None else Unsupported(reason, ValueError)
 
 
 def causal_conv1d(

@@ -40,11 +40,6 @@ class MaskedScale(Operator):
         x, mask, *_ = arguments
         return None if x.is_contiguous() and mask.is_contiguous() else Unsupported("")
 
-    def reference(self, *arguments: Any) -> Tensor:
-        x, mask, scale, _, dtype = arguments
-        y: Tensor = (x.to(torch.promote_types(x.dtype, torch.float32)) * mask * scale).to(dtype)
-        return y
-
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, mask, scale, _, dtype = arguments
         y = x.new_empty(x.shape, dtype=dtype)
@@ -54,17 +49,10 @@ class MaskedScale(Operator):
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (mask,), (scale, dtype) = call.incoming, call.saved, call.saved_scalars
-        assert dy is not None
-        assert mask is not None
         dx = dy.new_empty(dy.shape, dtype=dtype)
         if launch:
             launch_masked_scale(dy.contiguous(), mask, scale, dx)
         return (dx,)
-
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (mask,), (scale, dtype) = call.incoming, call.saved, call.saved_scalars
-        assert dy is not None
-        return ((dy.to(torch.promote_types(dy.dtype, torch.float32)) * mask * scale).to(dtype),)
 
 
 MASKED_SCALE = MaskedScale()

@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
 from .arguments import ACTIVATIONS, Unsupported, check_choice, check_flag
 from .glu import Activation
-from .operator import BackwardCall, Operator, Recompute
+from .operator import BackwardCall, Operator
 from .reference import CLAMP_HAS_GRADIENT_AT_LIMIT
 from .triton.experts_kernels import (
     launch_expert_bias_backward,
     launch_expert_bias_forward,
-    launch_expert_gate_backward,
-    launch_expert_gate_forward,
+    launch_expert_gate,
     launch_expert_permute,
     launch_expert_sum,
     launch_expert_unpermute_backward,
@@ -39,6 +37,7 @@ class ExpertGate(Operator):
     saved = tensors
     saved_scalars = options
     gradients = ("dx",)
+    recomputed_by_itself = True
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
         x, absent, activation, interleaved, limit, alpha = arguments
@@ -55,29 +54,22 @@ class ExpertGate(Operator):
         return (
             check_choice("activation", activation, ACTIVATIONS)
             or check_flag("interleaved", interleaved)
-            or _check_absent(absent, x)
+            or _check_absent(absent, x.shape[0], x.device)
         )
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, absent, *gate = arguments
         y = empty_rows_like(x, width=x.shape[-1] // 2)
         if launch:
-            launch_expert_gate_forward(x, absent, y, tuple(gate))
+            launch_expert_gate(x, absent, gate, y)
         return (y,)
-
-    def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
-        return Recompute(self, arguments)
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (x, absent) = call.incoming, call.saved
         dx = empty_rows_like(x)
         if launch:
-            launch_expert_gate_backward(x, absent, dy, dx, tuple(call.saved_scalars), CLAMP_HAS_GRADIENT_AT_LIMIT)
+            launch_expert_gate(x, absent, call.saved_scalars, dx, dy, at_limit=CLAMP_HAS_GRADIENT_AT_LIMIT)
         return (dx,)
-
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (x, absent) = call.incoming, call.saved
-        return (reference.expert_gate_backward(dy, x, absent, *call.saved_scalars),)
 
 
 class ExpertPermute(Operator):
@@ -95,7 +87,8 @@ class ExpertPermute(Operator):
         x, position, absent = arguments
         if x.dim() != 2:
             return Unsupported(f"x must have shape [tokens, N], not {tuple(x.shape)}", ValueError)
-        return _check_position(position, x) or _check_absent(absent, x, position.numel())
+        refusal = _check_index("position", position, torch.int64, (x.shape[0], "K"), x.device)
+        return refusal or _check_absent(absent, position.numel(), x.device)
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, position, absent = arguments
@@ -110,11 +103,6 @@ class ExpertPermute(Operator):
         if launch:
             launch_expert_sum(dy, None, position, absent, dx, dy.dtype)
         return (dx,)
-
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (position, absent) = call.incoming, call.saved
-        present = dy if absent is None else dy.masked_fill(absent.unsqueeze(-1), 0.0)
-        return (present[position].sum(1),)
 
 
 class ExpertUnpermute(Operator):
@@ -139,7 +127,8 @@ class ExpertUnpermute(Operator):
             )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             return Unsupported(f"dtype must be a floating point dtype, not {dtype!r}", TypeError)
-        return _check_position(position, weights) or _check_absent(absent, x)
+        refusal = _check_index("position", position, torch.int64, (weights.shape[0], "K"), weights.device)
+        return refusal or _check_absent(absent, x.shape[0], x.device)
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         x, weights, position, absent, dtype = arguments
@@ -155,10 +144,6 @@ class ExpertUnpermute(Operator):
         if launch:
             launch_expert_unpermute_backward(dy, x, weights, position, absent, dx, dweights)
         return dx, dweights
-
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), saved = call.incoming, call.saved
-        return reference.expert_unpermute_backward(dy, *saved)
 
 
 class ExpertBias(Operator):
@@ -176,8 +161,8 @@ class ExpertBias(Operator):
         bias, expert, ends = arguments
         if bias.dim() != 2:
             return Unsupported(f"bias must have shape [experts, N], not {tuple(bias.shape)}", ValueError)
-        refusal = _check_vector("expert", expert, torch.int64, None, bias.device)
-        return refusal or _check_vector("ends", ends, torch.int32, bias.shape[0], bias.device)
+        refusal = _check_index("expert", expert, torch.int64, ("rows",), bias.device)
+        return refusal or _check_index("ends", ends, torch.int32, bias.shape[:1], bias.device)
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         bias, expert, ends = arguments
@@ -193,10 +178,6 @@ class ExpertBias(Operator):
             launch_expert_bias_backward(dy, ends, dbias)
         return (dbias,)
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,) = call.incoming
-        return (reference.expert_bias_backward(dy, *call.saved),)
-
 
 EXPERT_BIAS = ExpertBias()
 EXPERT_GATE = ExpertGate()
@@ -204,40 +185,24 @@ EXPERT_PERMUTE = ExpertPermute()
 EXPERT_UNPERMUTE = ExpertUnpermute()
 
 
-def _check_position(position: Any, tokens: Tensor) -> Unsupported | None:
-    """Refuse a ``position`` that is no int64 matrix with a row for each of the tokens, on their device."""
-    if not isinstance(position, Tensor) or position.dtype != torch.int64:
-        kind = position.dtype if isinstance(position, Tensor) else type(position).__name__
-        return Unsupported(f"position must be a tensor of torch.int64, not {kind}", TypeError)
-    if position.dim() == 2 and position.shape[0] == tokens.shape[0] and position.device == tokens.device:
-        return None
-    return Unsupported(
-        f"position must have shape ({tokens.shape[0]}, K) on {tokens.device}, not {tuple(position.shape)} on"
-        f" {position.device}",
-        ValueError,
-    )
+def _check_absent(absent: Any, rows: int, device: torch.device) -> Unsupported | None:
+    """Refuse an ``absent`` that is no bool for each of as many rows, on this device."""
+    return None if absent is None else _check_index("absent", absent, torch.bool, (rows,), device)
 
 
-def _check_absent(absent: Any, x: Tensor, rows: int | None = None) -> Unsupported | None:
-    """Refuse an ``absent`` that is no bool for each row of x, or of as many ``rows`` as given, on x's device."""
-    if absent is None:
-        return None
-    return _check_vector("absent", absent, torch.bool, x.shape[0] if rows is None else rows, x.device)
-
-
-def _check_vector(
-    name: str, vector: Any, dtype: torch.dtype, length: int | None, device: torch.device
+def _check_index(
+    name: str, tensor: Any, dtype: torch.dtype, shape: Sequence[int | str], device: torch.device
 ) -> Unsupported | None:
-    """Refuse what is no vector of this dtype and device, and of this length unless that is None."""
-    if not isinstance(vector, Tensor) or vector.dtype != dtype:
-        kind = vector.dtype if isinstance(vector, Tensor) else type(vector).__name__
+    """Refuse what is no tensor of this dtype, device and shape, in which a string stands for any length."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         return Unsupported(f"{name} must be a tensor of {dtype}, not {kind}", TypeError)
-    if vector.dim() == 1 and vector.device == device and length in (None, len(vector)):
+    fits = [isinstance(size, str) or size == given for size, given in zip(shape, tensor.shape, strict=False)]
+    if tensor.dim() == len(shape) and all(fits) and tensor.device == device:
         return None
+    sizes = f"{shape[0]}," if len(shape) == 1 else ", ".join(map(str, shape))
     return Unsupported(
-        f"{name} must have shape ({'rows' if length is None else length},) on {device}, not {tuple(vector.shape)} on"
-        f" {vector.device}",
-        ValueError,
+        f"{name} must have shape ({sizes}) on {device}, not {tuple(tensor.shape)} on {tensor.device}", ValueError
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from ..spec import Casting
@@ -12,8 +13,8 @@ from . import reference
 from .arguments import GATES, Unsupported, check_choice, check_flag
 from .operator import BackwardCall, Operator, norm_spec
 from .plans import WIDEST_GATED
-from .triton.gated_kernels import Gating, empty_gated_norm, launch_gated_backward, launch_gated_forward
-from .triton.memory import empty_copy, empty_rows_like, empty_weight_grad
+from .triton.gated_kernels import Gating, launch_gated_backward, launch_gated_forward
+from .triton.memory import empty_rows_like, empty_weight_like, norm_dtype
 
 Gate = Literal["silu", "sigmoid"]
 """The activation of a norm's gate, one of ``arguments.GATES``."""
@@ -62,9 +63,12 @@ class GatedRMSNorm(Operator):
         self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
     ) -> tuple[Any, ...]:
         x, gate, weight, spec, *how = arguments
-        outputs = *empty_gated_norm(spec, x, weight, Gating(*how), training), empty_copy(weight, "weight" in copied)
+        gating = Gating(*how)
+        y = empty_rows_like(x, x.dtype if gating.norm_first else norm_dtype(spec, x.dtype, weight))
+        rstd = empty_rows_like(x, torch.float32, width=gating.groups) if training else None
+        outputs = y, rstd, empty_weight_like(weight, "weight" in copied)
         if launch:
-            launch_gated_forward(spec, x, gate, weight, outputs, Gating(*how))
+            launch_gated_forward(spec, x, gate, weight, outputs, gating)
         return outputs
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
@@ -72,7 +76,7 @@ class GatedRMSNorm(Operator):
         need_dx, need_dgate, need_dw = call.needed
         dx = empty_rows_like(x) if need_dx else None
         dgate = empty_rows_like(x, gate.dtype) if need_dgate else None
-        dw = empty_weight_grad(weight, need_dw)
+        dw = empty_weight_like(weight, need_dw)
         if launch:
             launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), Gating(*how))
         return dx, dgate, dw

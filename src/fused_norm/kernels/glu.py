@@ -11,8 +11,8 @@ from torch import Tensor
 from . import reference
 from .arguments import GLU_ACTIVATIONS, Unsupported, check_choice
 from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, kernel_backward
-from .triton.glu_kernels import empty_product, launch_glu_backward, launch_glu_forward
-from .triton.memory import empty_rows_like
+from .triton.glu_kernels import launch_glu_backward, launch_glu_forward
+from .triton.memory import empty_rows_like, promoted
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new"]
 """The activation of an MLP's gate, one of ``arguments.GLU_ACTIVATIONS``."""
@@ -29,6 +29,7 @@ class Glu(Operator):
     saved = tensors
     saved_scalars = "str activation"
     gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup")
+    recomputed_by_itself = True
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
         gate, up, activation = arguments
@@ -45,13 +46,13 @@ class Glu(Operator):
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         gate, up, activation = arguments
-        y = empty_product(gate, up)
+        if up is None:
+            y = empty_rows_like(gate, width=gate.shape[-1] // 2)
+        else:
+            y = empty_rows_like(gate, promoted(gate.dtype, up.dtype))
         if launch:
             launch_glu_forward(gate, up, y, activation)
         return (y,)
-
-    def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
-        return Recompute(self, arguments)
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dy,), (gate, up), (need_dgate, need_dup) = call.incoming, call.saved, call.needed
@@ -60,10 +61,6 @@ class Glu(Operator):
         if launch:
             launch_glu_backward(gate, up, (dy, None), dgate, dup, call.saved_scalars[0])
         return dgate, dup
-
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (gate, up) = call.incoming, call.saved
-        return reference.glu_backward(dy, gate, up, call.saved_scalars[0])
 
 
 class GluForConsumers(Glu):
@@ -95,9 +92,6 @@ class GluForConsumers(Glu):
         same = all(tensor is None or tensor.dtype == gate.dtype for tensor in (gate, up, *added))
         # The reason is not worth a log: ``glu`` may take the call.
         return None if same and gate.dtype.itemsize <= (4 if added[0] is None else 2) else ""
-
-    def is_elementwise(self, *tensors: Any) -> bool:
-        return True
 
     def reference(self, *arguments: Any) -> Any:
         gate, up, *added, activation, _, dtype, wide = arguments
@@ -153,10 +147,7 @@ class GluForConsumers(Glu):
 
 def _sums(gate: Tensor, up: Tensor, gate_added: Tensor | None, up_added: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gate and up in float32, with their second summands if they have them."""
-    gate, up = (
-        gate.to(torch.promote_types(gate.dtype, torch.float32)),
-        up.to(torch.promote_types(up.dtype, torch.float32)),
-    )
+    gate, up = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (gate, up))
     return (gate, up) if gate_added is None or up_added is None else (gate + gate_added, up + up_added)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, check_rows
+from .arguments import Unsupported
 from .operator import BackwardCall, Operator, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 from .triton.torch_calls import Cast, Product, perform
@@ -38,12 +38,10 @@ class Linear4bit(Operator):
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
         x, _, packed, *_, features, _, _, _ = arguments
-        refusal = check_rows("x", x)
-        if refusal is None and packed.numel() != -(-features * x.shape[-1] // 2):
-            refusal = Unsupported(
-                f"packed must have {features} * {x.shape[-1]} / 2 elements, not {packed.numel()}", ValueError
-            )
-        return refusal
+        width = x.shape[-1]
+        if packed.numel() == -(-features * width // 2):
+            return None
+        return Unsupported(f"packed must have {features} * {width} / 2 elements, not {packed.numel()}", ValueError)
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
         x, *weight, bias, features, block, dtype, _ = arguments

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, check_choice, check_rows, check_tensor
+from .arguments import Unsupported, check_choice, check_tensor
 from .autocast import autocast_dtype, set_autocast
 from .operator import BackwardCall, Operator, backward_impl, kernel_backward
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
+from .triton.memory import empty_weight_like
 
 IGNORED = -100
 """The label of rows that have none, unless ``ignore_index`` says otherwise."""
@@ -61,13 +62,25 @@ class LinearCrossEntropy(Operator):
         for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
             if tensor is not None and (refusal := check_tensor(name, tensor, ("input", x))) is not None:
                 return refusal
-        return (
-            check_rows("input", x)
-            or _check_target(x, weight, bias, target)
-            or check_choice("reduction", reduction, REDUCTIONS)
-            or _check_items(num_items, reduction)
-            or _check_numbers(ignored, smoothing, scale, cap, most)
-        )
+        refusal = _check_target(x, weight, bias, target) or check_choice("reduction", reduction, REDUCTIONS)
+        if refusal is not None:
+            return refusal
+        if num_items is not None:
+            if not isinstance(num_items, Tensor) or num_items.numel() != 1 or num_items.requires_grad:
+                return Unsupported("num_items must be a number, or a tensor of one that needs no gradient", TypeError)
+            if reduction != "mean":
+                return Unsupported("num_items is what a mean is taken over: reduction must be 'mean'", ValueError)
+        for name, value in (("ignore_index", ignored), ("max_labels", 0 if most is None else most)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                return Unsupported(f"{name} must be an int, not {value!r}", TypeError)
+        for name, value in (("label_smoothing", smoothing), ("logit_scale", scale), ("softcap", cap)):
+            if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
+                return Unsupported(f"{name} must be a Python number, not {type(value).__name__}", TypeError)
+        if not 0 <= smoothing <= 1:
+            return Unsupported(f"label_smoothing must be between 0 and 1, not {smoothing}", ValueError)
+        if cap is not None and not cap > 0:
+            return Unsupported(f"softcap must be positive, not {cap}", ValueError)
+        return None
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
         x, weight, bias, target, *_ = arguments
@@ -94,7 +107,7 @@ class LinearCrossEntropy(Operator):
         if not training or x.dtype == torch.float16:  # whose gradients need the scale that the backward brings
             trained = (False,) * 3
         if not launch:
-            return (x.new_empty((), dtype=torch.float32), *_allocated(x, weight, bias, trained))
+            return (x.new_empty((), dtype=torch.float32), *map(empty_weight_like, (x, weight, bias), trained))
         divisor = _divisor(target, num_items, reduction, ignored)
         losses, *grads = _by_chunks(arguments, None if divisor is None else divisor.reciprocal(), trained)
         total = losses.sum()
@@ -103,7 +116,7 @@ class LinearCrossEntropy(Operator):
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (dloss,), (x, weight, bias, target, num_items, *grads) = call.incoming, call.saved
         if not launch:
-            return _allocated(x, weight, bias, call.needed)
+            return tuple(map(empty_weight_like, (x, weight, bias), call.needed))
         if all(grad is not None and grad.numel() for grad, need in zip(grads, call.needed, strict=True) if need):
             # Not in place: whoever has traced this may run it once more.
             return tuple(grad * dloss if need else None for grad, need in zip(grads, call.needed, strict=True))
@@ -171,12 +184,6 @@ def _gradients(arguments: Sequence[Any], dloss: Tensor, needed: Sequence[bool]) 
     """The gradients of x, weight and bias, those ``needed``, for this gradient of the loss."""
     divisor = _divisor(*arguments[3:7])
     return tuple(_by_chunks(arguments, dloss.float() if divisor is None else dloss.float() / divisor, needed)[1:])
-
-
-def _allocated(x: Tensor, weight: Tensor, bias: Tensor | None, trained: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Gradients without values, of those that are trained."""
-    tensors = zip((x, weight, bias), trained, strict=True)
-    return tuple(t.new_empty(t.shape) if need and t is not None else None for t, need in tensors)
 
 
 def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
@@ -285,30 +292,6 @@ def _check_target(x: Tensor, weight: Tensor, bias: Tensor | None, target: Any) -
         "input, linear_weight, target and linear_bias must have shapes [..., H], [V, H], [...] and [V], not " + shapes,
         ValueError,
     )
-
-
-def _check_items(num_items: Any, reduction: str) -> Unsupported | None:
-    if num_items is None:
-        return None
-    if not isinstance(num_items, Tensor) or num_items.numel() != 1 or num_items.requires_grad:
-        return Unsupported("num_items must be a number, or a tensor of one that needs no gradient", TypeError)
-    if reduction != "mean":
-        return Unsupported("num_items is what a mean is taken over: reduction must be 'mean'", ValueError)
-    return None
-
-
-def _check_numbers(ignored: Any, smoothing: Any, scale: Any, cap: Any, most: Any) -> Unsupported | None:
-    for name, value in (("ignore_index", ignored), ("max_labels", 0 if most is None else most)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            return Unsupported(f"{name} must be an int, not {value!r}", TypeError)
-    for name, value in (("label_smoothing", smoothing), ("logit_scale", scale), ("softcap", cap)):
-        if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
-            return Unsupported(f"{name} must be a Python number, not {type(value).__name__}", TypeError)
-    if not 0 <= smoothing <= 1:
-        return Unsupported(f"label_smoothing must be between 0 and 1, not {smoothing}", ValueError)
-    if cap is not None and not cap > 0:
-        return Unsupported(f"softcap must be positive, not {cap}", ValueError)
-    return None
 
 
 def linear_cross_entropy(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, check_rows, check_scale, check_tensor, other_dtype
+from .arguments import Unsupported, check_rows, check_scale, other_dtype
 from .operator import BackwardCall, BackwardImpl, Operator
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
-from .triton.memory import empty_copy, is_long, promoted
+from .triton.memory import empty_weight_like, is_long, promoted
 
 
 class LoraAdd(Operator):
@@ -22,7 +22,7 @@ class LoraAdd(Operator):
     tensors = "Tensor base, Tensor x, Tensor a, Tensor b"
     options = "float scale"
     outputs = ("y",)
-    other_rules = ("x", "a", "b")
+    other_shapes = ("x", "a", "b")
     takes_dtensors = False
     extra_saved = ("h",)
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"a": ("x",), "b": ("x", "a")}
@@ -32,24 +32,24 @@ class LoraAdd(Operator):
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
         base, x, a, b, scale = arguments
-        for name, tensor in (("x", x), ("a", a), ("b", b)):
-            if (refusal := check_tensor(name, tensor, ("base", base))) is not None:
-                return refusal
-        return check_rows("x", x) or check_scale(scale) or _check_shapes(base, x, a, b)
+        refusal = check_rows("x", x) or check_scale(scale)
+        have_same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
+        if refusal is not None or (
+            have_same_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a))
+        ):
+            return refusal
+        shapes = ", ".join(str(tuple(t.shape)) for t in (base, x, a, b))
+        return Unsupported(
+            f"base, x, a and b must have shapes [..., N], [..., K], [r, K] and [N, r], not {shapes}", ValueError
+        )
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
-        _, x, a, *_ = tensors = arguments[:-1]
+        _, x, a, b = tensors = arguments[:-1]
         if not all(t.numel() for t in tensors):
             return Unsupported("")
         if x.dtype == torch.float32:
             return Unsupported("x is torch.float32, products of which are left to PyTorch")
-        if len(a) > HIGHEST_RANK:
-            return Unsupported(f"a rank of {len(a)} is more than {HIGHEST_RANK}")
-        if not abs(arguments[-1]) <= torch.finfo(torch.float32).max:
-            return Unsupported(f"a scale of {arguments[-1]} is no finite float32")
-        if is_long([a, arguments[3]]):
-            return Unsupported("a or b has more elements than 32 bits count")
-        return None
+        return adapter_obstacle(a, b, arguments[-1])
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         base, x, *_ = arguments
@@ -66,7 +66,7 @@ class LoraAdd(Operator):
     ) -> tuple[Any, ...]:
         base, x, a, b, scale = arguments
         h = x.new_empty((*x.shape[:-1], len(a)))
-        copies = [empty_copy(w, name in copied, x.dtype) for name, w in (("a", a), ("b", b))]
+        copies = [empty_weight_like(w, name in copied, x.dtype) for name, w in (("a", a), ("b", b))]
         if launch:
             launch_narrow(x, a, a.stride()[::-1], h, copy=copies[0])
         y = self.output_of(base, h, b, scale, launch=launch, copy=copies[1])
@@ -91,7 +91,7 @@ class LoraAdd(Operator):
         _, need_dx, need_da, need_db = call.needed
         dh = h.new_empty(h.shape) if need_dx or need_da else None
         dx = x.new_empty(x.shape) if need_dx else None
-        da, db = empty_copy(a, need_da, a_dtype), empty_copy(b, need_db, b_dtype)
+        da, db = empty_weight_like(a, need_da, a_dtype), empty_weight_like(b, need_db, b_dtype)
         if launch:
             if dh is not None:
                 launch_narrow(dy, b, b.stride(), dh, scale)
@@ -106,17 +106,18 @@ class LoraAdd(Operator):
         return reference.lora_add_backward(dy, x, a, b, *call.saved_scalars)
 
 
+def adapter_obstacle(a: Tensor, b: Tensor, scale: float) -> Unsupported | None:
+    """Refuse the factors and the scale of an adapter that kernels cannot compute."""
+    if len(a) > HIGHEST_RANK:
+        return Unsupported(f"a rank of {len(a)} is more than {HIGHEST_RANK}")
+    if not abs(scale) <= torch.finfo(torch.float32).max:
+        return Unsupported(f"a scale of {scale} is no finite float32")
+    if is_long([a, b]):
+        return Unsupported("a or b has more elements than 32 bits count")
+    return None
+
+
 LORA_ADD = LoraAdd()
-
-
-def _check_shapes(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Unsupported | None:
-    have_same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
-    if have_same_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a)):
-        return None
-    shapes = ", ".join(str(tuple(t.shape)) for t in (base, x, a, b))
-    return Unsupported(
-        f"base, x, a and b must have shapes [..., N], [..., K], [r, K] and [N, r], not {shapes}", ValueError
-    )
 
 
 def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:

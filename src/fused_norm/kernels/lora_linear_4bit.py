@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, check_rows, check_scale, check_tensor
+from .arguments import Unsupported, check_scale
 from .linear_4bit import WEIGHT, WEIGHT_SCHEMA, layout_obstacle, product_obstacle, weight_obstacle
+from .lora_add import adapter_obstacle
 from .operator import BackwardCall, BackwardImpl, Operator, Scalars, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
-from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
-from .triton.memory import empty_copy, is_long
+from .triton.lora_kernels import launch_narrow, launch_weights, launch_widen
+from .triton.memory import empty_weight_like
 from .triton.torch_calls import Cast, Product, perform
 
 
@@ -30,7 +31,7 @@ class LoraLinear4bit(Operator):
     tensors = f"Tensor x, Tensor adapter_x, Tensor a, Tensor b, {WEIGHT_SCHEMA}, Tensor? bias"
     options = "int block, float factor, ScalarType dtype, ScalarType y_dtype"
     outputs: ClassVar[tuple[str, ...]] = ("y",)
-    other_rules = ("adapter_x", "a", "b", *WEIGHT, "bias")
+    other_shapes, other_rules = ("adapter_x", "a", "b"), (*WEIGHT, "bias")
     takes_dtensors = False
     extra_saved = ("h",)
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"adapter_x": ("a",), "a": ("adapter_x",), "b": ("adapter_x", "a")}
@@ -44,10 +45,6 @@ class LoraLinear4bit(Operator):
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
         x, adapter_x, a, b, _, packed, *_, factor, _, _ = arguments
-        for name, tensor in (("adapter_x", adapter_x), ("a", a), ("b", b)):
-            refusal = check_tensor(name, tensor, ("x", x))
-            if refusal is not None:
-                return refusal
         shapes = x.shape == adapter_x.shape and a.dim() == b.dim() == 2 and len(a) == b.shape[-1]
         if not shapes or a.shape[1] != x.shape[-1] or packed.numel() != -(-len(b) * a.shape[1] // 2):
             tensors = ", ".join(str(tuple(tensor.shape)) for tensor in (x, adapter_x, a, b, packed))
@@ -56,22 +53,17 @@ class LoraLinear4bit(Operator):
                 f" elements, not {tensors}",
                 ValueError,
             )
-        return check_rows("x", x) or check_scale(factor)
+        return check_scale(factor)
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
         x, adapter_x, a, b, *weight, bias, block, factor, dtype, _ = arguments
         if not all(tensor.numel() for tensor in (x, a, b)):
             return Unsupported("")
-        refusal = product_obstacle(dtype, {"x": x, "adapter_x": adapter_x, "a": a, "b": b})
-        if refusal is not None:
-            return refusal
-        if len(a) > HIGHEST_RANK:
-            return Unsupported(f"a rank of {len(a)} is more than {HIGHEST_RANK}")
-        if not abs(factor) <= torch.finfo(torch.float32).max:
-            return Unsupported(f"a scale of {factor} is no finite float32")
-        if is_long([a, b]):
-            return Unsupported("a or b has more elements than 32 bits count")
-        return weight_obstacle(block, (*weight, bias))
+        return (
+            product_obstacle(dtype, {"x": x, "adapter_x": adapter_x, "a": a, "b": b})
+            or adapter_obstacle(a, b, factor)
+            or weight_obstacle(block, (*weight, bias))
+        )
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         x, adapter_x, *_ = arguments
@@ -96,7 +88,7 @@ class LoraLinear4bit(Operator):
     ) -> tuple[Any, ...]:
         x, adapter_x, a, b, *weight, bias, block, factor, dtype, y_dtype = arguments
         h = x.new_empty((*x.shape[:-1], len(a)), dtype=dtype)
-        copies = [empty_copy(one, name in copied, dtype) for name, one in (("a", a), ("b", b))]
+        copies = [empty_weight_like(one, name in copied, dtype) for name, one in (("a", a), ("b", b))]
         narrow = x if x.dtype == dtype and x.is_contiguous() else x.new_empty(x.shape, dtype=dtype)
         adapter_narrow = narrow if adapter_x is x else adapter_x
         if adapter_narrow.dtype != dtype:
@@ -168,7 +160,7 @@ class LoraLinear4bit(Operator):
         added = narrow if dadded is dy else dadded
         dh = h.new_empty(h.shape) if has_one_gradient or need_dadapter or need_da else None
         dadapter = adapter_x.new_empty(shape, dtype=adapter_dtype) if need_dadapter else None
-        da, db = empty_copy(a, need_da, a_dtype), empty_copy(b, need_db, b_dtype)
+        da, db = empty_weight_like(a, need_da, a_dtype), empty_weight_like(b, need_db, b_dtype)
         dx = dx_narrow = w = None
         if need_dx:
             w, dx_narrow = h.new_empty((n, shape[-1])), h.new_empty(shape)

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ..spec import Casting
 from . import reference
-from .arguments import Unsupported, check_mode, check_scale, other_order
+from .arguments import Unsupported, check_scale
 from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, kernel_backward, norm_spec
-from .triton.memory import empty_rows_like, empty_weight_grad, norm_dtype, out_dtype
+from .plans import forward_plan
+from .sharded import is_plain
+from .triton.memory import empty_rows_like, empty_weight_like, memory_order, norm_dtype, out_dtype
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward, launch_norm_from_rstd
 
@@ -51,10 +53,19 @@ class NormOperator(Operator):
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
         args = self.by_name(arguments)
-        return check_mode(args["x"], args.get("mode")) or check_scale(args.get("scale", 1.0))
+        if args.get("mode") is not None:
+            try:
+                forward_plan(int(args["x"].shape[-1]), mode=args["mode"])  # torch.jit.trace has tensors for sizes
+            except ValueError as error:
+                return Unsupported(str(error), ValueError)
+        return check_scale(args.get("scale", 1.0))
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
-        return other_order(*arguments[:2]) if self._adds else None
+        """The sum of a fused add has x's memory format, PyTorch's has that of the first operand."""
+        x, residual = arguments[:2]
+        if not self._adds or (x.is_contiguous() and residual.is_contiguous()) or not all(map(is_plain, (x, residual))):
+            return None
+        return None if memory_order(x) == memory_order(residual) else "residual lies in another order in memory than x"
 
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
         """The sum has no gradient to pass on if the norm's weight alone needs one."""
@@ -177,8 +188,8 @@ class NormOperator(Operator):
         s, x_dtype = self._normalised(args)
         dx = empty_rows_like(s, x_dtype) if args["need_dx"] else None
         dr = empty_rows_like(s, args["residual_dtype"]) if args.get("need_dr") else None
-        dw = empty_weight_grad(weight, args["need_dw"])
-        dw_inner = empty_weight_grad(inner_weight, args.get("need_dw_inner", False))
+        dw = empty_weight_like(weight, args["need_dw"])
+        dw_inner = empty_weight_like(inner_weight, args.get("need_dw_inner", False))
         if launch:
             saved = NormSaved(args["dy"], args.get("ds"), s, weight, args["rstd"], scale=args.get("scale", 1.0))
             saved = saved._replace(round_before_add=not self._adds)
@@ -241,7 +252,7 @@ class NormAdd(NormOperator):
     gradients = ("dx", "dr", "dw")
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"weight": ("x",)}
 
-    backward, reference_backward = Operator.backward, Operator.reference_backward
+    backward = Operator.backward
 
 
 class NormAddNorm(NormOperator):

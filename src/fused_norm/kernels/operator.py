@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from .recording import CallCache, Recording, SingleCall, appended, record
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import Interceptors, launches
-from .triton.memory import memory_order, norm_reads_copy
+from .triton.memory import memory_order
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -87,15 +87,11 @@ class Recompute(NamedTuple):
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-class CallInterceptor(Protocol):
-    """Makes the calls of operators in place of the thread that calls them."""
-
-    def called(self, operator: Operator, arguments: tuple[Any, ...]) -> Any:
-        """The outputs of the call, which are those of ``operator.results_of(*arguments)``."""
-
-
 calls = Interceptors()
-"""The calls of operators, except traced ones, which a ``CallInterceptor`` may take."""
+"""The calls of operators, except traced ones, which an interceptor may take.
+
+Its ``called(operator, arguments)`` returns the outputs of a call, which are ``operator.results_of(*arguments)``.
+"""
 
 
 class Operator(ABC):
@@ -128,6 +124,8 @@ class Operator(ABC):
     """The outputs that no gradient flows into."""
     same_shape: ClassVar[tuple[str, ...]] = ()
     """The tensors that must have the shape of the first one."""
+    other_shapes: ClassVar[tuple[str, ...]] = ()
+    """The tensors whose shape ``check_options`` checks."""
     other_rules: ClassVar[tuple[str, ...]] = ()
     """The tensors that ``check_options`` alone checks."""
     takes_dtensors: ClassVar[bool] = True
@@ -151,6 +149,8 @@ class Operator(ABC):
     """The schema of what else it takes: first ``NormSpec spec``, if the operator has a norm."""
     gradients: ClassVar[tuple[str, ...]]
     """The names of the gradients, which are those of the first tensors in their order."""
+    recomputed_by_itself: ClassVar[bool] = False
+    """The backward saves all arguments, and the same call recomputes the outputs."""
 
     def __init__(self) -> None:
         """Register the operator with PyTorch."""
@@ -158,7 +158,7 @@ class Operator(ABC):
         self._saved_names, self._scalar_names = _names(self.saved), _names(self.saved_scalars)
         self.tensor_count, self.option_count = len(self.tensor_names), len(option_names)
         self.takes_spec = option_names[:1] == ["spec"]
-        self.rules = TensorRules(self.tensor_names, self.tensors, self.same_shape, self.other_rules)
+        self.rules = TensorRules(self.tensor_names, self.tensors, self.same_shape, self.other_shapes, self.other_rules)
         self._copied = [name for name in self.copies if name in self.tensor_names]
         copies = [f"{name}_copy" for name in self._copied]
         self.result_names = (*self.outputs, *self.extra_saved, *copies, *self.further_results)
@@ -232,7 +232,11 @@ class Operator(ABC):
 
         ``weight`` is one of ``arguments``, and named in ``copies``. Unless overridden, it is that of a norm.
         """
-        return self.takes_spec and norm_reads_copy(arguments[self.tensor_count], weight)
+        if not self.takes_spec:
+            return False
+        spec = arguments[self.tensor_count]
+        is_cast = spec.casting in ("gemma", "rounded_gamma") and spec.casts_weight and weight.dtype != torch.float32
+        return spec.zero_centered or is_cast
 
     def copied(self, arguments: Sequence[Any], *, traced: bool = False) -> list[str]:
         """The weights to copy for the backward: those that stock code does not save themselves.
@@ -298,9 +302,10 @@ class Operator(ABC):
     def reference_backward(self, call: BackwardCall) -> Grads:
         """Compute ``gradients`` by PyTorch's own operators, so that they can be differentiated again.
 
-        It may return some that are not needed.
+        By the formula ``..._backward`` in ``reference``, unless overridden. It may return some that are not needed.
         """
-        raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
+        grads: Grads = getattr(reference, f"{self.name}_backward")(*call.incoming, *call.saved, *call.saved_scalars)
+        return grads
 
     def owns(self, node: Any) -> bool:
         """Return whether a node of the autograd graph is that of a call of this operator."""
@@ -326,7 +331,7 @@ class Operator(ABC):
 
         ``results``: those of ``forward``. None for outputs that cannot be recomputed.
         """
-        return None
+        return Recompute(self, arguments) if self.recomputed_by_itself else None
 
     def is_elementwise(self, *tensors: Any) -> bool:
         """Return whether an element of an output depends on those at its place alone, so that rows may be sharded."""
@@ -354,10 +359,8 @@ class Operator(ABC):
         Wrong arguments, for which public functions raise, come before those that the reference alone can compute.
         """
         tensors = arguments[: self.tensor_count]
-        refusal = self.rules.check(tensors)
-        if refusal is None and self.takes_spec:
-            refusal = self.rules.check_spec(arguments[self.tensor_count], tensors)
-        refusal = refusal or self.check_options(*arguments)
+        spec = arguments[self.tensor_count] if self.takes_spec else None
+        refusal = self.rules.check(tensors, spec) or self.check_options(*arguments)
         if refusal is not None:
             return refusal
         reason = self._no_kernels_for(*tensors)

@@ -427,30 +427,27 @@ def glu_plan(width: int | None, backward: bool = False, device: Device = Device(
 
 
 @dataclass(frozen=True)
-class ConvPlan:
-    """One launch of a causal convolution: a program walks through a piece of a sequence, in a block of its channels.
-
-    Attributes:
-        rows: of a piece; with those that a backward reads behind it a multiple of four.
-        block: channels of a program.
-        warps: of a program.
-        programs: of a backward along the rows, at most, if it sums a weight's gradient.
-    """
+class TilePlan:
+    """One launch over tiles of ``rows`` by ``block`` columns."""
 
     rows: int
     block: int
-    warps: int
-    programs: int
+    warps: int  # of a program
+    programs: int = 0  # at most, along the rows, if partial sums over rows are written
 
 
 @lru_cache(maxsize=1024)
-def conv_plan(channels: int, width: int, backward: bool = False, device: Device = Device()) -> ConvPlan:
-    """The launch of a causal convolution with ``width`` taps."""
+def conv_plan(channels: int, width: int, backward: bool = False, device: Device = Device()) -> TilePlan:
+    """The launch of a causal convolution with ``width`` taps.
+
+    A program walks through ``rows`` of a sequence, in ``block`` of its channels; with the rows that a backward reads
+    behind them these are a multiple of four.
+    """
     rule = device.rule("conv_backward" if backward else "conv_forward", 0)
     block = min(rule.elements, next_power_of_2(channels))
     programs = rule.programs * device.processors // -(-channels // block)
     rows = _CONV_ROWS[backward] - (width - 1) * backward
-    return ConvPlan(rows, block, device.warps(rule.warps), max(1, min(programs, _MOST_CONV_PROGRAMS)))
+    return TilePlan(rows, block, device.warps(rule.warps), max(1, min(programs, _MOST_CONV_PROGRAMS)))
 
 
 @lru_cache(maxsize=1024)
@@ -477,23 +474,6 @@ LoraProduct = Literal["narrow", "widen", "gradients"]
 """The products of an adapter: to rows of its rank, from these to rows of outputs, and the gradients of its factors."""
 
 
-@dataclass(frozen=True)
-class LoraPlan:
-    """One launch of a product with a factor of a LoRA adapter.
-
-    Attributes:
-        rows: of a tile.
-        block: columns of a tile; those of its other side are the rank.
-        warps: of a program.
-        programs: to aim at when rows are cut into parts for the gradients of factors.
-    """
-
-    rows: int
-    block: int
-    warps: int
-    programs: int = 0
-
-
 def padded_rank(rank: int) -> int:
     """The rank of tiles that hold ``rank``."""
     return max(16, next_power_of_2(rank))
@@ -501,8 +481,10 @@ def padded_rank(rank: int) -> int:
 
 def lora_plan(
     product: LoraProduct, rows: int, rank: int, h_bytes: int, x_bytes: int = 2, device: Device = Device()
-) -> LoraPlan:
+) -> TilePlan:
     """The launch of a product of ``rows`` rows; ``h_bytes`` and ``x_bytes`` are those of an element of h and of x.
+
+    The other side of a tile of ``block`` columns is the rank; rows are cut into parts for about ``programs`` programs.
 
     GPUs for data centres multiply 16 bits from shared memory, of which they have more than 200 KiB, and keep their
     registers for large tiles: on an H200 rank 128 at 16384 x 4096 takes 70 us instead of 138, the gradients of rank 256
@@ -515,15 +497,15 @@ def lora_plan(
         widest = 256 if rows <= 2 * FEW_LORA_ROWS else 128
         fitting = _TWO_LORA_TILES // (2 * (tile_rows * x_bytes + padded * 4))
         block = max(16, min(widest, next_power_of_2(fitting + 1) // 2))
-        return LoraPlan(tile_rows, block, 8 if tile_rows == 128 or tile_rows * padded > 8192 else 4)
+        return TilePlan(tile_rows, block, 8 if tile_rows == 128 or tile_rows * padded > 8192 else 4)
     if product == "narrow":
-        return LoraPlan(64 if rows > FEW_LORA_ROWS else 16, min(128, max(16, 2048 // padded)), 4)
+        return TilePlan(64 if rows > FEW_LORA_ROWS else 16, min(128, max(16, 2048 // padded)), 4)
     if product == "widen":
         block = 128 if rank <= 64 else 64
-        return LoraPlan(128, block, 8) if rank > 64 and is_large else LoraPlan(64, block, 4)
+        return TilePlan(128, block, 8) if rank > 64 and is_large else TilePlan(64, block, 4)
     if rank > 32 and is_large:
-        return LoraPlan(64, 128, 8, programs=256)
-    return LoraPlan(max(16, min(64, 4096 // padded)), 64, 4, programs=1024)
+        return TilePlan(64, 128, 8, programs=256)
+    return TilePlan(max(16, min(64, 4096 // padded)), 64, 4, programs=1024)
 
 
 def next_power_of_2(value: int) -> int:

@@ -6,27 +6,22 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, overload
 
+import torch
 from torch import Tensor
 
 from ..spec import ROTARY_LAYOUTS, Casting, RotaryLayout
 from . import reference
 from .arguments import (
     Unsupported,
-    angles_beyond_kernels,
     check_angles,
     check_choice,
     check_flag,
     check_pair,
     other_dtype,
 )
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, norm_spec
-from .triton.memory import (
-    empty_copy,
-    empty_in_order,
-    empty_rows_like,
-    empty_weight_grad,
-    norm_dtype,
-)
+from .operator import BackwardCall, BackwardImpl, Operator, norm_spec
+from .sharded import are_angles_of
+from .triton.memory import empty_in_order, empty_rows_like, empty_weight_like, heads_dim_of, norm_dtype
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
 
@@ -39,8 +34,17 @@ class HeadsOperator(Operator):
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
         args = self.by_name(arguments)
-        q, cos, sin = args["q"], args["cos"], args["sin"]
-        return None if cos is None else angles_beyond_kernels(q, cos, sin, args["unsqueeze_dim"])
+        cos, sin = args["cos"], args["sin"]
+        if cos is None:
+            return None
+        heads_dim = heads_dim_of(cos, args["unsqueeze_dim"])
+        if heads_dim is None:
+            return Unsupported("cos varies from head to head")
+        if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+            return Unsupported("cos or sin wants a gradient")
+        if not are_angles_of(args["q"], (cos, sin), heads_dim):
+            return Unsupported("not every device has cos and sin for all its tokens")
+        return None
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         return other_dtype("q", "k", *arguments[:2])
@@ -70,6 +74,7 @@ class QKNorm(HeadsOperator):
     saved = tensors
     saved_scalars = "NormSpec spec, int unsqueeze_dim"
     gradients = ("dq", "dk", "dq_weight", "dk_weight")
+    recomputed_by_itself = True
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"q_weight": ("q",), "k_weight": ("k",)}
 
     def public_name(self, *arguments: Any) -> str:
@@ -96,22 +101,16 @@ class QKNorm(HeadsOperator):
         q, k, q_weight, k_weight, cos, _ = inputs
         normed = norm_dtype(spec, q.dtype, q_weight), norm_dtype(spec, k.dtype, k_weight)
         outputs = empty_heads(q, normed[0], cos, dtype), empty_heads(k, normed[1], cos, dtype)
-        copies = empty_copy(q_weight, "q_weight" in copied), empty_copy(k_weight, "k_weight" in copied)
+        copies = empty_weight_like(q_weight, "q_weight" in copied), empty_weight_like(k_weight, "k_weight" in copied)
         if launch:
             launch_qk_forward(spec, tuple(inputs), outputs, unsqueeze_dim, copies=copies)
         return *outputs, *copies
-
-    def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
-        return Recompute(self, arguments)
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
         (q, k, q_weight, k_weight, *_), (spec, unsqueeze_dim) = call.saved, call.saved_scalars
         need_dq, need_dk, need_dq_weight, need_dk_weight = call.needed
         dx = empty_rows_like(q) if need_dq else None, empty_rows_like(k) if need_dk else None
-        dw = (
-            empty_weight_grad(q_weight, need_dq_weight),
-            empty_weight_grad(k_weight, need_dk_weight),
-        )
+        dw = empty_weight_like(q_weight, need_dq_weight), empty_weight_like(k_weight, need_dk_weight)
         if launch:
             dq_out, dk_out = call.incoming
             launch_qk_backward(spec, tuple(call.saved), (dq_out, dk_out), dx, dw, unsqueeze_dim)
@@ -369,5 +368,4 @@ def rope(
         ValueError: for cos and sin that do not fit q and k, heads of two sizes, tensors on two devices, and a layout
             that is none of these.
     """
-    how = unsqueeze_dim, single_rounding, layout, angles_by_pair
-    return ROPE.checked(q, k, cos, sin, *how, None)
+    return ROPE.checked(q, k, cos, sin, unsqueeze_dim, single_rounding, layout, angles_by_pair, None)

@@ -163,7 +163,10 @@ def _split_pairs(x: Tensor, *, side_by_side: bool) -> tuple[Tensor, Tensor]:
 
 def _join_pairs(a: Tensor, b: Tensor, *, side_by_side: bool) -> Tensor:
     """The tensor whose ``_split_pairs`` are a and b."""
-    return torch.stack((a, b), dim=-1).flatten(-2) if side_by_side else torch.cat((a, b), dim=-1)
+    if side_by_side:
+        # Not by `flatten`, which gradients in batches do not know.
+        return torch.stack((a, b), dim=-1).reshape(*a.shape[:-1], 2 * a.shape[-1])
+    return torch.cat((a, b), dim=-1)
 
 
 def cast_output(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -314,8 +317,7 @@ def causal_conv1d_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> tuple[Tensor, ...]:
     """The gradients of what ``causal_conv1d`` takes, each rounded once to the dtype of its own tensor."""
-    width, length = weight.shape[1], x.shape[1]
-    wide = torch.promote_types(x.dtype, torch.float32)
+    width, length, wide = weight.shape[1], x.shape[1], _wide(x.dtype)
     before = torch.nn.functional.pad(x.to(wide), (0, 0, width - 1, 0))
     windows = before.unfold(1, length, 1).transpose(2, 3) if length else before[:, None, :0].expand(-1, width, -1, -1)
     taps, g = weight.to(wide).t()[:, None], dy.to(wide)
@@ -420,6 +422,14 @@ def lora_linear_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: 
     return lora_add(base.to(y_dtype), adapter_x.to(dtype), a, b, factor)
 
 
+def masked_scale(x: Tensor, mask: Tensor, scale: float, scale_back: float, dtype: torch.dtype) -> Tensor:
+    return (x.to(_wide(x.dtype)) * mask * scale).to(dtype)
+
+
+def masked_scale_backward(dy: Tensor, mask: Tensor, scale_back: float, dtype: torch.dtype) -> tuple[Tensor]:
+    return (masked_scale(dy, mask, scale_back, scale_back, dtype),)
+
+
 def _clamp_has_gradient_at_limit() -> bool:
     """Return whether ``clamp`` gives a gradient to a number that is the limit itself: until PyTorch 2.14 it does."""
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
@@ -445,7 +455,7 @@ def expert_gate(
 
     ``act``: the activation as a function, in place of the one of that name.
     """
-    gate, up = _gate_and_up(_present_rows(x, absent), interleaved)
+    gate, up = _split_pairs(_present_rows(x, absent), side_by_side=interleaved)
     if limit is not None:
         gate, up = gate.clamp(min=None, max=limit), up.clamp(min=-limit, max=limit)
     if alpha is None:
@@ -461,9 +471,9 @@ def expert_gate_backward(
     interleaved: bool,
     limit: float | None,
     alpha: float | None,
-) -> Tensor:
+) -> tuple[Tensor]:
     """The gradient of ``x``, rounded once."""
-    given_gate, given_up = gate, up = _gate_and_up(_present_rows(x, absent), interleaved)
+    given_gate, given_up = gate, up = _split_pairs(_present_rows(x, absent), side_by_side=interleaved)
     dy = _present_rows(dy, absent)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
@@ -471,7 +481,7 @@ def expert_gate_backward(
         dgate, dup = glu_backward(dy, gate, up, activation)
         assert dup is not None
     else:
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = _wide(x.dtype)
         d, g = dy.to(wide), gate.to(wide)
         share = torch.sigmoid(g * alpha)
         dgate = (d * (up.to(wide) + 1) * (share + g * alpha * share * (1 - share))).to(x.dtype)
@@ -480,7 +490,7 @@ def expert_gate_backward(
         is_below = torch.le if CLAMP_HAS_GRADIENT_AT_LIMIT else torch.lt
         dgate = torch.where(is_below(given_gate, limit), dgate, 0.0)
         dup = torch.where(is_below(given_up.abs(), limit), dup, 0.0)
-    return torch.stack((dgate, dup), dim=-1).reshape(x.shape) if interleaved else torch.cat((dgate, dup), dim=-1)
+    return (_join_pairs(dgate, dup, side_by_side=interleaved),)
 
 
 def expert_permute(x: Tensor, position: Tensor, absent: Tensor | None) -> Tensor:
@@ -490,15 +500,20 @@ def expert_permute(x: Tensor, position: Tensor, absent: Tensor | None) -> Tensor
     return _present_rows(x[order // position.shape[1]], absent)
 
 
+def expert_permute_backward(dy: Tensor, position: Tensor, absent: Tensor | None) -> tuple[Tensor]:
+    """The sum of the gradients of each token's rows."""
+    return (_present_rows(dy, absent)[position].sum(1),)
+
+
 def expert_bias(bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
     """The bias of each row's expert; rows after the last of ``ends`` are zeros."""
     return _present_rows(bias[expert], _is_after(ends, expert))
 
 
-def expert_bias_backward(dy: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+def expert_bias_backward(dy: Tensor, expert: Tensor, ends: Tensor) -> tuple[Tensor]:
     """The sum of the gradients of each expert's rows; rows after the last of ``ends`` do not count."""
     present = _present_rows(dy, _is_after(ends, expert))
-    return dy.new_zeros((len(ends), dy.shape[1])).index_put((expert,), present, accumulate=True)
+    return (dy.new_zeros((len(ends), dy.shape[1])).index_put((expert,), present, accumulate=True),)
 
 
 def _is_after(ends: Tensor, expert: Tensor) -> Tensor:
@@ -515,7 +530,7 @@ def expert_unpermute_backward(
     dy: Tensor, x: Tensor, weights: Tensor, position: Tensor, absent: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The gradients of rows and of their weights, each rounded once."""
-    wide = torch.promote_types(torch.promote_types(x.dtype, weights.dtype), torch.float32)
+    wide = _wide(torch.promote_types(x.dtype, weights.dtype))
     d = dy.to(wide)
     dx = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     dx = dx.index_put((position.view(-1),), (d[:, None] * weights.to(wide)[..., None]).to(x.dtype).flatten(0, 1))
@@ -525,7 +540,3 @@ def expert_unpermute_backward(
 
 def _present_rows(x: Tensor, absent: Tensor | None) -> Tensor:
     return x if absent is None else x.masked_fill(absent.unsqueeze(-1), 0.0)
-
-
-def _gate_and_up(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
-    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)

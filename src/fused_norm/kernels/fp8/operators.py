@@ -14,7 +14,7 @@ from ..arguments import KERNEL_DTYPES, Unsupported, check_scale
 from ..norm import ADD_RMS_NORM
 from ..operator import BackwardCall, BackwardImpl, Operator, Scalars, Tensors, norm_spec
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
-from ..triton.memory import empty_rows_like, empty_weight_grad
+from ..triton.memory import empty_rows_like, empty_weight_like
 from ..triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .formats import (
     FORMATS,
@@ -114,7 +114,7 @@ class NormFP8(Operator):
         (codes, codes_scale, weight, rstd), (spec, x_dtype, *_) = call.saved, call.saved_scalars
         need_dx, _, need_dw = call.needed
         dx = empty_rows_like(codes, x_dtype) if need_dx else None
-        dw = empty_weight_grad(weight, need_dw)
+        dw = empty_weight_like(weight, need_dw)
         if launch:
             if codes.shape[-1] > WIDEST_BACKWARD:
                 codes, codes_scale = numbers_of(codes, codes_scale), None

@@ -8,6 +8,7 @@ multiplied by, up, as halves or, INTERLEAVED, in turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -262,64 +263,63 @@ def _expert_bias_backward_kernel(
     tl.store(dbias_ptr + expert * N + col, round_to(tl.sum(total, axis=0), dtype), mask=col < N)
 
 
-Gate = tuple[str, bool, float | None, float | None]
-"""The options of ``expert_gate``."""
-
-
-def launch_expert_gate_forward(x: Tensor, absent: Tensor | None, y: Tensor, gate: Gate) -> None:
-    """Write ``y``, from ``empty_rows_like(x)`` with half of its width."""
-    _launch_gate(_expert_gate_forward_kernel, x, absent, (y,), gate, {})
-
-
-def launch_expert_gate_backward(
-    x: Tensor, absent: Tensor | None, dy: Tensor, dx: Tensor, gate: Gate, at_limit: bool
-) -> None:
-    """Write ``dx``, from ``empty_rows_like(x)``; ``at_limit``: a number that is the limit itself has a gradient."""
-    _launch_gate(_expert_gate_backward_kernel, x, absent, (dy, dx), gate, {"AT_LIMIT": at_limit})
-
-
-def _launch_gate(
-    kernel: Any,
+def launch_expert_gate(
     x: Tensor,
     absent: Tensor | None,
-    others: tuple[Tensor, ...],
-    gate: Gate,
-    constants: dict[str, Any],
+    gate: Sequence[Any],
+    written: Tensor,
+    dy: Tensor | None = None,
+    *,
+    at_limit: bool = False,
 ) -> None:
+    """Write the gate's output, from ``empty_rows_like(x)`` with half of its width, or given ``dy`` the gradient of x.
+
+    Args:
+        x: [..., 2 N].
+        absent: [M] or None.
+        gate: the options of ``expert_gate``.
+        written: the output [..., N], or the gradient, from ``empty_rows_like(x)``.
+        dy: [..., N], the gradient of the output.
+        at_limit: in a backward, a number that is the limit itself has a gradient.
+    """
     if x.numel() == 0:
         return
-    width = x.shape[-1] // 2
-    (lead, *arranged), spacing = as_strided_rows(x, *others)
-    rows = x.numel() // (2 * width)
     activation, interleaved, limit, alpha = gate
+    (lead, *others), spacing = as_strided_rows(x, *(() if dy is None else (dy,)), written)
+    width = x.shape[-1] // 2
+    rows = x.numel() // (2 * width)
+    kernel, constants = _expert_gate_forward_kernel, {"INTERLEAVED": interleaved, "ACTIVATION": activation}
+    if dy is not None:
+        kernel, constants = _expert_gate_backward_kernel, constants | {"AT_LIMIT": at_limit}
+    tensors, numbers = (lead, contiguous(absent), *others), (rows, width, *spacing, limit, alpha)
     plan = expert_gate_plan(width, device_props(x.device))
-    constants |= {
-        "ROWS": plan.rows,
-        "BLOCK": plan.block,
-        "INTERLEAVED": interleaved,
-        "INT64": rows * max(spacing) >= INT32_LIMIT,
-        "ACTIVATION": activation,
-    }
-    tensors, numbers = (lead, contiguous(absent), *arranged), (rows, width, *spacing, limit, alpha)
-    launch(kernel, _grid(rows, width, plan), tensors, numbers, constants, warps=plan.warps, fuse=False)
+    _launch_tiles(kernel, tensors, numbers, (rows, width), plan, rows * max(spacing), constants)
 
 
-def _grid(rows: int, width: int, plan: ForwardPlan) -> tuple[int, int]:
-    return -(-rows // plan.rows) * -(-width // plan.block), 1
+def _launch_tiles(
+    kernel: Any,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float | None, ...],
+    shape: Sequence[int],
+    plan: ForwardPlan,
+    extent: int,
+    constants: dict[str, Any],
+) -> None:
+    """Launch a kernel on tiles of a matrix of this shape; ``extent``: elements up to the end of the largest tensor."""
+    (rows, width), tile = shape, {"ROWS": plan.rows, "BLOCK": plan.block, "INT64": extent >= INT32_LIMIT}
+    grid = -(-rows // plan.rows) * -(-width // plan.block), 1
+    launch(kernel, grid, tensors, numbers, {**tile, **constants}, warps=plan.warps, fuse=False)
 
 
 def launch_expert_permute(x: Tensor, position: Tensor, absent: Tensor | None, y: Tensor) -> None:
     """Write ``y`` [M K, N], the rows of ``x`` [M, N] in the order of experts."""
-    tokens, width = x.shape
     if y.numel() == 0:
         return
     (x_rows, x_stride), (y_rows, y_stride) = _rows_of(x), _rows_of(y)
-    plan = expert_rows_plan(width, device_props(x.device))
-    constants = {"K": position.shape[1], **_tiles(plan, y.shape[0] * max(x_stride, y_stride))}
-    tensors = x_rows, contiguous(position), contiguous(absent), y_rows
-    numbers = tokens, width, x_stride, y_stride
-    kernel, grid = _expert_permute_forward_kernel, _grid(tokens, width, plan)
-    launch(kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=False)
+    plan, extent = expert_rows_plan(x.shape[1], device_props(x.device)), y.shape[0] * max(x_stride, y_stride)
+    tensors, numbers = (x_rows, contiguous(position), contiguous(absent), y_rows), (*x.shape, x_stride, y_stride)
+    constants = {"K": position.shape[1]}
+    _launch_tiles(_expert_permute_forward_kernel, tensors, numbers, x.shape, plan, extent, constants)
 
 
 def launch_expert_sum(
@@ -329,20 +329,13 @@ def launch_expert_sum(
 
     ``dtype``: each weighted row and the sum are rounded to it.
     """
-    tokens, width = y.shape
     if y.numel() == 0:
         return
     (x_rows, x_stride), (y_rows, y_stride) = _rows_of(x), _rows_of(y)
-    plan = expert_rows_plan(width, device_props(x.device))
-    constants = {
-        "K": position.shape[1],
-        **_tiles(plan, x.shape[0] * max(x_stride, y_stride)),
-        "DTYPE": TRITON_DTYPES[dtype],
-    }
+    plan, extent = expert_rows_plan(y.shape[1], device_props(x.device)), x.shape[0] * max(x_stride, y_stride)
     tensors = x_rows, contiguous(weights), contiguous(position), contiguous(absent), y_rows
-    numbers = tokens, width, x_stride, y_stride
-    grid = _grid(tokens, width, plan)
-    launch(_expert_sum_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=False)
+    constants = {"K": position.shape[1], "DTYPE": TRITON_DTYPES[dtype]}
+    _launch_tiles(_expert_sum_kernel, tensors, (*y.shape, x_stride, y_stride), y.shape, plan, extent, constants)
 
 
 def launch_expert_unpermute_backward(
@@ -355,43 +348,28 @@ def launch_expert_unpermute_backward(
     dweights: Tensor | None,
 ) -> None:
     """Write the gradients that are there: ``dx`` [M K, N] and ``dweights`` [M, K], both contiguous; one of them is."""
-    tokens, width = dy.shape
     if x.numel() == 0:
         return
+    tokens, width = dy.shape
     (dy_rows, dy_stride), (x_rows, x_stride) = _rows_of(dy), _rows_of(x)
     plan = expert_rows_plan(width, device_props(dy.device), reduces=True)
-    constants = {
-        "N": width,
-        "K": position.shape[1],
-        "BLOCK": plan.block,
-        "INT64": x.shape[0] * max(dy_stride, x_stride) >= INT32_LIMIT,
-    }
-    tensors = (
-        dy_rows,
-        None if dweights is None else x_rows,
-        contiguous(weights),
-        contiguous(position),
-        contiguous(absent),
-        dx,
-        dweights,
-    )
-    numbers = dy_stride, x_stride, width
-    kernel = _expert_unpermute_backward_kernel
+    is_long = x.shape[0] * max(dy_stride, x_stride) >= INT32_LIMIT
+    constants = {"N": width, "K": position.shape[1], "BLOCK": plan.block, "INT64": is_long}
+    read = dy_rows, None if dweights is None else x_rows, contiguous(weights), contiguous(position), contiguous(absent)
+    tensors, numbers, kernel = (*read, dx, dweights), (dy_stride, x_stride, width), _expert_unpermute_backward_kernel
     launch(kernel, (tokens, 1), tensors, numbers, constants, warps=plan.warps, fuse=False)
 
 
 def launch_expert_bias_forward(bias: Tensor, expert: Tensor, ends: Tensor, y: Tensor) -> None:
     """Write ``y`` [M, N]: rows of ``bias`` [E, N] by ``expert`` [M], and zeros from the last of ``ends`` [E] on."""
-    rows, width = y.shape
     if y.numel() == 0:
         return
+    rows, width = y.shape
     (bias_rows, bias_stride), (y_rows, y_stride) = _rows_of(bias), _rows_of(y)
-    plan = expert_rows_plan(width, device_props(y.device))
-    constants = _tiles(plan, max(rows * y_stride, bias.shape[0] * bias_stride))
+    plan, extent = expert_rows_plan(width, device_props(y.device)), max(rows * y_stride, bias.shape[0] * bias_stride)
     tensors = bias_rows, contiguous(expert), contiguous(ends), y_rows
     numbers = rows, len(ends), width, bias_stride, y_stride
-    grid = _grid(rows, width, plan)
-    launch(_expert_bias_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=False)
+    _launch_tiles(_expert_bias_forward_kernel, tensors, numbers, y.shape, plan, extent, {})
 
 
 def launch_expert_bias_backward(dy: Tensor, ends: Tensor, dbias: Tensor) -> None:
@@ -410,7 +388,3 @@ def _rows_of(x: Tensor) -> tuple[Tensor, int]:
     (rows,), (stride,) = as_strided_rows(x)
     assert rows is not None
     return rows, stride
-
-
-def _tiles(plan: ForwardPlan, extent: int) -> dict[str, Any]:
-    return {"ROWS": plan.rows, "BLOCK": plan.block, "INT64": extent >= INT32_LIMIT}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,7 +28,7 @@ from .language import (
     store_tile,
 )
 from .launch import launch
-from .memory import INT32_LIMIT, as_strided_rows, bytes_of, contiguous, empty_rows_like, norm_dtype
+from .memory import INT32_LIMIT, as_strided_rows, bytes_of, contiguous
 from .weight_grad import empty_partials, reduce_partials
 
 
@@ -168,17 +167,6 @@ class Gating(NamedTuple):
         return tile | {"SPEC": spec.without_eps(), "ACTIVATION": self.activation, "NORM_FIRST": self.norm_first}
 
 
-def empty_gated_norm(
-    spec: NormSpec, x: Tensor, weight: Tensor | None, gating: Gating, training: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The forward's outputs ``(y, rstd)``, not yet written.
-
-    rstd is fp32, x's shape with a last dimension of ``groups``, and in x's memory order; None unless ``training``.
-    """
-    y = empty_rows_like(x, x.dtype if gating.norm_first else norm_dtype(spec, x.dtype, weight))
-    return y, empty_rows_like(x, torch.float32, width=gating.groups) if training else None
-
-
 def launch_gated_forward(
     spec: NormSpec,
     x: Tensor,
@@ -187,7 +175,7 @@ def launch_gated_forward(
     outputs: tuple[Tensor, Tensor | None, Tensor | None],
     gating: Gating,
 ) -> None:
-    """Write the ``outputs`` of ``empty_gated_norm``, and a copy of the weight; for groups up to ``WIDEST_GATED``."""
+    """Write the ``outputs`` y, rstd and copy of the weight; for groups up to ``WIDEST_GATED``."""
     if x.numel() == 0:
         return
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // gating.groups

@@ -20,7 +20,7 @@ from ..plans import glu_plan
 from .devices import device_props
 from .language import round_to, store_tile
 from .launch import launch
-from .memory import INT32_LIMIT, as_strided_rows, empty_rows_like, promoted
+from .memory import INT32_LIMIT, as_strided_rows
 
 Added = tuple[Tensor | None, Tensor | None]
 
@@ -173,13 +173,6 @@ def _glu_backward_kernel(
             if up_added_ptr is not None:
                 up += _load((up_added_ptr, up_added_stride), row, col, live)
         store_tile((dgate_ptr, dgate_stride), row, col, live, dy * up * slope)
-
-
-def empty_product(gate: Tensor, up: Tensor | None) -> Tensor:
-    """The forward's output, not yet written."""
-    if up is None:
-        return empty_rows_like(gate, width=gate.shape[-1] // 2)
-    return empty_rows_like(gate, promoted(gate.dtype, up.dtype))
 
 
 def launch_glu_forward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -45,13 +45,6 @@ class Launch(NamedTuple):
             return self.kernel[self.grid](*self.tensors, *self.numbers, **self.options, **self.constants)
 
 
-class LaunchInterceptor(Protocol):
-    """Gets every launch of its thread instead of the GPU."""
-
-    def launched(self, launch: Launch) -> None:
-        """Take note of a launch."""
-
-
 class Interceptors(threading.local):
     """The interceptor of one sort of event, launches or calls of operators, that each thread has for itself, or None.
 
@@ -78,7 +71,7 @@ class Interceptors(threading.local):
 
 
 launches = Interceptors()
-"""The launches of a thread, which a ``LaunchInterceptor`` may take."""
+"""The launches of a thread, which an interceptor may take: its ``launched(launch)`` gets each instead of the GPU."""
 
 
 def launch(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import LoraPlan, lora_plan, padded_rank
+from ..plans import TilePlan, lora_plan, padded_rank
 from .devices import device_props
 from .language import interpreted, round_to, rows_of
 from .launch import launch
@@ -265,7 +265,7 @@ def launch_weights(
     launch(_sum_kernel, grid, tensors, sizes, {"BLOCK": _SUMMED}, warps=4)
 
 
-def _tile(plan: LoraPlan, rank: int, *tensors: Tensor | None) -> dict[str, int]:
+def _tile(plan: TilePlan, rank: int, *tensors: Tensor | None) -> dict[str, int]:
     """The constants of a kernel's tiles."""
     is_far = is_long([t for t in tensors if t is not None])
     return {"R": padded_rank(rank), "ROWS": plan.rows, "BLOCK": plan.block, "INT64": is_far}

@@ -33,14 +33,12 @@ def empty_in_order(order: Sequence[int], shape: Sequence[int], dtype: torch.dtyp
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def empty_copy(weight: Tensor | None, needed: bool, dtype: torch.dtype | None = None) -> Tensor | None:
-    """A copy of a weight, not yet written, contiguous and of its own dtype unless given; None if it is not needed."""
+def empty_weight_like(weight: Tensor | None, needed: bool, dtype: torch.dtype | None = None) -> Tensor | None:
+    """A weight's gradient or copy, not yet written, contiguous; None if it is not needed or there is no weight.
+
+    ``dtype`` is the weight's own unless given.
+    """
     return weight.new_empty(weight.shape, dtype=dtype) if needed and weight is not None else None
-
-
-def empty_weight_grad(weight: Tensor | None, needed: bool) -> Tensor | None:
-    """A weight's gradient, not yet written; None if it is not needed or there is no weight."""
-    return weight.new_empty(weight.shape) if needed and weight is not None else None
 
 
 def as_strided_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None], tuple[int, ...]]:
@@ -82,12 +80,6 @@ def norm_dtype(spec: NormSpec, dtype: torch.dtype, weight: Tensor | None) -> tor
     if weight is None or spec.casting in ("gemma", "rounded_gamma"):
         return dtype
     return weight.dtype if spec.casting == "weight_dtype" else promoted(dtype, weight.dtype)
-
-
-def norm_reads_copy(spec: NormSpec, weight: Tensor) -> bool:
-    """Return whether a norm multiplies by a tensor computed from its weight, which its backward then reads."""
-    is_cast = spec.casting in ("gemma", "rounded_gamma") and spec.casts_weight and weight.dtype != torch.float32
-    return spec.zero_centered or is_cast
 
 
 def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:

@@ -34,8 +34,8 @@ from .memory import (
     INT32_LIMIT,
     as_strided_rows,
     contiguous,
-    empty_copy,
     empty_rows_like,
+    empty_weight_like,
     norm_dtype,
     out_dtype,
     promoted,
@@ -267,16 +267,13 @@ def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Seque
     x, residual = inputs.x, inputs.residual
     branch_dtype = norm_dtype(spec, x.dtype, inputs.inner_weight) if inputs.inner else x.dtype
     s = None if residual is None else empty_rows_like(x, promoted(residual.dtype, branch_dtype))
-
-    def empty_rstd(needed: bool) -> Tensor | None:
-        return empty_rows_like(x, torch.float32, width=1) if training and needed else None
-
-    inner_rstd, rstd = empty_rstd(inputs.inner), empty_rstd(inputs.normed)
+    needed = training and inputs.inner, training and inputs.normed
+    rstds = [empty_rows_like(x, torch.float32, width=1) if is_needed else None for is_needed in needed]
     y_dtype = out_dtype(norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight), inputs.dtype)
-    copies = [empty_copy(getattr(inputs, name), name in copied) for name in ("inner_weight", "weight")]
+    copies = [empty_weight_like(getattr(inputs, name), name in copied) for name in ("inner_weight", "weight")]
     y = empty_rows_like(x, y_dtype) if inputs.normed else None
     narrow = None if inputs.narrow_dtype is None else empty_rows_like(x, inputs.narrow_dtype)
-    return NormOutputs(y, s, inner_rstd, rstd, *copies)._replace(narrow=narrow)
+    return NormOutputs(y, s, *rstds, *copies, narrow)
 
 
 def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs, mode: Mode | None = None) -> None:

@@ -127,26 +127,19 @@ def launch_qk_forward(
     if not q_tiles + k_tiles:
         return
     numbers, constants = call.arguments(spec, plan, q_tiles)
+    cos = inputs[4]
     for side, x, weight in zip("QK", inputs[:2], inputs[2:4], strict=True):
-        normed, step = _roundings(spec, x, weight, inputs[4], single_rounding or inverse)
+        normed = step = None  # the dtypes that normalised rows, and the products of their rotation, are rounded to
+        if x is not None:
+            dtype = x.dtype if spec is None else norm_dtype(spec, x.dtype, weight)
+            normed = None if spec is None else TRITON_DTYPES[dtype]
+            if cos is not None:
+                step = TRITON_DTYPES[torch.float32 if single_rounding or inverse else promoted(dtype, cos.dtype)]
         constants |= {f"{side}_NORMED": normed, f"{side}_STEP": step}
     constants["INVERSE"] = inverse
     ((q,), (k,)), grid = call.sides, (q_tiles + k_tiles, 1)
     tensors = q, k, *call.shared, *outputs, *copies
     launch(qk_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=not call.rotary)
-
-
-def _roundings(
-    spec: NormSpec | None, x: Tensor | None, weight: Tensor | None, cos: Tensor | None, single_rounding: bool
-) -> tuple[Any, Any]:
-    """The dtypes that a side's normalised rows and the products of its rotation are rounded to; None where not made."""
-    if x is None:
-        return None, None
-    dtype = x.dtype if spec is None else norm_dtype(spec, x.dtype, weight)
-    step = None
-    if cos is not None:
-        step = TRITON_DTYPES[torch.float32 if single_rounding else promoted(dtype, cos.dtype)]
-    return None if spec is None else TRITON_DTYPES[dtype], step
 
 
 def launch_qk_backward(
