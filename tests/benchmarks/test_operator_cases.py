@@ -59,7 +59,6 @@ def test_every_operator_of_the_project_is_measured():
     under_other_names = {"recomputed_norm", "norm_fp8"}  # what the public functions of FP8 call
     in_steps_alone = {
         "linear_4bit",
-        "masked_scale",
         "lora_add",
         "lora_linear_4bit",
         "expert_bias",

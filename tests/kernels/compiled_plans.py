@@ -23,14 +23,13 @@ from compiled_launches import TARGETS, Noted, Target, compiled
 from fused_norm.kernels.arguments import ACTIVATIONS, GLU_ACTIVATIONS
 from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
 from fused_norm.kernels.causal_conv1d import WIDTHS as TAPS
-from fused_norm.kernels.dropout import MASKED_SCALE
 from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
 from fused_norm.kernels.linear_4bit import LINEAR_4BIT
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.norm import (
     ADD_RMS_NORM,
@@ -200,10 +199,6 @@ def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
                 yield operator, f"blocks of {block}{way}", call
             call = both(LINEAR_4BIT, x, code, packed, *weight, None, 64, block, torch.bfloat16, dtype)
             yield LINEAR_4BIT, f"blocks of {block}{way}", call
-    for width in (4096, 4095):
-        x = torch.empty(64, width, dtype=dtype)
-        mask = torch.zeros(64, width, dtype=torch.bool)
-        yield MASKED_SCALE, f"{width} wide", both(MASKED_SCALE, x, mask, 1.1, 1.1, dtype)
 
 
 def conv_calls(dtype: torch.dtype) -> Iterator[Called]:
@@ -261,6 +256,9 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
         for rows in (64, 8192):  # tiles of few rows and of many
             base, x16 = torch.empty(rows, 1024, dtype=dtype), torch.empty(rows, 4096, dtype=torch.bfloat16)
             yield LORA_ADD, f"rank {rank}, {rows} rows", both(LORA_ADD, base, x16, a, b, 0.5)
+            mask = torch.zeros(rows, 4096, dtype=torch.bool)
+            call = both(LORA_ADD_DROPPED, base, x16, a, b, mask, 0.5, 1.1, 1.1)
+            yield LORA_ADD_DROPPED, f"rank {rank}, {rows} rows", call
     yield from four_bit_calls(dtype)
     yield from loss_calls(dtype)
     yield from conv_calls(dtype)

@@ -1,4 +1,4 @@
-"""masked_scale: the bits of casts, a mask and a scale, and on a GPU those of PyTorch's dropout between casts."""
+"""lora_add_dropped: the bits of dropout and of ``lora_add``, and on a GPU a mask that PyTorch's dropout would draw."""
 
 from __future__ import annotations
 
@@ -9,71 +9,95 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fused_norm.kernels.dropout import MASKED_SCALE
-from fused_norm.patcher.adapter_dropout import dropped_between_casts
+from fused_norm.kernels import reference
+from fused_norm.kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
+from fused_norm.patcher.adapter_dropout import dropout_factors, mask_of_dropout
 
 from .numerics import BF16, FP16, FP32
 from .test_linear_4bit import Everything
 
-SCALES = 1 / 0.95, 1 / 0.9
+SCALE, FACTORS = 0.7, (1 / 0.95, 1 / 0.9)
+"""The scale of an adapter, and the factors of numbers and gradients, which differ more than PyTorch's do."""
 
 
-def formula(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return (x.float() * mask * SCALES[0]).to(dtype)
+def tensors(device: str, *rows: int, k: int = 64, n: int = 48, r: int = 4, dtype: torch.dtype = BF16) -> list[Tensor]:
+    """base, x, a, b, the mask, and the gradient of the output."""
+    shapes = ((*rows, n), dtype), ((*rows, k), dtype), ((r, k), FP32), ((n, r), FP32)
+    leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape, dtype in shapes]
+    return [*leaves, torch.rand(*rows, k, device=device) < 0.9, torch.randn(*rows, n, device=device).to(dtype)]
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 64), (1, 1024), (7,), (3, 2048)])
-@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP16), (FP32, BF16), (BF16, FP32)], ids=str)
-def test_numbers_and_gradients_are_rounded_once(
-    dtypes: tuple[torch.dtype, torch.dtype], shape: tuple[int, ...], device: str
+def results(y: Tensor, leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
+    return [y, *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"k": 77, "n": 130, "r": 5}, {"k": 1024, "n": 8, "r": 33}], ids=str)
+@pytest.mark.parametrize("rows", [(2, 5), (7,), (130,)])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_it_has_the_bits_of_dropout_and_of_lora_add(
+    dtype: torch.dtype, rows: tuple[int, ...], sizes: dict[str, int], device: str
 ) -> None:
-    x_dtype, dtype = dtypes
-    x = torch.randn(shape, device=device).to(x_dtype).requires_grad_()
-    mask, dy = torch.rand(shape, device=device) < 0.9, torch.randn(shape, device=device).to(dtype)
+    *leaves, mask, dy = tensors(device, *rows, **sizes, dtype=dtype)
+    base, x, a, b = leaves
+    dropped = reference.dropped(x.detach(), mask, FACTORS[0]).requires_grad_()
+    y, dbase, d, da, db = results(LORA_ADD(base, dropped, a, b, SCALE), [base, dropped, a, b], dy)
+    expected = y, dbase, reference.dropped(d, mask, FACTORS[1]), da, db
     for _ in range(2):  # recorded, and repeated
-        y = MASKED_SCALE(x, mask, *SCALES, dtype)
-        assert y.dtype == dtype
-        assert torch.equal(y, formula(x.detach(), mask, dtype))
-        (dx,) = torch.autograd.grad(y, [x], dy)
-        assert dx.dtype == x_dtype
-        assert torch.equal(dx, (dy.float() * mask * SCALES[1]).to(x_dtype))
-    assert torch.equal(MASKED_SCALE.reference(x, mask, *SCALES, dtype), formula(x, mask, dtype))
+        found = results(LORA_ADD_DROPPED(base, x, a, b, mask, SCALE, *FACTORS), leaves, dy)
+        for name, one, other in zip(("y", "dbase", "dx", "da", "db"), found, expected, strict=True):
+            assert one.dtype == other.dtype, name
+            assert torch.equal(one, other), name
+
+
+def test_rows_apart_in_memory_are_read_where_they_are(device: str) -> None:
+    base, x, a, b, mask, dy = tensors(device, 6)
+    apart = torch.zeros(6, 100, device=device, dtype=BF16)[:, :64].copy_(x.detach()).requires_grad_()
+    found = results(LORA_ADD_DROPPED(base, apart, a, b, mask, SCALE, *FACTORS), [base, apart, a, b], dy)
+    expected = results(LORA_ADD_DROPPED(base, x, a, b, mask, SCALE, *FACTORS), [base, x, a, b], dy)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_what_is_dropped_is_not_hidden_if_it_is_nan(device: str) -> None:
-    x, mask = torch.tensor([float("nan"), 1.0, float("inf")], device=device).to(BF16), torch.zeros(3, device=device) > 0
-    y = MASKED_SCALE(x, mask, *SCALES, BF16)
-    assert y.isnan().tolist() == [True, False, True]
+    base, x, a, b, mask, _ = tensors(device, 3)
+    x = x.detach().clone()
+    x[0, 0], x[2, 0] = float("nan"), float("inf")
+    mask[:, 0] = False
+    y = LORA_ADD_DROPPED(base, x, a, b, mask, SCALE, *FACTORS)
+    assert y.isnan().all(dim=1).tolist() == [True, False, True]
 
 
 def test_a_gradient_is_differentiated_again(device: str) -> None:
-    x = torch.randn(4, 64, device=device).to(BF16).requires_grad_()
-    mask, dy = torch.rand(4, 64, device=device) < 0.5, torch.randn(4, 64, device=device).to(BF16).requires_grad_()
-    (dx,) = torch.autograd.grad(MASKED_SCALE(x, mask, *SCALES, BF16), [x], dy, create_graph=True)
-    (ddy,) = torch.autograd.grad(dx.float().sum(), [dy])
-    assert torch.equal(ddy.bool(), mask)
+    *leaves, mask, dy = tensors(device, 4)
+    dy.requires_grad_()
+    _, dx, *_ = torch.autograd.grad(LORA_ADD_DROPPED(*leaves, mask, SCALE, *FACTORS), leaves, dy, create_graph=True)
+    found = torch.autograd.grad(dx.float().square().sum(), [leaves[2], leaves[3], dy])
+    *again, _, dy = (tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in (*leaves, mask, dy))
+    dx = reference.dropped(dy * SCALE @ again[3].to(BF16) @ again[2].to(BF16), mask, FACTORS[1])
+    expected = torch.autograd.grad(dx.float().square().sum(), [again[2], again[3], dy])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * other.abs().max().item())
 
 
 def test_registered_operators_make_the_same_gradients(device: str) -> None:
-    x = torch.randn(3, 77, device=device).to(BF16).requires_grad_()
-    mask, dy = torch.rand(3, 77, device=device) < 0.9, torch.randn(3, 77, device=device).to(BF16)
-    results = []
+    *leaves, mask, dy = tensors(device, 3, k=77)
+    by_mode = []
     for mode in (nullcontext(), Everything()):
         with mode:
-            y = MASKED_SCALE(x, mask, *SCALES, BF16)
-            results.append([y, *torch.autograd.grad(y, [x], dy)])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+            by_mode.append(results(LORA_ADD_DROPPED(*leaves, mask, SCALE, *FACTORS), leaves, dy))
+    assert all(torch.equal(one, other) for one, other in zip(*by_mode, strict=True))
 
 
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (torch.ones(2, 3), "mask must be a tensor of torch.bool"),
-        (torch.ones(3, 2) > 0, "mask must have x's shape (2, 3), not (3, 2)"),
+        (torch.ones(2, 64), "mask must be a tensor of torch.bool"),
+        (torch.ones(64, 2) > 0, "mask must have x's shape (2, 64), not (64, 2)"),
+        ((torch.ones(64, 2) > 0).t(), ""),  # which the reference computes
     ],
 )
 def test_a_wrong_mask_is_named(mask: Any, message: str, device: str) -> None:
-    refusal = MASKED_SCALE.unsupported(torch.ones(2, 3, device=device), mask.to(device), 1.0, 1.0, BF16)
+    *leaves, _, _ = tensors(device, 2)
+    refusal = LORA_ADD_DROPPED.unsupported(*leaves, mask.to(device), SCALE, *FACTORS)
     assert refusal is not None
     assert refusal.reason == message
 
@@ -81,19 +105,30 @@ def test_a_wrong_mask_is_named(mask: Any, message: str, device: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch draws in another way on a CPU")
 @pytest.mark.parametrize("p", [0.05, 0.1, 1 / 3, 0.5, 0.99])
 @pytest.mark.parametrize("shape", [(2, 5, 64), (4, 1000, 1024), (1, 7), (16384, 1024), (3, 333, 77)])
-def test_on_a_gpu_it_has_the_bits_of_dropout_between_casts(shape: tuple[int, ...], p: float) -> None:
+def test_on_a_gpu_a_mask_is_the_one_that_dropout_between_casts_draws(shape: tuple[int, ...], p: float) -> None:
     dropout, dtype = nn.Dropout(p), BF16 if p < 0.5 else FP16
     x = torch.randn(shape, device="cuda").to(dtype).requires_grad_()
     dy = torch.randn(shape, device="cuda").to(dtype)
-    results = []
-    for way in (lambda x: dropout(x.float()).to(dtype), lambda x: dropped_between_casts(dropout, x)):
+
+    def by_mask() -> list[Tensor]:
+        mask = mask_of_dropout(dropout, x)
+        assert mask is not None
+        return [
+            reference.dropped(tensor, mask, factor) for tensor, factor in zip((x, dy), dropout_factors(p), strict=True)
+        ]
+
+    def by_dropout() -> list[Tensor]:
+        y = dropout(x.float()).to(dtype)
+        return [y, *torch.autograd.grad(y, [x], dy)]
+
+    found = []
+    for way in (by_mask, by_dropout):
         torch.manual_seed(3)
-        ys = [way(x) for _ in range(2)]
-        results.append([*ys, *(torch.autograd.grad(y, [x], dy)[0] for y in ys), torch.rand(4, device="cuda")])
-    for one, other in zip(*results, strict=True):
+        found.append([*way(), *way(), torch.rand(4, device="cuda")])
+    for one, other in zip(*found, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
 
 
 def test_on_a_cpu_pytorchs_dropout_runs() -> None:
-    assert dropped_between_casts(nn.Dropout(0.5), torch.ones(2, 8, dtype=BF16)) is None
+    assert mask_of_dropout(nn.Dropout(0.5), torch.ones(2, 8, dtype=BF16)) is None

@@ -293,7 +293,7 @@ def test_exports(trained: bool, device: str) -> None:
     called = {str(node.target) for node in program.graph.nodes}
     # These take labels, a packed weight, and the rows of experts.
     others = {
-        "masked_scale",
+        "lora_add_dropped",
         "linear_cross_entropy",
         "linear_4bit",
         "lora_linear_4bit",

@@ -20,14 +20,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fused_norm.kernels import reference
 from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
-from fused_norm.kernels.dropout import MASKED_SCALE
 from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
 from fused_norm.kernels.linear_4bit import LINEAR_4BIT
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.norm import (
     ADD_RMS_NORM,
@@ -74,9 +73,9 @@ from .planting import (
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
 _OF_EXPERTS = (EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE)
 _IN_MODELS = (*_NORMED, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS)
-OF_ADAPTERS = (LORA_ADD, LORA_LINEAR_4BIT)
+OF_ADAPTERS = (LORA_ADD, LORA_ADD_DROPPED, LORA_LINEAR_4BIT)
 """The operators of adapters."""
-_EVERY = (*_IN_MODELS, LINEAR_4BIT, MASKED_SCALE, *OF_ADAPTERS)
+_EVERY = (*_IN_MODELS, LINEAR_4BIT, *OF_ADAPTERS)
 OF_ROWS = tuple(operator for operator in _EVERY if operator is not EXPERT_BIAS)
 """Those whose first tensor has the rows of a batch, and may hold NaN; the first one of EXPERT_BIAS is a parameter."""
 _IN_4_BITS = (LINEAR_4BIT, LORA_LINEAR_4BIT)
@@ -87,7 +86,7 @@ _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 # norm_add has the backward of rms_norm.
 _WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, *OF_ADAPTERS)
 _EVERY_BACKWARD = tuple(
-    one for one in (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS, LINEAR_4BIT, MASKED_SCALE) if one in OF_ROWS
+    one for one in (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS, LINEAR_4BIT) if one in OF_ROWS
 )
 _FOR_CONSUMERS = (RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
@@ -819,7 +818,7 @@ def _faults() -> Iterator[Fault]:
         for name, operators, wrong, *hidden in forms:
             for operator in operators:
                 where = "lora" if operator is LORA_ADD else "qlora" if operator in _OF_QLORA else "eager"
-                where = {LINEAR_4BIT: "qlora-qv", MASKED_SCALE: "lora-dropout"}.get(operator, where)
+                where = {LINEAR_4BIT: "qlora-qv", LORA_ADD_DROPPED: "lora-dropout"}.get(operator, where)
                 yield Fault(f"{operator.name}-{name}", planting(operator, wrong), *hidden, where=where)
 
     for name, wrong in (

@@ -17,9 +17,11 @@ KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """The dtypes that kernels take; float64 goes to the PyTorch reference."""
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-GLU_ACTIVATIONS = (*ACTIVATIONS, "gelu_new")
 """The activations of a gate: x times the logistic function of x, times the normal distribution's (by erf), and times
 the approximation of the latter by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+
+GLU_ACTIVATIONS = (*ACTIVATIONS, "gelu_new")
+"""Those of an MLP's gate: also the last one with each of its operations rounded."""
 
 GATES = ("silu", "sigmoid")
 """The activations of the gate of a norm: x times the logistic function of x, and that function itself."""

@@ -31,7 +31,8 @@ class LoraAdd(Operator):
     gradients = ("dbase", "dx", "da", "db")
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
-        base, x, a, b, scale = arguments
+        base, x, a, b, *_ = arguments
+        scale = arguments[self.tensor_count]
         refusal = check_rows("x", x) or check_scale(scale)
         have_same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
         if refusal is not None or (
@@ -44,12 +45,12 @@ class LoraAdd(Operator):
         )
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
-        _, x, a, b = tensors = arguments[:-1]
+        _, x, a, b = tensors = arguments[:4]
         if not all(t.numel() for t in tensors):
             return Unsupported("")
         if x.dtype == torch.float32:
             return Unsupported("x is torch.float32, products of which are left to PyTorch")
-        return adapter_obstacle(a, b, arguments[-1])
+        return adapter_obstacle(a, b, arguments[self.tensor_count])
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         base, x, *_ = arguments
@@ -64,18 +65,19 @@ class LoraAdd(Operator):
     def forward(
         self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
     ) -> tuple[Any, ...]:
-        base, x, a, b, scale = arguments
+        base, x, a, b, *rest = arguments
+        mask, scale, factor, _ = _with_dropout(rest)
         h = x.new_empty((*x.shape[:-1], len(a)))
         copies = [empty_weight_like(w, name in copied, x.dtype) for name, w in (("a", a), ("b", b))]
         if launch:
-            launch_narrow(x, a, a.stride()[::-1], h, copy=copies[0])
+            launch_narrow(x, a, a.stride()[::-1], h, factor, copies[0], mask)
         y = self.output_of(base, h, b, scale, launch=launch, copy=copies[1])
         return y, h if training else None, *copies
 
     def output_of(
         self, base: Tensor, h: Tensor, b: Tensor, scale: float, *, launch: bool = True, copy: Tensor | None = None
     ) -> Tensor:
-        """The output for rows of h = x @ a^T; ``copy``: b, rounded to h's dtype, is written there."""
+        """The output for rows of ``h = x @ a^T``; ``copy``: b, rounded to h's dtype, is written there."""
         y = base.new_empty(base.shape, dtype=promoted(base.dtype, h.dtype))
         if launch:
             launch_widen(h, b, b.stride()[::-1], base, y, scale, copy)
@@ -87,7 +89,8 @@ class LoraAdd(Operator):
         return (dy if need_dbase else None, *grads[1:])
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, a, b, h), (scale, a_dtype, b_dtype) = call.incoming, call.saved, call.saved_scalars
+        (dy,), (x, *masks, a, b, h), (*scales, a_dtype, b_dtype) = call.incoming, call.saved, call.saved_scalars
+        mask, scale, factor, factor_back = _with_dropout([*masks, *scales])
         _, need_dx, need_da, need_db = call.needed
         dh = h.new_empty(h.shape) if need_dx or need_da else None
         dx = x.new_empty(x.shape) if need_dx else None
@@ -96,14 +99,55 @@ class LoraAdd(Operator):
             if dh is not None:
                 launch_narrow(dy, b, b.stride(), dh, scale)
             if dh is not None and dx is not None:
-                launch_widen(dh, a, a.stride(), None, dx)
+                launch_widen(dh, a, a.stride(), None, dx, factor_back, None, mask)
             if need_da or need_db:
-                launch_weights(h, (dy, db), (x, dh, da), scale)
+                launch_weights(h, (dy, db), (x, dh, da), scale, factor, mask)
         return None, dx, da, db
 
     def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (dy,), (x, a, b, _) = call.incoming, call.saved
         return reference.lora_add_backward(dy, x, a, b, *call.saved_scalars)
+
+
+class LoraAddDropped(LoraAdd):
+    """``lora_add`` of an x that dropout is applied to first, in float32: ``round(x * mask * factor)``.
+
+    The gradient of x is rounded before it is multiplied by the mask and ``factor_back``, which PyTorch rounds otherwise
+    than ``factor``, and after it.
+    """
+
+    name = "lora_add_dropped"
+    plain_name = "lora_add"
+    tensors = f"{LoraAdd.tensors}, Tensor mask"
+    options = "float scale, float factor, float factor_back"
+    other_rules = ("mask",)
+    saved = "Tensor x, Tensor mask, Tensor a, Tensor b, Tensor h"
+    saved_scalars = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
+
+    def check_options(self, *arguments: Any) -> Unsupported | None:
+        _, x, _, _, mask, *_ = arguments
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            return Unsupported("mask must be a tensor of torch.bool", TypeError)
+        if mask.shape != x.shape or mask.device != x.device:
+            return Unsupported(f"mask must have x's shape {tuple(x.shape)}, not {tuple(mask.shape)}", ValueError)
+        return super().check_options(*arguments)
+
+    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+        return super().needs_reference(*arguments) if arguments[4].is_contiguous() else Unsupported("")
+
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (x, mask, a, b, _), (scale, factor, factor_back, *dtypes) = (
+            call.incoming, call.saved, call.saved_scalars
+        )  # fmt: skip
+        dropped = reference.dropped(x, mask, factor)
+        _, dx, da, db = reference.lora_add_backward(dy, dropped, a, b, scale, *dtypes)
+        return None, None if dx is None else reference.dropped(dx, mask, factor_back), da, db
+
+
+def _with_dropout(rest: Sequence[Any]) -> tuple[Tensor | None, float, float, float]:
+    """A call's mask, scale, and factors of dropout; without a mask these are 1."""
+    mask, scale, factor, factor_back = rest if len(rest) == 4 else (None, *rest, 1.0, 1.0)
+    return mask, scale, factor, factor_back
 
 
 def adapter_obstacle(a: Tensor, b: Tensor, scale: float) -> Unsupported | None:
@@ -117,7 +161,7 @@ def adapter_obstacle(a: Tensor, b: Tensor, scale: float) -> Unsupported | None:
     return None
 
 
-LORA_ADD = LoraAdd()
+LORA_ADD, LORA_ADD_DROPPED = LoraAdd(), LoraAddDropped()
 
 
 def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:

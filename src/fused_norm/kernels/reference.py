@@ -369,6 +369,17 @@ def lora_add_backward(
     return None, (dh @ first).view(x.shape), da.to(a_dtype), db.to(b_dtype)
 
 
+def lora_add_dropped(
+    base: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor, scale: float, factor: float, factor_back: float
+) -> Tensor:
+    return lora_add(base, dropped(x, mask, factor), a, b, scale)
+
+
+def dropped(x: Tensor, mask: Tensor, factor: float) -> Tensor:
+    """``x * mask * factor`` in float32, rounded to x's dtype."""
+    return (x.to(_wide(x.dtype)) * mask * factor).to(x.dtype)
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -420,14 +431,6 @@ def lora_linear_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: 
     w = dequantize(weight, block, (len(b), a.shape[1]), dtype)
     base = torch.nn.functional.linear(x.to(dtype), w, bias)
     return lora_add(base.to(y_dtype), adapter_x.to(dtype), a, b, factor)
-
-
-def masked_scale(x: Tensor, mask: Tensor, scale: float, scale_back: float, dtype: torch.dtype) -> Tensor:
-    return (x.to(_wide(x.dtype)) * mask * scale).to(dtype)
-
-
-def masked_scale_backward(dy: Tensor, mask: Tensor, scale_back: float, dtype: torch.dtype) -> tuple[Tensor]:
-    return (masked_scale(dy, mask, scale_back, scale_back, dtype),)
 
 
 def _clamp_has_gradient_at_limit() -> bool:

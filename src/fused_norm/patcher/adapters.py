@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..kernels import reference
 from ..kernels.autocast import autocast_dtype
-from ..kernels.lora_add import LORA_ADD
+from ..kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
-from .adapter_dropout import dropped_between_casts
+from .adapter_dropout import dropout_factors, mask_of_dropout
 from .four_bit import is_linear_4bit, packed_weight, why_unreadable
 from .fused_linear_4bit import FusedLinear4bit, why_linear_is_stock
 from .fused_norm_module import is_disabled, run_fused, warn_once
@@ -91,7 +92,13 @@ class FusedAdapter(nn.Module):
             if is_idle_dropout(dropout):
                 dropped = own
             elif not self.fused_norm_is_quantised and getattr(layer, "cast_input_dtype_enabled", True):
-                dropped = dropped_between_casts(dropout, own)
+                mask = mask_of_dropout(dropout, own)
+                if mask is not None:
+                    factors = dropout_factors(dropout.p)
+                    y, _ = run_fused(LORA_ADD_DROPPED, base, own, a, b, mask, scale, *factors)
+                    if y is not None:
+                        return y
+                    dropped = reference.dropped(own, mask, factors[0])
         if dropped is None:
             dropped = dropout(self._cast_for_adapter(own, a.dtype))
         x = dropped if dtype is None or dropped.dtype == torch.float64 else dropped.to(dtype)

@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..kernels.autocast import set_autocast
 from ..kernels.glu import GLU, GLU_FOR_CONSUMERS
 from ..kernels.linear_4bit import LINEAR_4BIT
-from ..kernels.lora_add import LORA_ADD
+from ..kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.norm import RECOMPUTED_NORM
 from ..kernels.operator import Operator, Recompute, calls
@@ -61,7 +61,7 @@ _CONSUMERS_OF_LINEARS: Mapping[RecomputeLevel, Sequence[Operator | None]] = {
 }
 """Those for which outputs of linears are recomputed: operators, of their first two arguments, and None, all others."""
 
-_LINEARS = (LINEAR_4BIT, LORA_ADD, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT)
+_LINEARS = (LINEAR_4BIT, LORA_ADD, LORA_ADD_DROPPED, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT)
 """The operators that save what linears save, and are recomputed as these are."""
 
 _OTHER_HOOKS = "other saved-tensor hooks are active, as under gradient checkpointing or offloading"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.linear_4bit import LINEAR_4BIT
-from ..kernels.lora_add import LORA_ADD
+from ..kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
 from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 
 CAST = "ToCopyBackward0"
@@ -149,13 +149,14 @@ class LinearOutputs:
 
     def _sum_with_adapter(self, node: Any) -> Matrix | None:
         """The output of a linear with that of its LoRA adapter, of which the node keeps what is behind its dropout."""
-        if not LORA_ADD.owns(node):
+        operator = next((one for one in (LORA_ADD, LORA_ADD_DROPPED) if one.owns(node)), None)
+        if operator is None:
             return None
         found = self._behind(node.next_functions[0])
         *_, b, h = [_kept(one) for one in node._raw_saved_tensors]
         if found is None or b is None or h is None:
             return None
-        recipe = Recipe.of(partial(_added, scale=LORA_ADD.scalars_of(node)[0]), found.recipe, h.flatten(0, -2), b)
+        recipe = Recipe.of(partial(_added, scale=operator.scalars_of(node)[0]), found.recipe, h.flatten(0, -2), b)
         return found._replace(recipe=recipe)
 
     def _linear_of_4_bits(self, node: Any) -> Matrix | None:
@@ -201,6 +202,7 @@ class LinearOutputs:
         "MmBackward0": _product,
         "AddmmBackward0": _product_with_bias,
         "LoraAddBackward": _sum_with_adapter,
+        "LoraAddDroppedBackward": _sum_with_adapter,
         CAST: _cast,
         "MatMul4BitBackward": _product_in_4_bits,
         "Linear4bitBackward": _linear_of_4_bits,

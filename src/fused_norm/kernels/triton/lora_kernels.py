@@ -46,6 +46,13 @@ def _load(memory, row, col, live, scale, dtype: tl.constexpr):
 
 
 @triton.jit
+def _dropped(value, mask_ptr, row, col, live, N, dtype: tl.constexpr):
+    """A tile [ROWS, BLOCK] with zeros where the mask [M, N] has them, but NaN where it is not finite."""
+    kept = tl.load(mask_ptr + row[:, None] * N + col[None, :], mask=live, other=0)
+    return _operand(value.to(tl.float32) * kept.to(tl.float32), dtype)
+
+
+@triton.jit
 def _operand(value, dtype: tl.constexpr):
     """Values rounded to ``dtype`` as ``tl.dot`` takes them; Triton's interpreter multiplies no bf16."""
     if interpreted:
@@ -71,19 +78,23 @@ def _narrow_kernel(
     w_ptr,  # [K, r], by its strides
     h_ptr,  # [M, r]
     copy_ptr,  # [r, K] or None: w, rounded to h's dtype
+    mask_ptr,  # [M, K] bool, or None
     M,
     K, r, x_stride, w_row_stride, w_col_stride,
     scale,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """``h = round(x * scale) @ w``."""
+    """``h = round(x * mask * scale) @ w``."""
     dtype: tl.constexpr = h_ptr.dtype.element_ty
     row = rows_of(tl.program_id(0), ROWS, INT64)
     rank = tl.arange(0, R)
     h = tl.zeros([ROWS, R], tl.float32)
     for start in range(0, K, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        x = _load((x_ptr, x_stride, 1), row, col, (row < M)[:, None] & (col < K)[None, :], scale, dtype)
+        x_live = (row < M)[:, None] & (col < K)[None, :]
+        x = _load((x_ptr, x_stride, 1), row, col, x_live, scale, dtype)
+        if mask_ptr is not None:
+            x = _dropped(x, mask_ptr, row, col, x_live, K, dtype)
         live = (col < K)[:, None] & (rank < r)[None, :]
         h = tl.dot(x, _load((w_ptr, w_row_stride, w_col_stride), col, rank, live, None, dtype), h)
     tl.store(
@@ -100,12 +111,13 @@ def _widen_kernel(
     base_ptr,  # [M, N] or None
     y_ptr,  # [M, N]
     copy_ptr,  # [N, r] or None: w, rounded to h's dtype
+    mask_ptr,  # [M, N] bool, or None
     M,
     N, r, w_row_stride, w_col_stride, base_stride,
     scale,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """``y = base + (h @ w) * scale``, each of the three rounded."""
+    """``y = base + (h @ w) * scale * mask``, each of the first three rounded."""
     dtype: tl.constexpr = h_ptr.dtype.element_ty
     row = rows_of(tl.program_id(0), ROWS, INT64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -116,6 +128,8 @@ def _widen_kernel(
     y = round_to(tl.dot(h, w), dtype)
     if scale is not None:
         y = round_to(y * scale, dtype)
+    if mask_ptr is not None:
+        y *= tl.load(mask_ptr + row[:, None] * N + col[None, :], mask=live, other=0).to(tl.float32)
     if base_ptr is not None:
         y += tl.load(base_ptr + row[:, None] * base_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
     tl.store(y_ptr + row[:, None] * N + col[None, :], round_to(y, y_ptr.dtype.element_ty), mask=live)
@@ -133,25 +147,30 @@ def _partials_kernel(
     dh_ptr,  # [M, r] or None
     x_ptr,  # [M, K] or None, as dh
     da_ptr,  # [programs, K, r] fp32: partials; None if x is None, and K is 0 then
+    mask_ptr,  # [M, K] bool, or None
     M, share,
     N, K, r, dy_stride, x_stride,
-    scale,
+    scale, x_scale,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
-    """Partials of ``db = round(dy * scale)^T @ h`` and of ``da^T = x^T @ dh``, each of ``share`` rows."""
+    """Partials of ``db = round(dy * scale)^T @ h`` and ``da^T = round(x * mask * x_scale)^T @ dh``, each of ``share``
+    rows."""
     start = tl.program_id(0) * share
     block, blocks = tl.program_id(1), tl.cdiv(N, BLOCK)
     if block < blocks:
         if db_ptr is not None:
-            _share(dy_ptr, h_ptr, db_ptr, start, share, block, M, N, r, dy_stride, scale, ROWS, BLOCK, R, INT64)
+            _share(dy_ptr, None, h_ptr, db_ptr, start, share, block, M, N, r, dy_stride, scale, ROWS, BLOCK, R, INT64)
     else:
         if da_ptr is not None:
-            _share(x_ptr, dh_ptr, da_ptr, start, share, block - blocks, M, K, r, x_stride, None, ROWS, BLOCK, R, INT64)
+            _share(
+                x_ptr, mask_ptr, dh_ptr, da_ptr, start, share, block - blocks, M, K, r, x_stride, x_scale,
+                ROWS, BLOCK, R, INT64,
+            )  # fmt: skip
 
 
 @triton.jit
 def _share(
-    wide_ptr, narrow_ptr, share_ptr, start, share, block, M, N, r, stride, scale,
+    wide_ptr, mask_ptr, narrow_ptr, share_ptr, start, share, block, M, N, r, stride, scale,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = narrow_ptr.dtype.element_ty
@@ -160,7 +179,10 @@ def _share(
     total = tl.zeros([BLOCK, R], tl.float32)
     for first in range(start, tl.minimum(start + share, M), ROWS):
         row = rows_of(first // ROWS, ROWS, INT64)
-        wide = _load((wide_ptr, stride, 1), row, col, (row < M)[:, None] & (col < N)[None, :], scale, dtype)
+        live = (row < M)[:, None] & (col < N)[None, :]
+        wide = _load((wide_ptr, stride, 1), row, col, live, scale, dtype)
+        if mask_ptr is not None:
+            wide = _dropped(wide, mask_ptr, row, col, live, N, dtype)
         narrow = _load((narrow_ptr, r, 1), row, rank, (row < M)[:, None] & (rank < r)[None, :], None, dtype)
         total = tl.dot(tl.trans(wide), narrow, total)
     at = share_ptr + tl.program_id(0) * N * r + col[:, None] * r + rank[None, :]
@@ -202,26 +224,39 @@ def _sum(partials_ptr, at, size, programs, BLOCK: tl.constexpr):
 
 
 def launch_narrow(
-    x: Tensor, w: Tensor, strides: Strides, h: Tensor, scale: float = 1, copy: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    strides: Strides,
+    h: Tensor,
+    scale: float = 1,
+    copy: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> None:
-    """Write ``h`` [..., r]: ``x`` [..., K] times the scale, and that times ``w`` [K, r] of these strides.
+    """Write ``h`` [..., r]: ``x`` [..., K] times the scale and the mask, and that times ``w`` [K, r] of these strides.
 
-    ``copy`` [r, K] gets w, rounded to h's dtype.
+    ``copy`` [r, K] gets w, rounded to h's dtype. ``mask``: of x's shape, bool, contiguous.
     """
     (_, arranged), (_, stride) = as_strided_rows(h, x)
     rows, rank, width = h.shape[:-1].numel(), h.shape[-1], x.shape[-1]
     plan = lora_plan("narrow", rows, rank, h.element_size(), x.element_size(), device_props(h.device))
     tile = _tile(plan, rank, arranged, h) | {"COPIED": _COPIED}
     numbers = rows, width, rank, stride, *strides, _factor(scale)
-    launch(_narrow_kernel, (-(-rows // plan.rows), 1), (arranged, w, h, copy), numbers, tile, warps=plan.warps)
+    launch(_narrow_kernel, (-(-rows // plan.rows), 1), (arranged, w, h, copy, mask), numbers, tile, warps=plan.warps)
 
 
 def launch_widen(
-    h: Tensor, w: Tensor, strides: Strides, base: Tensor | None, y: Tensor, scale: float = 1, copy: Tensor | None = None
+    h: Tensor,
+    w: Tensor,
+    strides: Strides,
+    base: Tensor | None,
+    y: Tensor,
+    scale: float = 1,
+    copy: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> None:
-    """Write ``y`` [..., N]: ``h`` [..., r] times ``w`` [r, N] of these strides, times the scale, and ``base``.
+    """Write ``y`` [..., N]: ``h`` [..., r] times ``w`` [r, N] of these strides, the scale and the mask, and ``base``.
 
-    ``copy`` [N, r] gets w, rounded to h's dtype.
+    ``copy`` [N, r] gets w, rounded to h's dtype. ``mask``: of y's shape, bool, contiguous.
     """
     (_, arranged), (_, base_stride) = as_strided_rows(h, base)
     rows, rank, width = h.shape[:-1].numel(), h.shape[-1], y.shape[-1]
@@ -229,11 +264,16 @@ def launch_widen(
     tile = _tile(plan, rank, arranged, y, h) | {"COPIED": _COPIED}
     numbers = rows, width, rank, *strides, base_stride, _factor(scale)
     grid = -(-rows // plan.rows), -(-width // plan.block)
-    launch(_widen_kernel, grid, (h, w, arranged, y, copy), numbers, tile, warps=plan.warps)
+    launch(_widen_kernel, grid, (h, w, arranged, y, copy, mask), numbers, tile, warps=plan.warps)
 
 
 def launch_weights(
-    h: Tensor, of_b: tuple[Tensor, Tensor | None], of_a: tuple[Tensor, Tensor | None, Tensor | None], scale: float
+    h: Tensor,
+    of_b: tuple[Tensor, Tensor | None],
+    of_a: tuple[Tensor, Tensor | None, Tensor | None],
+    scale: float,
+    x_scale: float = 1,
+    mask: Tensor | None = None,
 ) -> None:
     """Write the gradients of one weight or both, which are contiguous.
 
@@ -242,6 +282,8 @@ def launch_weights(
         of_b: dy [..., N], and db [N, r], of it times the scale and h, or None.
         of_a: x [..., K], and dh [..., r] and da [r, K], of both, or None for these.
         scale: that of the adapter.
+        x_scale: that of x.
+        mask: of x's shape, bool, contiguous; where it is False x counts as 0.
     """
     (dy, db), (x, dh, da) = of_b, of_a
     arranged, (_, dy_stride, x_stride) = as_strided_rows(h, None if db is None else dy, None if da is None else x)
@@ -256,8 +298,8 @@ def launch_weights(
     db_partials, da_partials = (
         None if dw is None else h.new_empty((programs, dw.numel()), dtype=torch.float32) for dw in (db, da)
     )
-    numbers = rows, share, width, inputs, rank, dy_stride, x_stride, _factor(scale)
-    read = h, dy_rows, db_partials, None if da is None else dh, x_rows, da_partials
+    numbers = rows, share, width, inputs, rank, dy_stride, x_stride, _factor(scale), _factor(x_scale)
+    read = h, dy_rows, db_partials, None if da is None else dh, x_rows, da_partials, None if da is None else mask
     tile = _tile(plan, rank, dy_rows, x_rows, h)
     launch(_partials_kernel, (programs, blocks), read, numbers, tile, warps=plan.warps)
     grid = -(-width * rank // _SUMMED) + -(-inputs * rank // _SUMMED), 1
