@@ -53,7 +53,7 @@ def pair(device: str, **options: Any) -> tuple[Any, Any]:
 
 def is_fused(y: Tensor) -> bool:
     """Whether a kernel has added the adapter's output, told by the graph."""
-    return y.grad_fn.name() == "LoraAddBackward"
+    return y.grad_fn.name() in ("LoraAddBackward", "LoraAddDroppedBackward")
 
 
 def step(

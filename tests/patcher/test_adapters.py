@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fused_norm
-from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build
@@ -60,7 +60,7 @@ class Calls:
         self.of_adapters: list[tuple[Any, ...]] = []
 
     def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
-        if operator in (LORA_ADD, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
+        if operator in (LORA_ADD, LORA_ADD_DROPPED, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
             self.of_adapters.append(arguments)
         return operator.results_of(*arguments)
 
