@@ -38,19 +38,12 @@ _PLAIN = (Tensor, Parameter)
 
 
 class BackwardCall(NamedTuple):
-    """The arguments of one backward.
+    """The arguments of one backward."""
 
-    Attributes:
-        incoming: the gradients of the returned tensors (``pack_outputs``), None for those that nothing depends on.
-        saved: the tensors that the forward saved.
-        saved_scalars: what else it saved.
-        needed: which of the operator's ``gradients`` are needed.
-    """
-
-    incoming: Sequence[Any]
-    saved: Sequence[Any]
-    saved_scalars: Scalars
-    needed: Sequence[bool]
+    incoming: Sequence[Any]  # gradients of the returned tensors (``pack_outputs``); None if nothing depends on one
+    saved: Sequence[Any]  # the tensors that the forward saved
+    saved_scalars: Scalars  # what else it saved
+    needed: Sequence[bool]  # which of the operator's ``gradients`` are needed
 
 
 BackwardImpl = Callable[["Operator", BackwardCall], Grads]
@@ -58,17 +51,11 @@ BackwardImpl = Callable[["Operator", BackwardCall], Grads]
 
 
 class _BackwardState(NamedTuple):
-    """The state that a recorded call keeps for its backward besides tensors.
+    """The state that a recorded call keeps for its backward besides tensors."""
 
-    Attributes:
-        scalars: ``saved_scalars``.
-        nondiff: the indices of the outputs that no gradient flows into.
-        copied: the indices, in ``saved``, of copies of weights.
-    """
-
-    scalars: Scalars
-    nondiff: Sequence[int]
-    copied: Sequence[int]
+    scalars: Scalars  # ``saved_scalars``
+    nondiff: Sequence[int]  # the indices of the outputs that no gradient flows into
+    copied: Sequence[int]  # the indices, in ``saved``, of copies of weights
 
 
 class Recompute(NamedTuple):
@@ -166,12 +153,8 @@ class Operator(ABC):
         incoming, needed = [f"d{name}" for name in self.outputs], [f"need_{name}" for name in self.gradients]
         self._backward_names = (*incoming, *self._saved_names, *self._scalar_names, *needed)
         self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
-        self._forward_op = _define(
-            f"{self.name}_forward",
-            (self.tensors, self.options, "bool training"),
-            self.result_names,
-            self._registered_forward,
-        )
+        schema = self.tensors, self.options, "bool training"
+        self._forward_op = _define(f"{self.name}_forward", schema, self.result_names, self._registered_forward)
         if type(self).backward is not Operator.backward:
             tensors, flags = [f"Tensor? {name}" for name in incoming], [f"bool {name}" for name in needed]
             arguments = *tensors, self.saved, self.saved_scalars, *flags
@@ -256,11 +239,7 @@ class Operator(ABC):
     def sources(self, arguments: Sequence[Any], saved: Tensors) -> list[tuple[int, int]]:
         """Pairs of indices, in ``saved`` and arguments, of copies and their weights, if these need a gradient."""
         pairs = [(self._saved_names.index(name), self.tensor_names.index(name)) for name in self._copied]
-        return [
-            (at, source)
-            for at, source in pairs
-            if saved[at] is not arguments[source] and arguments[source].requires_grad
-        ]
+        return [(at, i) for at, i in pairs if saved[at] is not arguments[i] and arguments[i].requires_grad]
 
     def as_saved(self, arguments: Sequence[Any], saved: Tensors) -> tuple[Any, ...]:
         """A call's arguments, each weight replaced by its copy if that was saved; ``saved`` may lack absent tensors."""
@@ -324,7 +303,8 @@ class Operator(ABC):
 
     def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> Grads:
         """``gradients`` by an implementation; None for those not needed."""
-        return impl(self, call) if any(call.needed) else (None,) * len(self.gradients)
+        grads = impl(self, call) if any(call.needed) else (None,) * len(self.gradients)
+        return tuple([grad if need else None for grad, need in zip(grads, call.needed, strict=True)])
 
     def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         """The call that recomputes the first ``outputs`` of this one, bit for bit, from what is saved anyway.
@@ -667,7 +647,7 @@ def backward_impl(call: BackwardCall) -> BackwardImpl:
     if not torch.compiler.is_compiling():
         batched = any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in call.incoming)
         if _is_trained(tensors) or batched or is_transformed():
-            return _reference_backward
+            return lambda operator, call: operator.reference_backward(call)
     return kernel_backward if is_plain_call(tensors) else _registered_backward
 
 
@@ -678,13 +658,7 @@ def kernel_backward(operator: Operator, call: BackwardCall) -> Grads:
 def _registered_backward(operator: Operator, call: BackwardCall) -> Grads:
     arguments = *call.incoming, *call.saved, *call.saved_scalars, *call.needed
     grads = operator._backward_op(*operator._spec_first(arguments, len(call.incoming) + len(call.saved)))
-    grads = (grads,) if isinstance(grads, Tensor) else grads
-    return tuple(grad if need else None for grad, need in zip(grads, call.needed, strict=True))
-
-
-def _reference_backward(operator: Operator, call: BackwardCall) -> Grads:
-    grads = operator.reference_backward(call)
-    return tuple(grad if need else None for grad, need in zip(grads, call.needed, strict=True))
+    return (grads,) if isinstance(grads, Tensor) else grads
 
 
 def _function_of_arguments(operator: Operator) -> Any:
