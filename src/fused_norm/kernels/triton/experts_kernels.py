@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import ForwardPlan, expert_gate_plan, expert_rows_plan
+from ..plans import TilePlan, expert_gate_plan, expert_rows_plan
 from .devices import device_props
 from .glu_kernels import _share, _share_and_slope
 from .language import TRITON_DTYPES, as_mask, load_tile, round_to, rows_of, store_tile
@@ -301,7 +301,7 @@ def _launch_tiles(
     tensors: tuple[Tensor | None, ...],
     numbers: tuple[float | None, ...],
     shape: Sequence[int],
-    plan: ForwardPlan,
+    plan: TilePlan,
     extent: int,
     constants: dict[str, Any],
 ) -> None:
