@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -205,6 +205,8 @@ class Rope(HeadsOperator):
 
 QK_NORM, ROPE = QKNorm(), Rope()
 
+TensorOrNone = TypeVar("TensorOrNone", Tensor, None, Tensor | None)
+
 
 def qk_norm(
     q: Tensor,
@@ -284,10 +286,9 @@ def qk_norm_rope(
     return QK_NORM.checked(q, k, q_weight, k_weight, cos, sin, spec, unsqueeze_dim, None)
 
 
-@overload
 def rope(
     q: Tensor,
-    k: Tensor,
+    k: TensorOrNone,
     cos: Tensor,
     sin: Tensor,
     *,
@@ -295,30 +296,7 @@ def rope(
     single_rounding: bool = False,
     layout: RotaryLayout = "half",
     angles_by_pair: bool = False,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def rope(
-    q: Tensor,
-    k: None,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    unsqueeze_dim: int = 1,
-    single_rounding: bool = False,
-    layout: RotaryLayout = "half",
-    angles_by_pair: bool = False,
-) -> tuple[Tensor, None]: ...
-def rope(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    unsqueeze_dim: int = 1,
-    single_rounding: bool = False,
-    layout: RotaryLayout = "half",
-    angles_by_pair: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, TensorOrNone]:
     """The rotary position embedding (Su et al. 2021, arXiv 2104.09864) of q and k in one launch.
 
     ``x * cos + rotate_half(x) * sin``, ``rotate_half(x)`` being x's halves swapped and the new first one negated, or
