@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import ACTIVATIONS, Unsupported, check_choice
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, kernel_backward
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, joined_grads
 from .triton.glu_kernels import launch_glu
 from .triton.memory import empty_rows_like, promoted
 
@@ -119,12 +119,7 @@ class GluForConsumers(Glu):
         return [outputs if isinstance(outputs, tuple) else (outputs,)]
 
     def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        present = tuple(dy for dy in call.incoming if dy is not None)
-        dy: Any = present
-        if len(present) < 2:
-            dy = present[0] if present else None
-        elif impl is not kernel_backward:
-            dy = present[0].float() + present[1]
+        dy = joined_grads(impl, call.incoming, torch.float32)
         need_dgate, need_dup, *need_added = call.needed
         needed = need_dgate or need_added[0], need_dup or need_added[1], False, False
         dgate, dup, *_ = super().compute_grads(impl, call._replace(incoming=(dy,), needed=needed))

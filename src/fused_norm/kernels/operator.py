@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -298,7 +299,7 @@ class Operator(ABC):
 
     def unhooked_of(self, node: Any) -> Tensors:
         """``unhooked`` of a node that this operator ``owns``."""
-        tensors: Tensors = node.sources if hasattr(node, "recording") else node.unhooked
+        tensors: Tensors = node.sources
         return tensors[len(tensors) - len(self.unhooked) :]
 
     def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> Grads:
@@ -513,16 +514,25 @@ class Operator(ABC):
         def launch(*tensors: Tensor | None) -> Any:
             arguments = *tensors, *options
             results = self.forward(*arguments, **self._how(arguments, trained))
-            outputs = self.pack_outputs(arguments, results, trained=trained)
-            if not trained:
-                return outputs
-            saved, scalars = self.save(arguments, results)
-            sources, hooked = self.sources(arguments, saved), len(saved) - len(self.unhooked)
-            attributes = *[arguments[source] for _, source in sources], *saved[hooked:]
-            state = _BackwardState(scalars, nondiff, [at for at, _ in sources])
-            return outputs, tuple(saved[:hooked]), attributes, state
+            if trained:
+                return self._outputs_and_saved(arguments, results, nondiff)
+            return self.pack_outputs(arguments, results, trained=False)
 
         return launch, trained
+
+    def _outputs_and_saved(
+        self, arguments: Sequence[Any], results: Sequence[Any], nondiff: Sequence[int]
+    ) -> tuple[Any, Tensors, Tensors, _BackwardState]:
+        """The outputs of a trained call, and what its backward needs, as ``record`` takes them.
+
+        Tensors that saved-tensor hooks do not see are the weights whose copies are saved, and then ``unhooked``.
+        """
+        outputs = self.pack_outputs(arguments, results, trained=True)
+        saved, scalars = self.save(arguments, results)
+        sources = [] if torch.compiler.is_compiling() else self.sources(arguments, saved)
+        hooked, weights = len(saved) - len(self.unhooked), [arguments[source] for _, source in sources]
+        state = _BackwardState(scalars, nondiff, [at for at, _ in sources])
+        return outputs, tuple(saved[:hooked]), (*weights, *saved[hooked:]), state
 
     def _registered(self, *arguments: Any) -> Any:
         """The outputs of a call that is not plain: by the parts of DTensors, or by the registered operators."""
@@ -574,6 +584,14 @@ def for_each_consumer(consumers: int, wide: int, y: Tensor, narrow: Tensor) -> t
         ys.append(unused[is_wide])
         unused[is_wide] = unused[is_wide].detach()
     return tuple(ys)
+
+
+def joined_grads(impl: BackwardImpl, dys: Sequence[Tensor | None], dtype: torch.dtype) -> Any:
+    """The gradients of an output's consumers as one: a tuple of them for kernels, their sum in ``dtype`` for others."""
+    present = tuple([dy for dy in dys if dy is not None])
+    if len(present) < 2:
+        return present[0] if present else None
+    return present if impl is kernel_backward else reduce(add, [dy.to(dtype) for dy in present])
 
 
 min_numel_in_graphs = 2**23
@@ -663,30 +681,23 @@ def _registered_backward(operator: Operator, call: BackwardCall) -> Grads:
 
 def _function_of_arguments(operator: Operator) -> Any:
     """The autograd function of calls that are not plain; it takes the operator's arguments."""
-    differentiated, unhooked = len(operator.gradients), len(operator.unhooked)
+    differentiated = len(operator.gradients)
     others = (None,) * (operator.tensor_count - differentiated + operator.option_count)
 
     def forward(ctx: Any, *arguments: Any) -> Any:
-        results = operator.run(*arguments, training=True)
-        saved, scalars = operator.save(arguments, results)
-        outputs = operator.pack_outputs(arguments, results, trained=True)
-        hooked = len(saved) - unhooked
-        ctx.save_for_backward(*saved[:hooked])
-        ctx.unhooked = saved[hooked:]
-        ctx.set_materialize_grads(False)
         nondiff = operator.without_gradient(ctx.needs_input_grad[:differentiated])
+        results = operator.run(*arguments, training=True)
+        outputs, saved, ctx.sources, ctx.state = operator._outputs_and_saved(arguments, results, nondiff)
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
         _mark(ctx, outputs, nondiff)
-        sources = [] if torch.compiler.is_compiling() else operator.sources(arguments, saved)
-        ctx.state = _BackwardState(scalars, nondiff, [at for at, _ in sources])
-        if sources:
-            ctx.sources = [arguments[source] for _, source in sources]
         return outputs
 
     def backward(ctx: Any, *incoming: Tensor | None) -> Grads:
         scalars, _, copied = ctx.state
-        saved = (*ctx.saved_tensors, *ctx.unhooked)
+        saved = (*ctx.saved_tensors, *ctx.sources[len(copied) :])
         if copied and torch.is_grad_enabled():
-            saved = _with_sources(saved, copied, ctx.sources)
+            saved = _with_sources(saved, copied, ctx.sources[: len(copied)])
         call = BackwardCall(incoming, saved, scalars, ctx.needs_input_grad[:differentiated])
         return *operator.compute_grads(backward_impl(call), call), *others
 
