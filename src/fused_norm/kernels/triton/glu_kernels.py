@@ -164,12 +164,9 @@ def launch_glu(
 ) -> None:
     """Launch the forward or the backward on rows in the order of gate, as many and as wide as those of y or dy.
 
-    Args:
-        tensors: as the kernel has them. Without an up gate has both. What is written is from ``empty_rows_like(gate)``,
-            y perhaps half as wide; what is read is copied if it does not lie in gate's order.
-        activation: one of ``arguments.ACTIVATIONS``.
-        wide: gate and up are of fp32, or cast to it first, so that the activation is not rounded.
-        backward: write the gradients that are there, one of which is.
+    ``tensors``: as the kernel has them; without an up gate has both. What is written is from ``empty_rows_like(gate)``,
+    y perhaps half as wide; what is read is copied if it does not lie in gate's order. ``wide``: gate and up are of
+    fp32, or cast to it first, so that the activation is not rounded.
     """
     size, width = tensors[2].numel(), tensors[2].shape[-1]
     if size == 0:

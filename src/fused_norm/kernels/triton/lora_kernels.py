@@ -235,13 +235,10 @@ def launch_widen(
 def launch_weights(
     h: Tensor, of_b: tuple[Tensor, Tensor | None], of_a: tuple[Tensor, Tensor | None, Tensor | None], scale: float
 ) -> None:
-    """Write the gradients of one weight or both, which are contiguous.
+    """Write the gradients of one weight or both, which are contiguous; h is [..., r].
 
-    Args:
-        h: [..., r].
-        of_b: dy [..., N], and db [N, r], of it times the scale and h, or None.
-        of_a: x [..., K], and dh [..., r] and da [r, K], of both, or None for these.
-        scale: that of the adapter.
+    ``of_b``: dy [..., N], and db [N, r], of it times the scale and h, or None. ``of_a``: x [..., K], and dh [..., r]
+    and da [r, K], of both, or None for these.
     """
     (dy, db), (x, dh, da) = of_b, of_a
     arranged, (_, dy_stride, x_stride) = as_strided_rows(h, None if db is None else dy, None if da is None else x)
