@@ -31,15 +31,10 @@ Named = tuple[str, Tensor]
 
 
 class Unsupported(NamedTuple):
-    """The answer to a call that kernels do not take.
+    """The answer to a call that kernels do not take."""
 
-    Attributes:
-        reason: why not, in words; an empty reason is not logged.
-        error: what a public function raises for wrong arguments; None if the PyTorch reference computes the call.
-    """
-
-    reason: str
-    error: type[Exception] | None = None
+    reason: str  # why not, in words; an empty reason is not logged
+    error: type[Exception] | None = None  # for wrong arguments; None if the PyTorch reference computes the call
 
 
 def check_tensor(name: str, value: Any, first: Named | None = None) -> Unsupported | None:
@@ -119,9 +114,8 @@ class TensorRules:
 
 def check_rows(name: str, x: Tensor) -> Unsupported | None:
     """Refuse a tensor without rows."""
-    if x.dim():
-        return None
-    return Unsupported(f"{name} must have at least one dimension, whose elements are a row", ValueError)
+    reason = f"{name} must have at least one dimension, whose elements are a row"
+    return None if x.dim() else Unsupported(reason, ValueError)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> Unsupported | None:

@@ -53,7 +53,9 @@ class _TensorNames:
         """The name of a tensor, or of the one that the dispatcher has handed on as this one."""
         name = self._names.get(id(tensor))
         if name is None:
-            names = [name for name, other in self._tensors.items() if _place_of(other) == _place_of(tensor)]
+            place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            others = [(name, (t.data_ptr(), t.dtype, t.shape, t.stride())) for name, t in self._tensors.items()]
+            names = [name for name, other in others if other == place]
             if len(names) != 1:
                 raise NotRecordableError("a tensor is neither an input nor allocated for it")
             name = names[0]
@@ -73,10 +75,6 @@ class _TensorNames:
             return name if is_new else f"{name}.detach()"
         parts = [self.expression(part, taken) for part in results]
         return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
-
-
-def _place_of(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def generated_lines(

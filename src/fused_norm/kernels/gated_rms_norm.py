@@ -81,10 +81,6 @@ class GatedRMSNorm(Operator):
             launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), Gating(*how))
         return dx, dgate, dw
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (x, gate, weight, _), (spec, *how) = call.incoming, call.saved, call.saved_scalars
-        return reference.gated_rms_norm_backward(spec, dy, x, gate, weight, *how)
-
 
 GATED_RMS_NORM = GatedRMSNorm()
 

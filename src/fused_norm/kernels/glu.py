@@ -10,8 +10,8 @@ from torch import Tensor
 
 from . import reference
 from .arguments import GLU_ACTIVATIONS, Unsupported, check_choice
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, kernel_backward
-from .triton.glu_kernels import launch_glu_backward, launch_glu_forward
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, joined_grads
+from .triton.glu_kernels import launch_glu
 from .triton.memory import empty_rows_like, promoted
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new"]
@@ -51,7 +51,7 @@ class Glu(Operator):
         else:
             y = empty_rows_like(gate, promoted(gate.dtype, up.dtype))
         if launch:
-            launch_glu_forward(gate, up, y, activation)
+            launch_glu((gate, up, y, None, None, None), activation)
         return (y,)
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
@@ -59,7 +59,7 @@ class Glu(Operator):
         dgate = empty_rows_like(gate) if need_dgate else None
         dup = empty_rows_like(gate, up.dtype) if need_dup else None
         if launch:
-            launch_glu_backward(gate, up, (dy, None), dgate, dup, call.saved_scalars[0])
+            launch_glu((gate, up, dy, None, None, None, dgate, dup), call.saved_scalars[0], backward=True)
         return dgate, dup
 
 
@@ -103,7 +103,7 @@ class GluForConsumers(Glu):
         y = empty_rows_like(gate, torch.float32 if wide else dtype)
         narrow = empty_rows_like(gate, dtype) if wide else None
         if launch:
-            launch_glu_forward(gate, up, y, activation, (added[0], added[1]), wide=True, narrow=narrow)
+            launch_glu((gate, up, y, *added, narrow), activation, wide=True)
         return y, narrow
 
     def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
@@ -119,12 +119,7 @@ class GluForConsumers(Glu):
         return [outputs if isinstance(outputs, tuple) else (outputs,)]
 
     def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        present = tuple(dy for dy in call.incoming if dy is not None)
-        dy: Any = present
-        if len(present) < 2:
-            dy = present[0] if present else None
-        elif impl is not kernel_backward:
-            dy = present[0].float() + present[1]
+        dy = joined_grads(impl, call.incoming, torch.float32)
         need_dgate, need_dup, *need_added = call.needed
         needed = need_dgate or need_added[0], need_dup or need_added[1], False, False
         dgate, dup, *_ = super().compute_grads(impl, call._replace(incoming=(dy,), needed=needed))
@@ -136,7 +131,8 @@ class GluForConsumers(Glu):
         dgate, dup = (empty_rows_like(gate) if is_needed else None for is_needed in (need_dgate, need_dup))
         if launch:
             dys = dy if type(dy) is tuple else (dy, None)
-            launch_glu_backward(gate, up, dys, dgate, dup, call.saved_scalars[0], (added[0], added[1]), wide=True)
+            tensors = gate, up, *dys, *added, dgate, dup
+            launch_glu(tensors, call.saved_scalars[0], wide=True, backward=True)
         return dgate, dup, None, None
 
     def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:

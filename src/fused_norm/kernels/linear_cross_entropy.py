@@ -221,8 +221,7 @@ def _by_chunks(
     kernel_gradient = gradient.reshape(1) if any(trained) else None
     # A CPU's products in bf16 (PyTorch 2.13) read what lies between rows.
     columns = -(-vocabulary // _ALIGNED) * _ALIGNED if x.is_cuda else vocabulary
-    device = x.device.type
-    with torch.no_grad(), set_autocast(device, None):
+    with torch.no_grad(), set_autocast(x.device.type, None):
         buffer = x.new_empty((chunk, columns))[:, :vocabulary]
         for start in range(0, count, chunk):
             part = slice(start, min(start + chunk, count))

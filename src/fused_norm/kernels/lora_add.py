@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from . import reference
 from .arguments import Unsupported, check_rows, check_scale, other_dtype
 from .operator import BackwardCall, BackwardImpl, Operator
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
@@ -103,10 +102,6 @@ class LoraAdd(Operator):
             if need_da or need_db:
                 launch_weights(h, (dy, db), (x, dh, da), scale, factor, mask)
         return None, dx, da, db
-
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (x, a, b, _) = call.incoming, call.saved
-        return reference.lora_add_backward(dy, x, a, b, *call.saved_scalars)
 
 
 class LoraAddDropped(LoraAdd):

@@ -117,18 +117,10 @@ class LoraLinear4bit(Operator):
         launch: bool = True,
         copy: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the outputs for rows of x and of ``h = adapter_x @ a^T``, both of the dtype of products.
+        """Return the outputs for rows of x [..., K] and of ``h = adapter_x @ a^T``, both of the dtype of products.
 
-        Args:
-            x: [..., K].
-            h: [..., r].
-            b: [N, r].
-            linear: the tensors of its weight, and its bias.
-            block: weights that share a scale.
-            factor: of the adapter.
-            y_dtype: that of the sum, if that is the output.
-            launch: without it the outputs are only allocated.
-            copy: b, rounded to h's dtype, is written there.
+        ``linear``: the tensors of its weight, and its bias. ``y_dtype``: that of the sum, if that is the output.
+        ``launch``: without it the outputs are only allocated. ``copy``: b, rounded to h's dtype, is written there.
         """
         *weight, bias = linear
         w, base = x.new_empty((len(b), x.shape[-1])), x.new_empty((*x.shape[:-1], len(b)))
@@ -196,7 +188,8 @@ class LoraLinear4bit(Operator):
             )
         w = reference.dequantize(weight, block, (len(b), a.shape[1]), dtype)
         dy, dadded = dy.to(dtype), (others[0] if others else dy).to(dtype)
-        _, dadapter, da, db = reference.lora_add_backward(dadded, adapter_x.to(dtype), a, b, factor, a_dtype, b_dtype)
+        given = dadded, adapter_x.to(dtype), a, b, h, factor, a_dtype, b_dtype
+        _, dadapter, da, db = reference.lora_add_backward(*given)
         assert dadapter is not None
         dx = (dy @ w).to(x_dtype)
         if has_one_gradient:

@@ -10,8 +10,6 @@ consumer's first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import add
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 from ..spec import Casting
 from . import reference
 from .arguments import Unsupported, check_scale
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, kernel_backward, norm_spec
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, joined_grads, norm_spec
 from .plans import forward_plan
 from .sharded import is_plain
 from .triton.memory import empty_rows_like, empty_weight_like, memory_order, norm_dtype, out_dtype
@@ -136,7 +134,10 @@ class NormOperator(Operator):
 
     def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         if self._has_consumers:
-            call = self._with_dy(impl, call)
+            *dys, ds = call.incoming
+            args = self.backward_by_name(call._replace(incoming=(None, ds)))
+            dtype = norm_dtype(args["spec"], self._normalised(args)[0].dtype, args["weight"])
+            call = call._replace(incoming=(joined_grads(impl, dys[::-1], dtype), ds))
         args = self.backward_by_name(call)
         if args.get("dy") is None and args.get("ds") is not None:
             return self._gradients_of_sum(impl, args)
@@ -154,19 +155,6 @@ class NormOperator(Operator):
             call = call._replace(needed=(need_dx, False, *others))
         grads = super().compute_grads(impl, call)
         return (grads[0], grads[0], *grads[2:]) if alike else grads
-
-    def _with_dy(self, impl: BackwardImpl, call: BackwardCall) -> BackwardCall:
-        """The call with all consumers' gradients as one dy: a tuple of them for kernels, their sum for others."""
-        *dys, ds = call.incoming
-        present = tuple([dy for dy in reversed(dys) if dy is not None])
-        dy: Any = present
-        if len(present) < 2:
-            dy = present[0] if present else None
-        elif impl is not kernel_backward:
-            args = self.backward_by_name(call._replace(incoming=(None, ds)))
-            dtype = norm_dtype(args["spec"], self._normalised(args)[0].dtype, args["weight"])
-            dy = reduce(add, [t.to(dtype) for t in present])
-        return call._replace(incoming=(dy, ds))
 
     def _gradients_of_sum(self, impl: BackwardImpl, args: dict[str, Any]) -> tuple[Tensor | None, ...]:
         """The gradients if only the sum is used: ds is passed through, as by an add."""

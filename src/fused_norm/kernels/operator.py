@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,19 +39,12 @@ _PLAIN = (Tensor, Parameter)
 
 
 class BackwardCall(NamedTuple):
-    """The arguments of one backward.
+    """The arguments of one backward."""
 
-    Attributes:
-        incoming: the gradients of the returned tensors (``pack_outputs``), None for those that nothing depends on.
-        saved: the tensors that the forward saved.
-        saved_scalars: what else it saved.
-        needed: which of the operator's ``gradients`` are needed.
-    """
-
-    incoming: Sequence[Any]
-    saved: Sequence[Any]
-    saved_scalars: Scalars
-    needed: Sequence[bool]
+    incoming: Sequence[Any]  # gradients of the returned tensors (``pack_outputs``); None if nothing depends on one
+    saved: Sequence[Any]  # the tensors that the forward saved
+    saved_scalars: Scalars  # what else it saved
+    needed: Sequence[bool]  # which of the operator's ``gradients`` are needed
 
 
 BackwardImpl = Callable[["Operator", BackwardCall], Grads]
@@ -58,17 +52,11 @@ BackwardImpl = Callable[["Operator", BackwardCall], Grads]
 
 
 class _BackwardState(NamedTuple):
-    """The state that a recorded call keeps for its backward besides tensors.
+    """The state that a recorded call keeps for its backward besides tensors."""
 
-    Attributes:
-        scalars: ``saved_scalars``.
-        nondiff: the indices of the outputs that no gradient flows into.
-        copied: the indices, in ``saved``, of copies of weights.
-    """
-
-    scalars: Scalars
-    nondiff: Sequence[int]
-    copied: Sequence[int]
+    scalars: Scalars  # ``saved_scalars``
+    nondiff: Sequence[int]  # the indices of the outputs that no gradient flows into
+    copied: Sequence[int]  # the indices, in ``saved``, of copies of weights
 
 
 class Recompute(NamedTuple):
@@ -166,12 +154,8 @@ class Operator(ABC):
         incoming, needed = [f"d{name}" for name in self.outputs], [f"need_{name}" for name in self.gradients]
         self._backward_names = (*incoming, *self._saved_names, *self._scalar_names, *needed)
         self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
-        self._forward_op = _define(
-            f"{self.name}_forward",
-            (self.tensors, self.options, "bool training"),
-            self.result_names,
-            self._registered_forward,
-        )
+        schema = self.tensors, self.options, "bool training"
+        self._forward_op = _define(f"{self.name}_forward", schema, self.result_names, self._registered_forward)
         if type(self).backward is not Operator.backward:
             tensors, flags = [f"Tensor? {name}" for name in incoming], [f"bool {name}" for name in needed]
             arguments = *tensors, self.saved, self.saved_scalars, *flags
@@ -256,11 +240,7 @@ class Operator(ABC):
     def sources(self, arguments: Sequence[Any], saved: Tensors) -> list[tuple[int, int]]:
         """Pairs of indices, in ``saved`` and arguments, of copies and their weights, if these need a gradient."""
         pairs = [(self._saved_names.index(name), self.tensor_names.index(name)) for name in self._copied]
-        return [
-            (at, source)
-            for at, source in pairs
-            if saved[at] is not arguments[source] and arguments[source].requires_grad
-        ]
+        return [(at, i) for at, i in pairs if saved[at] is not arguments[i] and arguments[i].requires_grad]
 
     def as_saved(self, arguments: Sequence[Any], saved: Tensors) -> tuple[Any, ...]:
         """A call's arguments, each weight replaced by its copy if that was saved; ``saved`` may lack absent tensors."""
@@ -319,12 +299,13 @@ class Operator(ABC):
 
     def unhooked_of(self, node: Any) -> Tensors:
         """``unhooked`` of a node that this operator ``owns``."""
-        tensors: Tensors = node.sources if hasattr(node, "recording") else node.unhooked
+        tensors: Tensors = node.sources
         return tensors[len(tensors) - len(self.unhooked) :]
 
     def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> Grads:
         """``gradients`` by an implementation; None for those not needed."""
-        return impl(self, call) if any(call.needed) else (None,) * len(self.gradients)
+        grads = impl(self, call) if any(call.needed) else (None,) * len(self.gradients)
+        return tuple([grad if need else None for grad, need in zip(grads, call.needed, strict=True)])
 
     def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         """The call that recomputes the first ``outputs`` of this one, bit for bit, from what is saved anyway.
@@ -533,16 +514,25 @@ class Operator(ABC):
         def launch(*tensors: Tensor | None) -> Any:
             arguments = *tensors, *options
             results = self.forward(*arguments, **self._how(arguments, trained))
-            outputs = self.pack_outputs(arguments, results, trained=trained)
-            if not trained:
-                return outputs
-            saved, scalars = self.save(arguments, results)
-            sources, hooked = self.sources(arguments, saved), len(saved) - len(self.unhooked)
-            attributes = *[arguments[source] for _, source in sources], *saved[hooked:]
-            state = _BackwardState(scalars, nondiff, [at for at, _ in sources])
-            return outputs, tuple(saved[:hooked]), attributes, state
+            if trained:
+                return self._outputs_and_saved(arguments, results, nondiff)
+            return self.pack_outputs(arguments, results, trained=False)
 
         return launch, trained
+
+    def _outputs_and_saved(
+        self, arguments: Sequence[Any], results: Sequence[Any], nondiff: Sequence[int]
+    ) -> tuple[Any, Tensors, Tensors, _BackwardState]:
+        """The outputs of a trained call, and what its backward needs, as ``record`` takes them.
+
+        Tensors that saved-tensor hooks do not see are the weights whose copies are saved, and then ``unhooked``.
+        """
+        outputs = self.pack_outputs(arguments, results, trained=True)
+        saved, scalars = self.save(arguments, results)
+        sources = [] if torch.compiler.is_compiling() else self.sources(arguments, saved)
+        hooked, weights = len(saved) - len(self.unhooked), [arguments[source] for _, source in sources]
+        state = _BackwardState(scalars, nondiff, [at for at, _ in sources])
+        return outputs, tuple(saved[:hooked]), (*weights, *saved[hooked:]), state
 
     def _registered(self, *arguments: Any) -> Any:
         """The outputs of a call that is not plain: by the parts of DTensors, or by the registered operators."""
@@ -594,6 +584,14 @@ def for_each_consumer(consumers: int, wide: int, y: Tensor, narrow: Tensor) -> t
         ys.append(unused[is_wide])
         unused[is_wide] = unused[is_wide].detach()
     return tuple(ys)
+
+
+def joined_grads(impl: BackwardImpl, dys: Sequence[Tensor | None], dtype: torch.dtype) -> Any:
+    """The gradients of an output's consumers as one: a tuple of them for kernels, their sum in ``dtype`` for others."""
+    present = tuple([dy for dy in dys if dy is not None])
+    if len(present) < 2:
+        return present[0] if present else None
+    return present if impl is kernel_backward else reduce(add, [dy.to(dtype) for dy in present])
 
 
 min_numel_in_graphs = 2**23
@@ -667,7 +665,7 @@ def backward_impl(call: BackwardCall) -> BackwardImpl:
     if not torch.compiler.is_compiling():
         batched = any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in call.incoming)
         if _is_trained(tensors) or batched or is_transformed():
-            return _reference_backward
+            return lambda operator, call: operator.reference_backward(call)
     return kernel_backward if is_plain_call(tensors) else _registered_backward
 
 
@@ -678,41 +676,28 @@ def kernel_backward(operator: Operator, call: BackwardCall) -> Grads:
 def _registered_backward(operator: Operator, call: BackwardCall) -> Grads:
     arguments = *call.incoming, *call.saved, *call.saved_scalars, *call.needed
     grads = operator._backward_op(*operator._spec_first(arguments, len(call.incoming) + len(call.saved)))
-    grads = (grads,) if isinstance(grads, Tensor) else grads
-    return tuple(grad if need else None for grad, need in zip(grads, call.needed, strict=True))
-
-
-def _reference_backward(operator: Operator, call: BackwardCall) -> Grads:
-    grads = operator.reference_backward(call)
-    return tuple(grad if need else None for grad, need in zip(grads, call.needed, strict=True))
+    return (grads,) if isinstance(grads, Tensor) else grads
 
 
 def _function_of_arguments(operator: Operator) -> Any:
     """The autograd function of calls that are not plain; it takes the operator's arguments."""
-    differentiated, unhooked = len(operator.gradients), len(operator.unhooked)
+    differentiated = len(operator.gradients)
     others = (None,) * (operator.tensor_count - differentiated + operator.option_count)
 
     def forward(ctx: Any, *arguments: Any) -> Any:
-        results = operator.run(*arguments, training=True)
-        saved, scalars = operator.save(arguments, results)
-        outputs = operator.pack_outputs(arguments, results, trained=True)
-        hooked = len(saved) - unhooked
-        ctx.save_for_backward(*saved[:hooked])
-        ctx.unhooked = saved[hooked:]
-        ctx.set_materialize_grads(False)
         nondiff = operator.without_gradient(ctx.needs_input_grad[:differentiated])
+        results = operator.run(*arguments, training=True)
+        outputs, saved, ctx.sources, ctx.state = operator._outputs_and_saved(arguments, results, nondiff)
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
         _mark(ctx, outputs, nondiff)
-        sources = [] if torch.compiler.is_compiling() else operator.sources(arguments, saved)
-        ctx.state = _BackwardState(scalars, nondiff, [at for at, _ in sources])
-        if sources:
-            ctx.sources = [arguments[source] for _, source in sources]
         return outputs
 
     def backward(ctx: Any, *incoming: Tensor | None) -> Grads:
         scalars, _, copied = ctx.state
-        saved = (*ctx.saved_tensors, *ctx.unhooked)
+        saved = (*ctx.saved_tensors, *ctx.sources[len(copied) :])
         if copied and torch.is_grad_enabled():
-            saved = _with_sources(saved, copied, ctx.sources)
+            saved = _with_sources(saved, copied, ctx.sources[: len(copied)])
         call = BackwardCall(incoming, saved, scalars, ctx.needs_input_grad[:differentiated])
         return *operator.compute_grads(backward_impl(call), call), *others
 

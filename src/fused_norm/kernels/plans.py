@@ -254,7 +254,7 @@ class Device:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """One launch of a forward, or of a gate in either direction."""
+    """One launch of the forward of a norm."""
 
     mode: Mode
     rows: int  # in a tile
@@ -401,29 +401,17 @@ def heads_backward_plan(
 
 
 def _heads_by(rule: Rule, heads: tuple[int, int], width: int, rotary: int, device: Device) -> HeadsPlan:
+    """A plan whose tiles leave few of their rows unused; each block of heads reads cos and sin again."""
     padded = next_power_of_2(width)
-    q, k = (_heads_tile(count, rule.elements // padded, bool(rotary)) for count in heads)
+    rows = 1 << max(1, (rule.elements // padded).bit_length()) - 1
+    tiles = []
+    for count in heads:
+        blocks = [rows >> halvings for halvings in range(rows.bit_length()) if rows >> halvings < 2 * count]
+        costs = [-(-count // block) * block / count * (1 + 0.5 / block if rotary else 1) for block in blocks]
+        best = blocks[costs.index(min(costs))]
+        tiles.append(HeadsTile(rows // best, best))
+    q, k = tiles
     return HeadsPlan(q, k, max(1, padded // 2) if rotary == width else padded, device.warps(rule.warps))
-
-
-def _heads_tile(heads: int, rows: int, rotated: bool) -> HeadsTile:
-    """A tile of up to ``rows`` rows, that leaves few of them unused; each block of heads reads cos and sin again."""
-
-    def cost(block: int) -> float:
-        wasted = -(-heads // block) * block / heads
-        return wasted * (1 + 0.5 / block) if rotated else wasted
-
-    most = max(1, rows.bit_length()) - 1
-    best = min((1 << power for power in range(most, -1, -1) if 1 << power < 2 * heads), key=cost)
-    return HeadsTile((1 << most) // best, best)
-
-
-@lru_cache(maxsize=1024)
-def glu_plan(width: int | None, backward: bool = False, device: Device = Device()) -> ForwardPlan:
-    """The launch for rows of ``width`` elements; ``width`` is None if all rows follow each other in memory."""
-    rule = device.rule("glu_backward" if backward else "glu_forward", 0)
-    block = rule.elements if width is None else min(rule.elements, next_power_of_2(width))
-    return ForwardPlan("multi_wave_cached", rule.elements // block, block, device.warps(rule.warps))
 
 
 @dataclass(frozen=True)
@@ -434,6 +422,14 @@ class TilePlan:
     block: int
     warps: int  # of a program
     programs: int = 0  # at most, along the rows, if partial sums over rows are written
+
+
+@lru_cache(maxsize=1024)
+def glu_plan(width: int | None, backward: bool = False, device: Device = Device()) -> TilePlan:
+    """The launch for rows of ``width`` elements; ``width`` is None if all rows follow each other in memory."""
+    rule = device.rule("glu_backward" if backward else "glu_forward", 0)
+    block = rule.elements if width is None else min(rule.elements, next_power_of_2(width))
+    return TilePlan(rule.elements // block, block, device.warps(rule.warps))
 
 
 @lru_cache(maxsize=1024)
@@ -451,23 +447,23 @@ def conv_plan(channels: int, width: int, backward: bool = False, device: Device 
 
 
 @lru_cache(maxsize=1024)
-def expert_gate_plan(width: int, device: Device = Device()) -> ForwardPlan:
+def expert_gate_plan(width: int, device: Device = Device()) -> TilePlan:
     """The launch of a gate between the products of experts, of ``width`` columns, in either direction.
 
     Blocks are narrow because experts are: of 768 columns, 1408 and 2880 few lanes stay idle.
     """
     block = min(256, next_power_of_2(width))
-    return ForwardPlan("multi_wave_cached", max(1, 1024 // block), block, device.warps(4))
+    return TilePlan(max(1, 1024 // block), block, device.warps(4))
 
 
 @lru_cache(maxsize=1024)
-def expert_rows_plan(width: int, device: Device = Device(), reduces: bool = False) -> ForwardPlan:
+def expert_rows_plan(width: int, device: Device = Device(), reduces: bool = False) -> TilePlan:
     """The launch of what copies or sums the rows of each token's experts, ``width`` columns wide.
 
     ``reduces``: a program sums over all columns of a row, in chunks.
     """
     block = min(4096 if reduces else 512, next_power_of_2(width))
-    return ForwardPlan("multi_wave_cached", 1 if reduces else max(1, 1024 // block), block, device.warps(4))
+    return TilePlan(1 if reduces else max(1, 1024 // block), block, device.warps(4))
 
 
 LoraProduct = Literal["narrow", "widen", "gradients"]

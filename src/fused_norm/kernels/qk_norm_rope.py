@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,8 +56,6 @@ class HeadsOperator(Operator):
         idle = [side for side, d in enumerate(call.incoming) if d is None or not any(call.needed[side::2])]
         incoming = [None if side in idle else d for side, d in enumerate(call.incoming)]
         needed = [need and place % 2 not in idle for place, need in enumerate(call.needed)]
-        if not any(needed):
-            return (None,) * len(needed)
         return super().compute_grads(impl, call._replace(incoming=incoming, needed=needed))
 
 
@@ -178,15 +176,8 @@ class Rope(HeadsOperator):
         empty = partial(empty_heads, cos=cos, wanted=dtype, single_rounding=single_rounding, layout=layout)
         outputs = empty(q, q.dtype), None if k is None else empty(k, k.dtype)
         if launch:
-            launch_qk_forward(
-                None,
-                (q, k, None, None, cos, sin),
-                outputs,
-                unsqueeze_dim,
-                single_rounding=single_rounding,
-                layout=layout,
-                angles_by_pair=angles_by_pair,
-            )
+            inputs, how = (q, k, None, None, cos, sin), (unsqueeze_dim, layout, angles_by_pair)
+            launch_qk_forward(None, inputs, outputs, *how, single_rounding=single_rounding)
         return outputs
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
@@ -199,15 +190,8 @@ class Rope(HeadsOperator):
             # The first of two sides is there in every launch.
             (d, grad), *others = [(d, grad) for d, grad in zip(call.incoming, dx, strict=True) if grad is not None]
             other_d, other_grad = others[0] if others else (None, None)
-            launch_qk_forward(
-                None,
-                (d, other_d, None, None, cos, sin),
-                (grad, other_grad),
-                unsqueeze_dim,
-                inverse=True,
-                layout=layout,
-                angles_by_pair=angles_by_pair,
-            )
+            inputs, outputs = (d, other_d, None, None, cos, sin), (grad, other_grad)
+            launch_qk_forward(None, inputs, outputs, unsqueeze_dim, layout, angles_by_pair, inverse=True)
         return tuple(dx)
 
     def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
@@ -220,6 +204,8 @@ class Rope(HeadsOperator):
 
 
 QK_NORM, ROPE = QKNorm(), Rope()
+
+TensorOrNone = TypeVar("TensorOrNone", Tensor, None, Tensor | None)
 
 
 def qk_norm(
@@ -300,10 +286,9 @@ def qk_norm_rope(
     return QK_NORM.checked(q, k, q_weight, k_weight, cos, sin, spec, unsqueeze_dim, None)
 
 
-@overload
 def rope(
     q: Tensor,
-    k: Tensor,
+    k: TensorOrNone,
     cos: Tensor,
     sin: Tensor,
     *,
@@ -311,30 +296,7 @@ def rope(
     single_rounding: bool = False,
     layout: RotaryLayout = "half",
     angles_by_pair: bool = False,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def rope(
-    q: Tensor,
-    k: None,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    unsqueeze_dim: int = 1,
-    single_rounding: bool = False,
-    layout: RotaryLayout = "half",
-    angles_by_pair: bool = False,
-) -> tuple[Tensor, None]: ...
-def rope(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    unsqueeze_dim: int = 1,
-    single_rounding: bool = False,
-    layout: RotaryLayout = "half",
-    angles_by_pair: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, TensorOrNone]:
     """The rotary position embedding (Su et al. 2021, arXiv 2104.09864) of q and k in one launch.
 
     ``x * cos + rotate_half(x) * sin``, ``rotate_half(x)`` being x's halves swapped and the new first one negated, or

@@ -271,12 +271,9 @@ def record(
         return recording, function(*tensors) if apply is None else apply(recording, *tensors)
     if apply is None:
         return recording, results
-
-    def first_forward(ctx: Any, *_: Tensor | None) -> Any:
-        outputs, ctx.to_save, ctx.sources, recording.backward_state = results
-        return outputs
-
-    forward, recording.forward = recording.forward, first_forward
+    # The call was made already: its results are handed to autograd.
+    recording.backward_state = results[3]
+    forward, recording.forward = recording.forward, SingleCall(lambda *_: results).forward
     try:
         return recording, apply(recording, *tensors)
     finally:

@@ -26,17 +26,11 @@ def _silu(x: Tensor) -> Tensor:
 
 
 class NormFunctions(NamedTuple):
-    """The functions that compute the steps of a norm; another function for a step changes the last place of an fp32.
+    """The functions that compute the steps of a norm; another function for a step changes the last place of an fp32."""
 
-    Attributes:
-        root: ``v ** -0.5``, or ``v ** 0.5`` if x is divided by it.
-        apply_root: computes the normalised row from x and the root.
-        silu: the activation of a gate.
-    """
-
-    root: Callable[[Tensor], Tensor] = torch.rsqrt
-    apply_root: Callable[[Tensor, Tensor], Tensor] = torch.mul
-    silu: Callable[[Tensor], Tensor] = _silu
+    root: Callable[[Tensor], Tensor] = torch.rsqrt  # ``v ** -0.5``, or ``v ** 0.5`` if x is divided by it
+    apply_root: Callable[[Tensor, Tensor], Tensor] = torch.mul  # computes the normalised row from x and the root
+    silu: Callable[[Tensor], Tensor] = _silu  # the activation of a gate
 
 
 _DEFAULTS = NormFunctions()
@@ -222,16 +216,20 @@ def rms_norm_backward(
 
 
 def gated_rms_norm_backward(
-    spec: NormSpec,
     dy: Tensor,
     x: Tensor,
     gate: Tensor,
     weight: Tensor | None,
+    rstd: Tensor,
+    spec: NormSpec,
     activation: str,
     norm_before_gate: bool,
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of what ``gated_rms_norm`` takes, each rounded once to the dtype of its own tensor."""
+    """The gradients of what ``gated_rms_norm`` takes, each rounded once to the dtype of its own tensor.
+
+    The rstd, through which gradients are differentiated, is computed again.
+    """
     wide = _wide(x.dtype)
     rows, z, d = x.to(wide), gate.to(wide), dy.to(wide)
     share = torch.sigmoid(z)
@@ -359,9 +357,9 @@ def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Ten
 
 
 def lora_add_backward(
-    dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, a_dtype: torch.dtype, b_dtype: torch.dtype
+    dy: Tensor, x: Tensor, a: Tensor, b: Tensor, h: Tensor, scale: float, a_dtype: torch.dtype, b_dtype: torch.dtype
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of base, which is dy and left out, of x, and of a and b in their dtypes."""
+    """The gradients of base, which is dy and left out, of x, and of a and b in their dtypes; h is computed again."""
     rows, first, second = x.reshape(-1, x.shape[-1]), a.to(x.dtype), b.to(x.dtype)
     du = dy.to(x.dtype).reshape(len(rows), dy.shape[-1]) * scale
     dh = du @ second

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ FP8_DTYPE = torch.float8_e4m3fn
 """The dtype of all codes that are written."""
 
 FP8_MAX = torch.finfo(FP8_DTYPE).max
-"""The largest number that is a code."""
 
 INPUT_GROUP: int = codes_group.value
 """Columns that share a scale, if a norm reads codes."""
@@ -59,6 +58,10 @@ class FP8Format:
     power_of_2: bool = False
     floor: float = 1e-12
     scale_layout: ScaleLayout = "rows"
+    top: ClassVar[float] = FP8_MAX
+    """The largest number that is a code."""
+    top_exponent: ClassVar[int] = int(math.log2(FP8_MAX))
+    """The exponent of the largest power of two not above ``top``."""
 
     @property
     def whole(self) -> bool:
@@ -69,16 +72,6 @@ class FP8Format:
     def swizzled(self) -> bool:
         """Scales are E8M0 bytes in the order that scaled products of sm_100 read."""
         return self.scale_layout == "swizzled"
-
-    @property
-    def top(self) -> float:
-        """The largest number that is a code."""
-        return FP8_MAX
-
-    @property
-    def top_exponent(self) -> int:
-        """The exponent of the largest power of two not above ``top``."""
-        return int(math.log2(self.top))
 
     @property
     def fp32_floor(self) -> float:

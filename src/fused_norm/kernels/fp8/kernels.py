@@ -44,6 +44,9 @@ from .formats import FP8_DTYPE, FP8Format, cast, empty_scale
 CODES_OF_KERNELS = (FP8_DTYPE, torch.float8_e5m2)
 """The dtypes of codes that kernels read."""
 
+_TILE_ELEMENTS = 2048
+"""Elements of a tile of the second kernel, which sums no row: 16 a lane."""
+
 logger = logging.getLogger("fused_norm")
 
 
@@ -307,10 +310,11 @@ def launch_norm_fp8(
     arranged, spacing = as_strided_rows(q, x if codes is None else codes, codes_scale, residual, s, rstd)
     _, x, codes_scale, residual, s, rstd = arranged
     weight = contiguous(weight)
-    long = max(rows, 128) * max(spacing) >= INT32_LIMIT
     # The plan of the 16-bit norm, whose rows are summed in the same order.
     plan = forward_plan(width, device_props(q.device), "multi_wave_cached")
-    constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, **_constants(spec, fp8_format, dtypes, long)}
+    constants: dict[str, Any] = {"N": width, "SPEC": spec.without_eps(), "FORMAT": fp8_format}
+    constants |= {"S": TRITON_DTYPES[dtypes[0]], "Y": TRITON_DTYPES[dtypes[1]]}
+    whole_rows = {"ROWS": plan.rows, "BLOCK": plan.block, "INT64": max(rows, 128) * max(spacing) >= INT32_LIMIT}
     amax = q.new_zeros((1,), dtype=torch.int32) if fp8_format.whole else None
     used = q.new_empty((rows,), dtype=torch.float32) if fp8_format.whole and spec.casting == "none" else None
     in_bytes = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
@@ -323,7 +327,7 @@ def launch_norm_fp8(
         (-(-padded // plan.rows), 1),
         (x, codes_scale, residual, weight, s, rstd, used, amax, *codes_out, placeholder),
         (rows, *spacing[1:5], width, *scale_strides, spec.eps, float(scale) if scale != 1.0 else None),
-        constants,
+        constants | whole_rows,
         warps=plan.warps,
         fuse=dtypes[0] != torch.float32,
     )
@@ -332,24 +336,8 @@ def launch_norm_fp8(
         read = total, codes_scale, weight, rstd if used is None else used, amax
         block = min(next_power_of_2(width), _TILE_ELEMENTS)
         tile, blocks = _TILE_ELEMENTS // block, -(-width // block)
-        long = rows * max(stride, spacing[2], width) >= INT32_LIMIT
-        launch(
-            _cast_kernel,
-            (-(-rows // tile) * blocks, 1),
-            (*read, q, scales),
-            (rows, stride, spacing[2], width),
-            {"N": width, "ROWS": tile, "BLOCK": block, "BLOCKS": blocks, **_constants(spec, fp8_format, dtypes, long)},
-            warps=device_props(q.device).warps(4),
-        )
-
-
-_TILE_ELEMENTS = 2048
-"""Elements of a tile of the second kernel, which sums no row: 16 a lane."""
-
-
-def _constants(
-    spec: NormSpec, fp8_format: FP8Format, dtypes: tuple[torch.dtype, torch.dtype], long: bool
-) -> dict[str, Any]:
-    """The compile-time constants that both kernels share; ``dtypes`` are those of s and y."""
-    s_dtype, y_dtype = (TRITON_DTYPES[dtype] for dtype in dtypes)
-    return {"INT64": long, "S": s_dtype, "Y": y_dtype, "SPEC": spec.without_eps(), "FORMAT": fp8_format}
+        tiles = {"ROWS": tile, "BLOCK": block, "BLOCKS": blocks}
+        tiles["INT64"] = rows * max(stride, spacing[2], width) >= INT32_LIMIT
+        grid, numbers = (-(-rows // tile) * blocks, 1), (rows, stride, spacing[2], width)
+        warps = device_props(q.device).warps(4)
+        launch(_cast_kernel, grid, (*read, q, scales), numbers, constants | tiles, warps=warps)

@@ -59,23 +59,14 @@ def _dequantize_kernel(
 
 
 class PackedWeight(NamedTuple):
-    """The tensors of a weight [N, K] of 4 bits, all of them contiguous; the last three with double quantisation alone.
+    """The tensors of a weight [N, K] of 4 bits, all contiguous; the last three with double quantisation alone."""
 
-    Attributes:
-        code: [16] fp32.
-        packed: [ceil(N K / 2)] uint8, of any shape.
-        scale: [blocks], fp32 or uint8.
-        scale_code: [256] fp32.
-        outer_scale: [ceil(blocks / 256)] fp32.
-        offset: [] fp32.
-    """
-
-    code: Tensor
-    packed: Tensor
-    scale: Tensor
-    scale_code: Tensor | None = None
-    outer_scale: Tensor | None = None
-    offset: Tensor | None = None
+    code: Tensor  # [16] fp32
+    packed: Tensor  # [ceil(N K / 2)] uint8, of any shape
+    scale: Tensor  # [blocks], fp32 or uint8
+    scale_code: Tensor | None = None  # [256] fp32
+    outer_scale: Tensor | None = None  # [ceil(blocks / 256)] fp32
+    offset: Tensor | None = None  # [] fp32
 
 
 def launch_dequantize(weight: PackedWeight, block: int, w: Tensor) -> None:

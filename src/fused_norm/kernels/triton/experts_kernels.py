@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import ForwardPlan, expert_gate_plan, expert_rows_plan
+from ..plans import TilePlan, expert_gate_plan, expert_rows_plan
 from .devices import device_props
 from .glu_kernels import _share, _share_and_slope
 from .language import TRITON_DTYPES, as_mask, load_tile, round_to, rows_of, store_tile
@@ -272,15 +272,10 @@ def launch_expert_gate(
     *,
     at_limit: bool = False,
 ) -> None:
-    """Write the gate's output, from ``empty_rows_like(x)`` with half of its width, or given ``dy`` the gradient of x.
+    """Write the output for x [..., 2 N] or, given the gradient of the output, that of x, from ``empty_rows_like(x)``.
 
-    Args:
-        x: [..., 2 N].
-        absent: [M] or None.
-        gate: the options of ``expert_gate``.
-        written: the output [..., N], or the gradient, from ``empty_rows_like(x)``.
-        dy: [..., N], the gradient of the output.
-        at_limit: in a backward, a number that is the limit itself has a gradient.
+    ``gate``: the options of ``expert_gate``. ``at_limit``: in a backward, a number that is the limit itself has a
+    gradient.
     """
     if x.numel() == 0:
         return
@@ -301,7 +296,7 @@ def _launch_tiles(
     tensors: tuple[Tensor | None, ...],
     numbers: tuple[float | None, ...],
     shape: Sequence[int],
-    plan: ForwardPlan,
+    plan: TilePlan,
     extent: int,
     constants: dict[str, Any],
 ) -> None:

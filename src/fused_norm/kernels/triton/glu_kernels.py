@@ -22,8 +22,6 @@ from .language import round_to, store_tile
 from .launch import launch
 from .memory import INT32_LIMIT, as_strided_rows
 
-Added = tuple[Tensor | None, Tensor | None]
-
 
 @triton.jit
 def _tile(M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, INT64: tl.constexpr):
@@ -175,58 +173,29 @@ def _glu_backward_kernel(
         store_tile((dgate_ptr, dgate_stride), row, col, live, dy * up * slope)
 
 
-def launch_glu_forward(
-    gate: Tensor,
-    up: Tensor | None,
-    y: Tensor,
+def launch_glu(
+    tensors: tuple[Tensor, Tensor | None, Tensor, *tuple[Tensor | None, ...]],
     activation: str,
-    added: Added = (None, None),
     *,
     wide: bool = False,
-    narrow: Tensor | None = None,
+    backward: bool = False,
 ) -> None:
-    """Write ``y``, from ``empty_rows_like(gate)`` or as wide as half of it; without ``up`` gate has both.
+    """Launch the forward or the backward on rows in the order of gate, as many and as wide as those of y or dy.
 
-    ``added``: second summands of gate and of up. ``wide``: gate and up are of fp32, or cast to it first, so that the
-    activation is not rounded. ``narrow``: of y's shape, gets y in 16 bits as well.
-    """
-    _launch(_glu_forward_kernel, (gate, up, y, *added, narrow), activation, wide)
-
-
-def launch_glu_backward(
-    gate: Tensor,
-    up: Tensor | None,
-    dys: tuple[Tensor, Tensor | None],
-    dgate: Tensor | None,
-    dup: Tensor | None,
-    activation: str,
-    added: Added = (None, None),
-    *,
-    wide: bool = False,
-) -> None:
-    """Write the gradients that are there, both from ``empty_rows_like(gate)``; one of them is.
-
-    ``dys``: the gradients of one consumer or of two, which are added up in fp32; the others: as in the forward.
-    """
-    _launch(_glu_backward_kernel, (gate, up, *dys, *added, dgate, dup), activation, wide)
-
-
-def _launch(
-    kernel: Any, tensors: tuple[Tensor, Tensor | None, Tensor, *tuple[Tensor | None, ...]], activation: str, wide: bool
-) -> None:
-    """Launch a kernel on rows in the order of the first tensor, as many and as wide as those of the product, the third.
-
-    What it writes lies in that order; what it reads is copied if it does not.
+    ``tensors``: as the kernel has them; without an up gate has both. What is written is from ``empty_rows_like(gate)``,
+    y perhaps half as wide; what is read is copied if it does not lie in gate's order. ``wide``: gate and up are of
+    fp32, or cast to it first, so that the activation is not rounded.
     """
     size, width = tensors[2].numel(), tensors[2].shape[-1]
     if size == 0:
         return
+    kernel: Any = _glu_backward_kernel if backward else _glu_forward_kernel
     arranged, spacing = as_strided_rows(*tensors)
     rows, grain = size // width, 0
     if all(t is None or step == t.shape[-1] == width for t, step in zip(arranged, spacing, strict=True)):
         grain = math.gcd(width, 16)
     long = max(size, rows * max(spacing)) >= INT32_LIMIT
-    plan = glu_plan(None if grain else width, kernel is _glu_backward_kernel, device_props(tensors[0].device))
+    plan = glu_plan(None if grain else width, backward, device_props(tensors[0].device))
     constants = {"ROWS": plan.rows, "BLOCK": plan.block, "GRAIN": grain, "INT64": long, "ACTIVATION": activation}
     constants["WIDE"] = wide
     if grain:

@@ -56,14 +56,11 @@ def _prepared_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if modules in done:
             return SimpleNamespace(restore=lambda: None)
         done.add(modules)
-        scope = patch(function)
-
-        def restore() -> None:
-            done.discard(modules)
-            if scope is not None:
-                scope.restore()
-
-        return SimpleNamespace(restore=restore)
+        undo, scope = contextlib.ExitStack(), patch(function)
+        if scope is not None:
+            undo.callback(scope.restore)
+        undo.callback(done.discard, modules)
+        return SimpleNamespace(restore=undo.close)
 
     return prepare
 

@@ -14,23 +14,14 @@ from .interpreter import one_launch
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel: ``kernel[grid](*tensors, *numbers, **constants)``.
+    """One launch of a kernel: ``kernel[grid](*tensors, *numbers, **constants)``."""
 
-    Attributes:
-        kernel: the function that ``triton.jit`` returned.
-        grid: programs along two axes.
-        tensors: the first arguments, the first of which is present; None for absent ones.
-        numbers: the arguments after them, None for absent ones.
-        constants: the compile-time arguments, by name.
-        options: of Triton's compiler, such as the number of warps.
-    """
-
-    kernel: Any
-    grid: tuple[int, int]
-    tensors: tuple[Tensor | None, ...]
-    numbers: tuple[float | None, ...]
-    constants: dict[str, Any]
-    options: dict[str, Any]
+    kernel: Any  # the function that ``triton.jit`` returned
+    grid: tuple[int, int]  # programs along two axes
+    tensors: tuple[Tensor | None, ...]  # the first arguments, the first of which is present; None for absent ones
+    numbers: tuple[float | None, ...]  # counts, strides, then floats; None, for absent ones, becomes a constexpr
+    constants: dict[str, Any]  # the compile-time arguments, by name
+    options: dict[str, Any]  # of Triton's compiler, such as the number of warps
 
     @property
     def name(self) -> str:
@@ -85,19 +76,12 @@ def launch(
     fuse: bool = True,
     overlaps: bool = False,
 ) -> None:
-    """Launch ``kernel[grid](*tensors, *numbers, **constants)`` on the tensors' device, or hand it to an interceptor.
+    """Make a ``Launch`` on the tensors' device, or hand it to an interceptor.
 
     Nothing is remembered here: a recording (``kernels.recording``) remembers the launches of a whole call.
 
-    Args:
-        kernel: as in ``Launch``, and so are the next four.
-        grid: programs along two axes.
-        tensors: the first arguments, the first of which is present.
-        numbers: counts, strides, then floats; None becomes a constexpr.
-        constants: the compile-time arguments, by name.
-        warps: of a program.
-        fuse: a product that is added to may become one multiply-add, which does not round the product.
-        overlaps: the kernel may begin before the previous launch has ended, and calls ``await_previous``.
+    ``fuse``: a product that is added to may become one multiply-add, which does not round the product. ``overlaps``:
+    the kernel may begin before the previous launch has ended, and calls ``await_previous``.
     """
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": fuse}  # newer Triton has another default
     if overlaps:

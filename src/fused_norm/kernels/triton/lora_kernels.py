@@ -275,15 +275,11 @@ def launch_weights(
     x_scale: float = 1,
     mask: Tensor | None = None,
 ) -> None:
-    """Write the gradients of one weight or both, which are contiguous.
+    """Write the gradients of one weight or both, which are contiguous; h is [..., r].
 
-    Args:
-        h: [..., r].
-        of_b: dy [..., N], and db [N, r], of it times the scale and h, or None.
-        of_a: x [..., K], and dh [..., r] and da [r, K], of both, or None for these.
-        scale: that of the adapter.
-        x_scale: that of x.
-        mask: of x's shape, bool, contiguous; where it is False x counts as 0.
+    ``of_b``: dy [..., N], and db [N, r], of it times the scale and h, or None. ``of_a``: x [..., K], and dh [..., r]
+    and da [r, K], of both, or None for these. ``x_scale``: that
+    of x. ``mask``: of x's shape, bool, contiguous; where it is False x counts as 0.
     """
     (dy, db), (x, dh, da) = of_b, of_a
     arranged, (_, dy_stride, x_stride) = as_strided_rows(h, None if db is None else dy, None if da is None else x)

@@ -7,7 +7,6 @@ and ``inner`` belongs to the norm before the add.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -303,7 +302,9 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
         _launch_one_norm_at_a_time(spec, saved, gradients)
         return
     rows, device = size // width, device_props(saved.s.device)
-    dy, *more = _in_same_places(saved.s, saved.dy) if isinstance(saved.dy, tuple) else (saved.dy,)
+    dy, *more = saved.dy if isinstance(saved.dy, tuple) else (saved.dy,)
+    if more and not all(t.is_contiguous() for t in (saved.s, dy, *more)):  # the kernel has one row stride for all of dy
+        dy, *more = [empty_rows_like(saved.s, t.dtype).copy_(t) for t in (dy, *more)]
     arranged, spacing = as_strided_rows(
         saved.s, dy, saved.ds, saved.x, dx, dr, saved.s_scale, saved.rstd, saved.inner_rstd
     )
@@ -348,13 +349,6 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
         launch(_backward_kernel, (programs, 1), tensors, (rows, *strides, scale), constants, warps=plan.warps)
     if partials is not None:
         reduce_partials(partials, first, second, programs, most, device)
-
-
-def _in_same_places(s: Tensor, dys: tuple[Tensor, ...]) -> Sequence[Tensor]:
-    """Gradients of several consumers with rows in the same places, as those of linears have them."""
-    if s.is_contiguous() and all(dy.is_contiguous() for dy in dys):
-        return dys
-    return [empty_rows_like(s, dy.dtype).copy_(dy) for dy in dys]
 
 
 def _launch_one_norm_at_a_time(spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:

@@ -273,7 +273,7 @@ def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Seque
     copies = [empty_weight_like(getattr(inputs, name), name in copied) for name in ("inner_weight", "weight")]
     y = empty_rows_like(x, y_dtype) if inputs.normed else None
     narrow = None if inputs.narrow_dtype is None else empty_rows_like(x, inputs.narrow_dtype)
-    return NormOutputs(y, s, *rstds, *copies, narrow)
+    return NormOutputs(y, s, *rstds, *copies)._replace(narrow=narrow)
 
 
 def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs, mode: Mode | None = None) -> None:

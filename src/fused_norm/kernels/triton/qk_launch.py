@@ -41,43 +41,25 @@ Sides = tuple[Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class _TileShape:
-    """Compile-time constants that all tiles share.
+    """Compile-time constants that all tiles share."""
 
-    Attributes:
-        N: elements of a row.
-        R: elements of it that RoPE turns.
-        BLOCK: columns that are loaded at once.
-        GRAIN: elements that stay together when RoPE swaps halves.
-        LONG: whether offsets need 64 bits.
-        LAYOUT: of ``spec.RotaryLayout``.
-        BY_PAIR: whether the first halves of cos and sin have the angles of pairs.
-    """
-
-    N: int
-    R: int
-    BLOCK: int
-    GRAIN: int
-    LONG: bool
+    N: int  # elements of a row
+    R: int  # elements of it that RoPE turns
+    BLOCK: int  # columns that are loaded at once
+    GRAIN: int  # elements that stay together when RoPE swaps halves
+    LONG: bool  # offsets need 64 bits
     LAYOUT: RotaryLayout
-    BY_PAIR: bool
+    BY_PAIR: bool  # the first halves of cos and sin have the angles of pairs
 
 
 class _Layout(NamedTuple):
-    """The rows of some tensors of one shape, as heads of tokens of batches.
+    """The rows of some tensors of one shape, as heads of tokens of batches."""
 
-    Attributes:
-        tokens: in all batches.
-        length: tokens of a batch.
-        heads: of a token.
-        strides: of batch, token and head, for each tensor.
-        long: whether an offset could pass 2^31.
-    """
-
-    tokens: int
-    length: int
-    heads: int
-    strides: tuple[int, ...]
-    long: bool
+    tokens: int  # in all batches
+    length: int  # tokens of a batch
+    heads: int  # of a token
+    strides: tuple[int, ...]  # of batch, token and head, for each tensor
+    long: bool  # an offset could pass 2^31
 
 
 def empty_heads(
@@ -107,11 +89,11 @@ def launch_qk_forward(
     inputs: Inputs,
     outputs: Sides,
     unsqueeze_dim: int,
+    layout: RotaryLayout = "half",
+    angles_by_pair: bool = False,
     *,
     single_rounding: bool = False,
     inverse: bool = False,
-    layout: RotaryLayout = "half",
-    angles_by_pair: bool = False,
     copies: Sides = (None, None),
 ) -> None:
     """Write q and k normalised and, with cos and sin, rotated to ``outputs``, and their weights to ``copies``.

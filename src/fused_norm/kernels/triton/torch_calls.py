@@ -26,11 +26,6 @@ class Product(NamedTuple):
     bias: Tensor | None
     transposed: bool
 
-    @property
-    def name(self) -> str:
-        """As a launch has the name of its kernel."""
-        return "product"
-
     def run(self) -> None:
         """Compute it."""
         x, y = (one.view(-1, one.shape[-1]) for one in (self.x, self.y))
@@ -55,11 +50,6 @@ class Cast(NamedTuple):
 
     x: Tensor
     y: Tensor
-
-    @property
-    def name(self) -> str:
-        """As a launch has the name of its kernel."""
-        return "cast"
 
     def run(self) -> None:
         """Compute it."""
