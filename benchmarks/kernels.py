@@ -36,10 +36,7 @@ _ROUNDS = (5, 100)
 
 
 def measure(
-    run: BenchmarkRun,
-    cases: Sequence[OperatorCase],
-    dtypes: Sequence[torch.dtype],
-    providers: Sequence[Provider],
+    run: BenchmarkRun, cases: Sequence[OperatorCase], dtypes: Sequence[torch.dtype], providers: Sequence[Provider]
 ) -> None:
     """Measure every case, dtype, direction and provider, as far as time allows.
 
@@ -104,7 +101,11 @@ def _prepare(
     direction: Direction = "backward" if result.kind == "backward" else "forward"
     calls = operator_calls(function, direction, sets, copy_gradients=provider.overwrites_gradients)
     device, dtype = first.arguments[0].device, first.arguments[0].dtype
-    _poison(exact, device)
+    # The memory that is allocated next holds NaN, so that results that are not written are seen to be wrong.
+    if device.type != "cpu":
+        torch.cuda.empty_cache()  # Else blocks that hold the results of others would be taken first.
+    block = torch.full((8 * sum(true.numel() for true in exact),), float("nan"), device=device)
+    del block
     result = result.checked(worst_error(calls[0](), exact), tolerance(dtype, case))
     if result.bad:
         return result, None
@@ -137,11 +138,3 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The memory that tensors lie in: bytes by address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
-
-def _poison(exact: Sequence[Tensor], device: torch.device) -> None:
-    """Fill the memory that is allocated next with NaN, so that results that are not written are seen to be wrong."""
-    if device.type != "cpu":
-        torch.cuda.empty_cache()  # Else blocks that hold the results of others would be taken first.
-    block = torch.full((8 * sum(true.numel() for true in exact),), float("nan"), device=device)
-    del block

@@ -67,9 +67,13 @@ class PairedRatio:
     def of(cls, seconds: Sequence[float], base: Sequence[float]) -> PairedRatio:
         """The ratio of ``seconds`` to ``base``, one time each for every round, in the same order."""
         ratios = sorted(time / base_time for time, base_time in zip(seconds, base, strict=True))
-        rank = _interval_rank(len(ratios))
+        rounds, rank, tail = len(ratios), 0, 1 / 2 ** len(ratios)
+        # The largest k with 2 P(B < k) <= 5 %, where B is the number of heads in so many coin tosses.
+        while 2 * tail <= 1 - CONFIDENCE and rank < rounds:
+            rank += 1
+            tail += math.comb(rounds, rank) / 2**rounds
         low, high = (ratios[rank - 1], ratios[-rank]) if rank else (None, None)
-        return cls(statistics.median(ratios), low, high, len(ratios))
+        return cls(statistics.median(ratios), low, high, rounds)
 
     @property
     def verdict(self) -> Literal["faster", "slower", "within noise"]:
@@ -115,13 +119,3 @@ def in_turns(
                 del samples[name]
                 failed(name, error)
     return samples
-
-
-def _interval_rank(rounds: int) -> int:
-    """The largest k with 2 P(B < k) <= 5 %, where B is the number of heads in ``rounds`` coin tosses."""
-    rank, tail = 0, 0.0
-    while True:
-        tail += math.comb(rounds, rank) / 2**rounds
-        if 2 * tail > 1 - CONFIDENCE or rank >= rounds:
-            return rank
-        rank += 1
