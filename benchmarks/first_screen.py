@@ -53,12 +53,7 @@ def cells_of(table: str) -> dict[tuple[str, str], str]:
 
 
 def draw(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str], str]) -> str:
-    """The picture as SVG, for light and dark pages.
-
-    Args:
-        losses: of the runs ``stock`` and ``fused``, step by step.
-        cells: of the table of steps.
-    """
+    """The picture as SVG for light and dark pages: losses of ``stock`` and ``fused``, and cells of the table of steps."""
     return for_light_and_dark(partial(_figure, losses, cells), "first screen")
 
 
@@ -95,8 +90,7 @@ def _figure(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str
         axes.invert_yaxis()
         axes.set_title(title, fontsize=10)
     memory.set_yticklabels([])
-    handles, labels = time.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), frameon=False)
+    figure.legend(*time.get_legend_handles_labels(), loc="outside lower right", ncols=len(COLOURS), frameon=False)
     for axes in (curves, time, memory):
         axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -38,14 +38,7 @@ _ROUNDS = (5, 100)
 def measure(
     run: BenchmarkRun, cases: Sequence[OperatorCase], dtypes: Sequence[torch.dtype], providers: Sequence[Provider]
 ) -> None:
-    """Measure every case, dtype, direction and provider, as far as time allows.
-
-    Args:
-        run: gives the device and the time left, and takes the results.
-        cases: in the order of measuring.
-        dtypes: of activations and weights.
-        providers: those that cannot be measured here are noted as left out.
-    """
+    """Measure every case, dtype of activations and weights, direction and provider, as far as time allows."""
     present = run.present(providers, "kernels")
     with own_stream(run.device), repeatable_backwards():
         for dtype in dtypes:
@@ -63,11 +56,7 @@ def operator_calls(
 ) -> list[OperatorCall]:
     """Make the call that is timed, one for each set of inputs; for a backward the forward runs here.
 
-    Args:
-        function: the operator of a provider.
-        direction: a forward's call is meant for ``torch.no_grad``.
-        sets: inputs.
-        copy_gradients: give each backward its own copies of the gradients.
+    A forward's call is meant for ``torch.no_grad``. ``copy_gradients``: each backward has copies of its own.
     """
     if direction == "forward":
         return [partial(function, *inputs.detached()) for inputs in sets]

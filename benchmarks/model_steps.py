@@ -88,8 +88,7 @@ class BenchmarkedModel:
     def forward_backward(self, model: Any = None) -> Tensor:
         """Run forward and backward, and return the loss, or without a head the last hidden state.
 
-        Args:
-            model: what to call instead of the model itself, such as its compiled form.
+        ``model``: what to call instead of the model itself, such as its compiled form.
         """
         model, ends_in = self.model if model is None else model, "loss" if self.has_loss else "last_hidden_state"
         casts = torch.autocast(self.tokens.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
@@ -109,12 +108,7 @@ class BenchmarkedModel:
         self.drop_gradients()
 
     def outputs_and_gradients(self, model: Any = None, seed: int = 0) -> list[Tensor]:
-        """The output and the gradients of what is watched, a vector each, to be compared with stock's.
-
-        Args:
-            model: what to call instead of the model itself.
-            seed: of dropout.
-        """
+        """The output and the gradients of what is watched, a vector each, to be compared; ``seed`` is of dropout."""
         torch.manual_seed(seed)
         output = self.forward_backward(model).detach().flatten()
         weights = [self.model.get_parameter(path) for path in self.watched]
@@ -233,10 +227,7 @@ def randomize_norm_weights(model: nn.Module, generator: torch.Generator) -> dict
 def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> BenchmarkedModel:
     """Build the model of a case, with random norm weights, and the inputs of its step.
 
-    Args:
-        case: of a step that is taken in this process, or in each of several.
-        dtype: of the weights; of autocast or of gathered weights if the weights are fp32.
-        device: of all of it.
+    ``dtype``: of the weights; of autocast or of gathered weights if the weights are fp32.
     """
     from transformers import AutoModel, AutoModelForCausalLM
 

@@ -83,7 +83,8 @@ def _fused(step: BenchmarkedModel, **options: Any) -> Patched:
 def _without(step: BenchmarkedModel, option: str) -> Patched:
     """Turn one option off; refused if that cannot be told from ``fused`` or from ``stock``."""
     fused: list[set[tuple[str, str]]] = []
-    for options in ({}, {option: False}):
+    choices: tuple[dict[str, Any], ...] = ({}, {option: False})
+    for options in choices:
         remove_fused_norm(step.model)
         report = apply_fused_norm(step.model, strict=False, **options)
         blocks = [block for block in report.consumers if block.reason is None]

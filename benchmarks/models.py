@@ -62,12 +62,7 @@ def measure(
 ) -> None:
     """Measure every case, all its variants in turns, as far as time allows.
 
-    Args:
-        run: gives the device and the time left, and takes the results.
-        cases: models, steps and batches.
-        variants: of ``VARIANTS``.
-        dtype: of the weights.
-        part: ``models``, or ``features`` for ratios to ``BASE`` over more rounds.
+    ``dtype``: of the weights. ``part``: ``models``, or ``features`` for ratios to ``BASE`` over more rounds.
     """
     for case in cases if variants else ():
         if run.passes_over(f"{part}: {case.name} {', '.join(variants)}", why_not_here(case)):

@@ -90,7 +90,7 @@ def in_turns(
     *,
     rounds: tuple[int, int],
     seconds: float,
-    failed: Callable[[str, Exception], None],
+    failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[T]]:
     """Take one sample of each in every round, in a freshly shuffled order, so that what drifts drifts for all.
 
@@ -98,7 +98,7 @@ def in_turns(
         samplers: by name; a call takes a sample.
         rounds: the fewest and the most.
         seconds: after which no round is begun beyond the fewest.
-        failed: is told of a sampler that raises, which then has no more turns.
+        failed: is told of a sampler that raises, which then has no more turns; if None, it raises.
 
     Returns:
         The samples of those that never raised, one for each round.
@@ -115,6 +115,8 @@ def in_turns(
             try:
                 samples[name].append(samplers[name]())
             except Exception as error:  # of whatever kind: the others are measured all the same
+                if failed is None:
+                    raise
                 order.remove(name)
                 del samples[name]
                 failed(name, error)

@@ -54,10 +54,8 @@ def describe(results: Results) -> str:
 def pivot(rows: Sequence[Result], text: Text, columns: Mapping[str, Text] | None = None) -> list[list[str]]:
     """The cells of a line for each case, with a column for each provider; forward and backward share a cell.
 
-    Args:
-        rows: of one part and dtype. Cases stand in their order, those of an operator together.
-        text: what a cell says.
-        columns: further columns, by name: what they say of a case, asked with any of its results.
+    Cases stand in the order of ``rows``, those of an operator together. ``columns``: further ones, by name: what they
+    say of a case, asked with any of its results.
     """
     columns = columns or {}
     names, cases = dict.fromkeys(row.by for row in rows), dict.fromkeys(row.row for row in rows)
@@ -188,9 +186,7 @@ def _step_table(steps: Sequence[Result]) -> str:
 def steps_in_markdown(results: Results, variants: Sequence[str] | None = None) -> str | None:
     """The table of steps for a page; None without steps.
 
-    Args:
-        results: of a run.
-        variants: those that have columns, in order, among which the fastest is marked; None for all.
+    ``variants``: those that have columns, in order, among which the fastest is marked; None for all.
     """
     steps = results.of("models")
     if variants is not None:
@@ -209,11 +205,11 @@ def _ways(steps: Sequence[Result], fastest: str) -> list[list[str]]:
         lines.append([row_name])
         for step in map(of_row.get, names):
             if step is None or step.seconds is None:
-                time, memory = "" if step is None else "-" if step.verdict == "refused" else step.verdict, ""
+                cells = ["" if step is None else "-" if step.verdict == "refused" else step.verdict, ""]
             else:
                 time = (fastest if step is best else "{}").format(f"{1e3 * step.seconds:.1f}")
-                memory = _gibibytes(step.peak_bytes)
-            lines[-1] += [time, memory][:width]
+                cells = [time, _gibibytes(step.peak_bytes)]
+            lines[-1] += cells[:width]
     return lines
 
 

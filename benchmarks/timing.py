@@ -88,10 +88,7 @@ def sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
     What a call returns keeps its memory until its set's next turn: outputs that took turns in one buffer would stay in
     the cache.
 
-    Args:
-        calls: the same call on each set of inputs. To be called inside ``own_stream``, as everything that made the
-            inputs was.
-        device: where they run.
+    ``calls``: the same call on each set of inputs. To be called inside ``own_stream``, as what made the inputs was.
     """
     if device.type == "cpu":
         return Sampler(lambda: _wall(calls) / len(calls), "wall")

@@ -158,12 +158,8 @@ class Prepared:
 
     def in_turns(self, rule: Rule) -> tuple[float, float]:
         """The times today and by ``rule``: medians of samples that were taken in turns, in seconds."""
-
-        def failed(name: str, error: Exception) -> None:
-            raise error
-
         takes = {"today": self.sampler(None), "rule": self.sampler(rule)}
-        samples = in_turns(takes, rounds=(_TURNS, _TURNS), seconds=0, failed=failed)
+        samples = in_turns(takes, rounds=(_TURNS, _TURNS), seconds=0)
         return statistics.median(samples["today"]), statistics.median(samples["rule"])
 
 

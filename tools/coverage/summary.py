@@ -111,10 +111,7 @@ def stored(folder: Path) -> dict[str, Path]:
 def changes(old: Summary, new: Summary, only: Sequence[str] = ()) -> list[str]:
     """A line for every class and type that came, went or changed from one summary to the other.
 
-    Args:
-        old: the earlier one.
-        new: the later one.
-        only: the model types that ``new`` is of, all if there is none; of a few it cannot be told what is gone.
+    ``only``: the model types that ``new`` is of, all if there is none; of a few it cannot be told what is gone.
     """
     lines = []
     for name in sorted(new.classes.keys() | (() if only else old.classes.keys())):

@@ -45,7 +45,8 @@ class TracedSums(TorchDispatchMode):
         for path, module in model.named_modules():
             enter = functools.partial(self._enter, path)
             is_plain = not module._parameters and not module._modules and not module._buffers
-            leave = functools.partial(self._leave, is_plain and _activates(type(module)))
+            cls: Any = type(module)
+            leave = functools.partial(self._leave, is_plain and _activates(cls))
             self._handles += [
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave, always_call=True),

@@ -151,19 +151,15 @@ def judged(model: nn.Module) -> dict[str, Normalises]:
 def parts_of(model: nn.Module) -> set[Any]:
     """Return a model's parts: its classes, and the kinds of places of its norms, by class, holder and attribute."""
     modules = dict(model.named_modules())
-    places = {_place(path, modules) for path, kind in judged(model).items() if kind in ("rms", "gated")}
+    norms = [path for path, kind in judged(model).items() if kind in ("rms", "gated")]
+    places = {(type(modules[path]).__name__, _holder(path, modules), _name(path)) for path in norms}
     return places | {type(module).__name__ for module in modules.values()}
 
 
 def small_model(whole: nn.Module, config: Any) -> tuple[SmallModel | None, str | None]:
-    """The smallest model that runs and consists of all that the whole model consists of.
+    """The smallest model that runs and consists of all that the whole one, on the meta device, consists of.
 
-    Args:
-        whole: on the meta device.
-        config: that of the whole model.
-
-    Returns:
-        The model in which most norms ran, or None, and why some did not.
+    If there is none, the model in which most norms ran, or None; and why some did not.
     """
     best: SmallModel | None = None
     why: str | None = "no smaller config builds"
@@ -304,10 +300,6 @@ def _name(path: str) -> str:
 
 def _holder(path: str, modules: Any) -> str:
     return name_of(type(modules[re.sub(r"\.?[^.]+(\.\d+)?$", "", path)]))
-
-
-def _place(path: str, modules: Any) -> Any:
-    return type(modules[path]).__name__, _holder(path, modules), _name(path)
 
 
 def _add_classes(result: TypeCount, role: str, modules: Iterable[nn.Module]) -> None:

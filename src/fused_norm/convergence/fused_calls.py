@@ -225,12 +225,12 @@ class _Watch:
             given = signature.bind(*positional, **named)
             # The modules whose weights take part; for a LoRA layer those of its adapters.
             weighted: list[nn.Module] = []
-            layer: Any
-            for layer in given.arguments.values():
-                if isinstance(layer, FusedNorm | FusedExperts | FusedHead | nn.Conv1d):
-                    weighted.append(layer)
-                elif isinstance(layer, FusedAdapter):
-                    weighted += (*layer.lora_A.values(), *layer.lora_B.values())
+            for argument in given.arguments.values():
+                if isinstance(argument, FusedNorm | FusedExperts | FusedHead | nn.Conv1d):
+                    weighted.append(argument)
+                elif isinstance(argument, FusedAdapter):
+                    adapter: Any = argument
+                    weighted += (*adapter.lora_A.values(), *adapter.lora_B.values())
             kept = with_arguments(given, copied if self._with_tensors else lambda tensor: tensor.new_empty(0))
             call = FusedCall(path, method, tuple(self._paths[id(module)] for module in weighted), kept)
             self._outermost = call
@@ -242,10 +242,8 @@ class _Watch:
             tensors = returned(outputs if computes(call) else outputs[1])
             if not computes(call) and (len(tensors) == len(set(map(id, tensors))) or not tensors[0].requires_grad):
                 call.operators.append(_OWN_INPUTS)
-            if isinstance(positional[0], FusedAdapter) and autocast_dtype(tensors_of(positional[1])[0]) is None:
-                layer = positional[0]
-                if any(weight.dtype == torch.float32 for weight in layer.lora_A.parameters()):
-                    call.operators.append(_IN_FLOAT32)
+            if isinstance(positional[0], FusedAdapter) and _multiplies_in_float32(*positional[:2]):
+                call.operators.append(_IN_FLOAT32)
             call.dtypes = [tensor.dtype for tensor in tensors]
             if isinstance(outputs, tuple) and len(pair := tensors_in(outputs[:2])) > 1:
                 call.is_one_node = pair[0].grad_fn is not None and pair[0].grad_fn is pair[1].grad_fn
@@ -340,6 +338,11 @@ def returned(outputs: Any) -> list[Tensor]:
 def copied(tensor: Tensor) -> Tensor:
     """A copy that is a leaf of autograd, and requires a gradient if the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _multiplies_in_float32(layer: Any, x: Any) -> bool:
+    weights = layer.lora_A.parameters()
+    return autocast_dtype(tensors_of(x)[0]) is None and any(weight.dtype == torch.float32 for weight in weights)
 
 
 def with_arguments(given: inspect.BoundArguments, change: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:

@@ -230,7 +230,7 @@ class PairedRuns:
             outputs, output_gradients = layer_tensors(model, tokens, mixed=precision.mixed)
             seen, graphs = stack.enter_context(observed(model, is_compiled=is_compiled)), list[list[str]]()
             model = set_up_execution(model, self.comparison, self.plan.settings.compile_backend, graphs)
-            initial = _snapshots(model)
+            initial = {name: snapshot(parameter) for name, parameter in trained_parameters(model)}
             gradients, final = dict[str, Tensor](), dict[str, Tensor]()
             labels, leaves_out_many = None, self.comparison.execution == "loss"
             # Means over unequal numbers of labels would depend on how a step is split into micro-batches.
@@ -246,7 +246,9 @@ class PairedRuns:
                 cut_last=not is_compiled,  # it would be compiled twice
                 on_step=on_step,
                 on_gradients=noted_gradients,
-                on_end=lambda trained: final.update(_snapshots(trained)),
+                on_end=lambda trained: final.update(
+                    (name, snapshot(each)) for name, each in trained_parameters(trained)
+                ),
             )
         if is_compiled:  # linears read what a stock norm returns, and the head is stock
             changed = [site for site in changed if site.kind not in ("consumers", "loss")]
@@ -317,7 +319,3 @@ def fused_for(feature: str) -> ModelChange:
         yield *report.fused, *(row for row in report.consumers if row.reason is None)
 
     return fused
-
-
-def _snapshots(model: nn.Module) -> dict[str, Tensor]:
-    return {name: snapshot(parameter) for name, parameter in trained_parameters(model)}

@@ -46,14 +46,13 @@ def read_files(paths: Iterable[Path]) -> Iterator[str]:
             raise ValueError(f"{path} is not UTF-8 text; convert it or leave it out") from error
 
 
-def read_dataset(name: str, *, column: str = "text", split: str = "train") -> Iterator[str]:
-    """The texts of a dataset, streamed in its own order.
+def read_dataset(name: str, *, column: str = "text") -> Iterator[str]:
+    """The texts of a dataset's split ``train``, streamed in its own order.
 
     Args:
         name: what ``datasets.load_dataset`` takes, a folder or a name on the hub, followed by ``:config`` if
             the dataset has configurations.
         column: holds the text.
-        split: which part of the dataset.
 
     Raises:
         ValueError: the dataset cannot be loaded, or has no such column.
@@ -62,10 +61,10 @@ def read_dataset(name: str, *, column: str = "text", split: str = "train") -> It
 
     path, _, config = name.partition(":")
     try:
-        rows = datasets.load_dataset(path, config or None, split=split, streaming=True)
+        rows = datasets.load_dataset(path, config or None, split="train", streaming=True)
         columns = rows.column_names or list(next(iter(rows)))
     except Exception as error:
-        raise ValueError(f"cannot load the dataset {name!r} (split {split!r}): {error}") from error
+        raise ValueError(f"cannot load the dataset {name!r} (split 'train'): {error}") from error
     if column not in columns:
         raise ValueError(f"the dataset {name!r} has no column {column!r}; it has {', '.join(columns)}")
     return (row[column] for row in rows)
