@@ -309,12 +309,9 @@ def _with_a_nan(tensor: Tensor) -> Tensor:
 def _with_tensors(
     call: FusedCall, change: Callable[[Tensor], Tensor], change_gradient: Callable[[Tensor], Tensor] | None = None
 ) -> FusedCall:
-    """A call with other tensors of rows; its labels, one for each row, are those of the same rows.
+    """A call with other tensors of rows, which ``change`` makes; its labels, one for each row, are those of these rows.
 
-    Args:
-        call: with the tensors.
-        change: makes the other ones of those that the call is given.
-        change_gradient: makes those of its gradients, if ``change`` does not.
+    ``change_gradient``: makes those of its gradients, if ``change`` does not.
     """
 
     def changed(tensor: Tensor, change: Callable[[Tensor], Tensor] = change) -> Tensor:

@@ -96,10 +96,7 @@ class Allocations:
 def held_memory(loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], device: torch.device) -> HeldMemory:
     """Run a step, forward and backward, and measure what it holds.
 
-    Args:
-        loss_of: computes the loss.
-        layers: modules that the forward calls once each, by path.
-        device: of the model.
+    ``layers``: modules that the forward calls once each, by path.
     """
     begins: dict[str, int] = {}
     ends: dict[str, int] = {}
@@ -129,10 +126,7 @@ def levels_not_kept(
 ) -> dict[str, list[str]]:
     """The layers that hold as much for their backward as at the level of ``recompute`` below, by what is wrong.
 
-    Args:
-        model: patched; its modules are looked up by path.
-        reports: of each level but the first.
-        held: by a step at each of ``LEVELS``.
+    ``reports``: of each level but the first. ``held``: by a step at each of ``LEVELS``.
     """
     layers_by_reason: dict[str, list[str]] = {}
     for below, level in pairwise(LEVELS):

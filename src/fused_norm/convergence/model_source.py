@@ -142,11 +142,9 @@ def add_adapters(model: Any, comparison: Comparison) -> None:
 
 
 def quantise(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Pack the linears of a model's layers into nf4 with double quantisation; all else is frozen, in fp32.
+    """Pack the linears of a model's layers, in place, into nf4 with double quantisation; all else is frozen, in fp32.
 
-    Args:
-        model: changed in place.
-        dtype: of the linears' products.
+    ``dtype``: of the linears' products.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
     from peft import prepare_model_for_kbit_training

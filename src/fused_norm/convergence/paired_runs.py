@@ -116,9 +116,7 @@ class PairedRuns:
         an execution computes values a second time, the step is held to one that keeps them; with ``recompute`` at each
         level, which has to hold fewer bytes than the one below. None for compiled code, which has no calls.
 
-        Args:
-            fused: makes the model.
-            in_half: a model in bf16 is checked in fp16 as well, in which it is not trained.
+        ``in_half``: a model in bf16 is checked in fp16 as well, in which it is not trained.
         """
         model, tokens, mixed = self.checked_model()
         not_done: dict[str, list[str]] = {}
@@ -155,12 +153,8 @@ class PairedRuns:
     ) -> dict[str, float]:
         """Hold a fused step to the bits of one with other options, by the share of each gradient that differs.
 
-        Empty on a GPU, where kernels that read other dtypes, and products, add up in another order.
-
-        Args:
-            fused: makes the model.
-            loss_of: computes the loss of a model and tokens.
-            without: of ``apply_fused_norm``: those of the step that is right.
+        Empty on a GPU, where kernels that read other dtypes, and products, add up in another order. ``without``: the
+        options of ``apply_fused_norm`` in the step that is right.
         """
         model, tokens, mixed = self.checked_model()
         if tokens.is_cuda:

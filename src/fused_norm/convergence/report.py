@@ -78,9 +78,7 @@ _REASONS = (
 def as_page(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -> str:
     """The report as one HTML page that needs nothing else, light or dark as the reader has it.
 
-    Args:
-        results: of all comparisons.
-        facts: versions, device, data, settings.
+    ``facts``: versions, device, data, settings.
     """
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "transformers") if name in facts)
     wrong = explanations(results)

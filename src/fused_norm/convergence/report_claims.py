@@ -35,12 +35,8 @@ def claims_not_kept(
 ) -> dict[str, list[str]]:
     """Return the places in which a step has not done what rows of the report promise, by what it did instead.
 
-    Args:
-        model: patched.
-        sites: the rows of its report that were fused.
-        calls: those of the step, with their gradients.
-        tokens: that the step was of.
-        mixed: under bf16 autocast.
+    ``sites``: the rows of the report that were fused. ``calls``: those of a step with these tokens, with their
+    gradients. ``mixed``: under bf16 autocast.
     """
     places_by_claim: dict[str, list[str]] = {}
 

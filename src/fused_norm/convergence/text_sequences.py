@@ -97,27 +97,18 @@ def pack(texts: Iterable[str], *, length: int, limit: int, tokenize: Tokenize = 
 
 
 def varied(sequences: Tensor) -> Tensor:
-    """Those sequences of which no token makes up more than half, in their order.
+    """Those sequences, (sequences, length) int64, of which no token makes up more than half, in their order.
 
     In a run of one character all positions are alike, and round alike: they count as one.
-
-    Args:
-        sequences: (sequences, length), int64.
     """
     most = sequences.mode(dim=1, keepdim=True).values
     return sequences[(sequences == most).float().mean(dim=1) <= 0.5]
 
 
 def training_order(sequences: Tensor, *, count: int, seed: int) -> Tensor:
-    """``count`` sequences in training order: one shuffled pass over all of them after another.
+    """``count`` sequences in training order, (count, length): one shuffled pass over all of them after another.
 
-    Args:
-        sequences: (sequences, length), any dtype, one sequence or more.
-        count: how many to draw.
-        seed: of the order.
-
-    Returns:
-        (count, length), of the dtype of ``sequences``.
+    ``sequences``: (sequences, length), any dtype, one sequence or more. ``seed``: of the order.
     """
     generator = torch.Generator().manual_seed(seed)
     passes = [torch.randperm(len(sequences), generator=generator) for _ in range(-(-count // len(sequences)))]

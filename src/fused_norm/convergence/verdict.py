@@ -214,15 +214,9 @@ def judge(
     *,
     execution: str = "eager",
 ) -> Verdict:
-    """The verdict on a fused run, on its calls, or on both.
+    """The verdict on a fused run, on its calls, or on both, from the stock run and harmlessly perturbed ones.
 
-    Args:
-        precision: a key of ``PRECISIONS``.
-        stock: the run that the others were compared with.
-        controls: harmlessly perturbed stock runs.
-        fused: the fused run.
-        calls: fused calls, compared with the stock modules.
-        execution: how the steps ran, one of ``EXECUTIONS``.
+    ``precision``: a key of ``PRECISIONS``. ``execution``: how the steps ran, one of ``EXECUTIONS``.
     """
     if reasons := tuple(_invalid(NOISE_CAPS[precision], stock, controls, calls, execution)):
         return Verdict("invalid", reasons, ())
