@@ -53,7 +53,7 @@ def cells_of(table: str) -> dict[tuple[str, str], str]:
 
 
 def draw(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str], str]) -> str:
-    """The picture as SVG for light and dark pages: ``losses`` of stock and fused, and ``cells`` of the table of steps."""
+    """The picture as SVG, for light and dark pages: ``losses`` of stock and fused, ``cells`` of the table of steps."""
     return for_light_and_dark(partial(_figure, losses, cells), "first screen")
 
 
