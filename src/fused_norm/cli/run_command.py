@@ -61,18 +61,19 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(stock)
         _say(stock)
     with _as_python_would(target, args.is_module, arguments):
-        if args.is_module and not _find_module(target):
-            raise UsageError(f"there is no module {target}")
+        if args.is_module:
+            module = None
+            with suppress(ModuleNotFoundError):
+                module = importlib.util.find_spec(target)
+            if module is None:
+                raise UsageError(f"there is no module {target}")
         return _run_fused(target, args.is_module, options)
 
 
 def _run_fused(target: str, is_module: bool, options: FuseOptions) -> int:
     from ..patcher import on_load
 
-    with (
-        _processes_told(options) as reports,
-        on_load(everywhere=True, notify=partial(_tell, reports), **vars(options)),
-    ):
+    with _processes_told(options) as reports, on_load(everywhere=True, notify=partial(_tell, reports), **vars(options)):
         leave_to_script()
         try:
             if is_module:
@@ -140,13 +141,6 @@ def _processes_told(options: FuseOptions) -> Iterator[Path]:
                 os.environ.pop(name, None)
                 if name in before:
                     os.environ[name] = before[name]
-
-
-def _find_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _tell(reports: Path, report: PatchReport) -> None:

@@ -56,8 +56,7 @@ _KINDS: Mapping[str, _Kind] = {
     "residual": _Kind(frozenset({"add_rms_norm", "norm_add_norm"})),
     "sandwich": _Kind(frozenset({"norm_add", "norm_add_norm"})),
     "rope": _Kind(
-        frozenset({"qk_norm_rope", "rope"}),
-        frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
+        frozenset({"qk_norm_rope", "rope"}), frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"})
     ),
     "mlp": _Kind(
         frozenset({"glu", "glu_for_consumers"}),

@@ -120,9 +120,7 @@ def held_memory(loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], 
 
 
 def levels_not_kept(
-    model: nn.Module,
-    reports: Mapping[RecomputeLevel, PatchReport],
-    held: Mapping[RecomputeLevel, HeldMemory],
+    model: nn.Module, reports: Mapping[RecomputeLevel, PatchReport], held: Mapping[RecomputeLevel, HeldMemory]
 ) -> dict[str, list[str]]:
     """The layers that hold as much for their backward as at the level of ``recompute`` below, by what is wrong.
 

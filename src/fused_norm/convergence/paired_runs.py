@@ -23,16 +23,7 @@ from ..kernels.triton.devices import use_plans
 from ..patcher import Site, apply_fused_norm, disabled
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_checks import CallRecord, calls_of_step, compare
-from .comparison import (
-    LORA,
-    PRECISIONS,
-    QLORA,
-    RECOMPUTE,
-    SECOND_RUNS,
-    WITH_DROPOUT,
-    Comparison,
-    options_for_feature,
-)
+from .comparison import LORA, PRECISIONS, QLORA, RECOMPUTE, SECOND_RUNS, WITH_DROPOUT, Comparison, options_for_feature
 from .fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .plan import Plan
@@ -162,11 +153,7 @@ class PairedRuns:
         apply_fused_norm(model, **options_for_feature(self.comparison.feature) | without)
         with contextlib.ExitStack() as stack, use_plans(same_plans(model)):
             return changed_bits(
-                model,
-                tokens[:1],
-                lambda model: stack.enter_context(fused(model)),
-                mixed=mixed,
-                loss_of=loss_of,
+                model, tokens[:1], lambda model: stack.enter_context(fused(model)), mixed=mixed, loss_of=loss_of
             )
 
     def checked_model(self) -> tuple[nn.Module, Tensor, bool]:

@@ -158,12 +158,7 @@ def _shares_of_others(
 
 
 def check_levels(
-    model: nn.Module,
-    tokens: Tensor,
-    options: Mapping[str, Any],
-    *,
-    calls: list[FusedCall],
-    mixed: bool = False,
+    model: nn.Module, tokens: Tensor, options: Mapping[str, Any], *, calls: list[FusedCall], mixed: bool = False
 ) -> tuple[dict[str, float], dict[str, list[str]]]:
     """Hold a step at each level of ``recompute`` to the bits of one that keeps all, and to fewer bytes at each level.
 

@@ -231,11 +231,7 @@ def judge(
 
 
 def _invalid(
-    caps: Mapping[str, float],
-    stock: RunRecord,
-    controls: Sequence[RunRecord],
-    calls: CallRecord | None,
-    execution: str,
+    caps: Mapping[str, float], stock: RunRecord, controls: Sequence[RunRecord], calls: CallRecord | None, execution: str
 ) -> Iterator[str]:
     """The reasons for which a comparison says nothing."""
     for name, run in (("stock", stock), *((f"control {index}", run) for index, run in enumerate(controls))):
@@ -268,11 +264,7 @@ def _invalid(
 
 
 def _checks(
-    precision: str,
-    stock: RunRecord,
-    controls: Sequence[RunRecord],
-    fused: RunRecord | None,
-    calls: CallRecord | None,
+    precision: str, stock: RunRecord, controls: Sequence[RunRecord], fused: RunRecord | None, calls: CallRecord | None
 ) -> Iterator[BoundCheck]:
     for measure in MEASURES if calls is not None else ():
         if measure.bar is not None:
