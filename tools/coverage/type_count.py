@@ -251,13 +251,12 @@ def _count_in_small_model(result: TypeCount, small: SmallModel) -> None:
     modules = dict(small.model.named_modules())
     # Some q and k norms come after the rotation, which adds too, but no residual.
     fed = {path for path in small.traced.fed if not _QK.search(_name(path))}
-    _settle(result, "residual", fed, report, modules)
     # What transformers' decorator of experts sets.
     experts = {path for path, module in modules.items() if {"has_gate", "is_transposed"} <= vars(module).keys()}
-    _settle(result, "experts", experts, report, modules)
     gated = {path for path in small.traced.gated if normalises(modules[path]) is None} - experts
-    _settle(result, "mlp", gated, report, modules)
-    _settle(result, "conv", small.traced.convolved, report, modules)
+    places = {"residual": fed, "experts": experts, "mlp": gated, "conv": small.traced.convolved}
+    for kind, paths in places.items():
+        _settle(result, kind, paths, report, modules)
     rows = [site for site in (*report.fused, *report.kept) if site.kind == "residual"]
     extra = Counter(
         ("residual", _holder(site.path, modules))
@@ -265,8 +264,8 @@ def _count_in_small_model(result: TypeCount, small: SmallModel) -> None:
         if site.path in small.traced.called and site.path not in small.traced.fed
     )
     result.unfounded = sorted((*what, number) for what, number in extra.items())
-    for role, paths in (("mlp", gated), ("conv", small.traced.convolved)):
-        _add_classes(result, role, (modules[path] for path in paths))
+    for role in ("mlp", "conv"):
+        _add_classes(result, role, (modules[path] for path in places[role]))
 
 
 def _count_loss(result: TypeCount, model: nn.Module, inputs: Inputs, report: PatchReport) -> None:

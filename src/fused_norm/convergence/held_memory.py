@@ -65,9 +65,9 @@ class Allocations:
         gc.collect()  # Triton's interpreter leaves cycles with tensors in them
         if self._profile is None:
             self._held.append(self._allocated() - self._before)
-            return len(self._held) - 1
-        with record_function(_MOMENT):
-            self._held.append(0)
+        else:
+            with record_function(_MOMENT):
+                self._held.append(0)
         return len(self._held) - 1
 
     def __exit__(self, *error: Any) -> None:
