@@ -91,8 +91,8 @@ class BenchmarkedModel:
         ``model``: what to call instead of the model itself, such as its compiled form.
         """
         model, ends_in = self.model if model is None else model, "loss" if self.has_loss else "last_hidden_state"
-        casts = torch.autocast(self.tokens.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
-        with casts:
+        kind = self.tokens.device.type
+        with torch.autocast(kind, self.autocast) if self.autocast else contextlib.nullcontext():
             output: Tensor = getattr(model(input_ids=self.tokens, use_cache=False, **self.inputs), ends_in)
         # A copy, because Liger's norms write into the gradient that they are given.
         output.backward(None if self.has_loss else self.gradient.to(output.dtype, copy=True))
