@@ -26,20 +26,15 @@ class RepositoryHook(MetadataHookInterface):
         if name:
             address = f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}"
             state = os.environ.get("GITHUB_REF_NAME", "HEAD")
-            text = with_absolute_links(text, address, state)
+
+            def absolute(link: re.Match[str]) -> str:
+                kind = "raw" if link["image"] else "blob"
+                return f"{link['image']}[{link['text']}]({address}/{kind}/{state}/{link['path']})"
+
+            text = _RELATIVE.sub(absolute, text)
             metadata["urls"] = {
                 "Source": address,
                 "Issues": f"{address}/issues",
                 "Changelog": f"{address}/blob/{state}/CHANGELOG.md",
             }
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
-
-
-def with_absolute_links(markdown: str, address: str, state: str) -> str:
-    """``markdown`` with the paths in its links and images as addresses in a repository, at a tag or branch."""
-
-    def absolute(link: re.Match[str]) -> str:
-        kind = "raw" if link["image"] else "blob"
-        return f"{link['image']}[{link['text']}]({address}/{kind}/{state}/{link['path']})"
-
-    return _RELATIVE.sub(absolute, markdown)

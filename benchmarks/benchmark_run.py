@@ -51,14 +51,6 @@ class BenchmarkRun:
     quick: bool = False
     began: float = field(default_factory=time.perf_counter)
 
-    def rounds(self, fewest: int, most: int) -> tuple[int, int]:
-        """The fewest and the most samples of one measurement: these, or next to none in a quick run."""
-        return (1, 2) if self.quick else (fewest, most)
-
-    def seconds(self, usual: float) -> float:
-        """The time for one measurement: ``usual`` seconds, none in a quick run, and no more than is left."""
-        return 0.0 if self.quick else min(usual, self.remaining())
-
     def passes_over(self, what: str, why: str | None = None) -> bool:
         """Return whether ``what`` is left out, for the reason ``why`` or for want of time; if so, note it."""
         if why is None and self.remaining() <= 0:
@@ -101,19 +93,14 @@ class BenchmarkRun:
         rounds: tuple[int, int],
         seconds: float,
     ) -> dict[str, list[T]]:
-        """Samples of all that never raised, taken in turns; the results of others become failures.
-
-        Args:
-            results: by name; the others are not touched.
-            samplers: take one sample each.
-            rounds: the fewest and the most.
-            seconds: after which no round is begun beyond the fewest.
-        """
+        """Samples of all that never raised, as of ``in_turns``; the ``results`` of others become failures."""
 
         def failed(name: str, error: Exception) -> None:
             results[name] = with_failure(results[name], error)
 
-        return in_turns(samplers, rounds=self.rounds(*rounds), seconds=self.seconds(seconds), failed=failed)
+        if self.quick:
+            rounds, seconds = (1, 2), 0.0
+        return in_turns(samplers, rounds=rounds, seconds=min(seconds, self.remaining()), failed=failed)
 
     def compare(
         self,
@@ -156,7 +143,7 @@ class BenchmarkRun:
             return
         with own_stream(self.device):
             sampler = copy_sampler(int(row), self.device)
-            timing = Timing.of([sampler.take() for _ in range(self.rounds(10, 10)[1])], sampler.method)
+            timing = Timing.of([sampler.take() for _ in range(2 if self.quick else 10)], sampler.method)
         self.results.rows.append(Result("copy", row, "copy", bytes=int(row), timing=timing))
 
 

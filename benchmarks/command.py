@@ -58,7 +58,8 @@ masked': rows, H and V) and model and step ('Qwen3-4B lora loss 1x512')."""
     )
     parser.add_argument("--variants", type=_names, metavar="NAMES", help="of models and features, in the same way")
     parser.add_argument("--dtype", type=_names, metavar="NAMES", help=f"of {', '.join(_DTYPES)} (bfloat16)")
-    parser.add_argument("--widths", type=_widths, metavar="NUMBERS", help="of tune: row lengths (default: common ones)")
+    parser.add_argument("--widths", type=lambda text: [positive(name) for name in _names(text)], metavar="NUMBERS",
+                        help="of tune: row lengths (default: common ones)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("build/bench"), metavar="DIR", help="results (%(default)s)")
     parser.add_argument("--budget-seconds", type=float, metavar="S", help="start nothing new after so many seconds")
     parser.add_argument("--quick", action="store_true", help="a sample or two, also on a CPU; the times mean nothing")
@@ -71,7 +72,17 @@ def run(args: argparse.Namespace) -> int:
     if (args.stored is None) == (args.part == "plots"):
         raise UsageError("plots, and nothing else, takes the results.json of a run")
     if args.part == "plots":
-        return _plot(args.stored, args.out)
+        from .results import Results
+
+        try:
+            results = Results.load(args.stored)
+        except OSError as error:
+            raise UsageError(f"{args.stored} cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        with writing_to(results_folder(args.out)):
+            _report(results, args.out)
+        return 0
     if args.budget_seconds is not None and "LOCAL_RANK" in os.environ:
         raise UsageError("processes of torchrun would not end at the same row: leave --budget-seconds out")
     device = interpret_without_gpu()
@@ -208,20 +219,6 @@ def _named(every: Collection[str], names: Sequence[str] | None, what: str, defau
     return [name for name in dict.fromkeys(every) if name in (default if names is None else names)]
 
 
-def _plot(path: Path, out: Path) -> int:
-    from .results import Results
-
-    try:
-        results = Results.load(path)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    with writing_to(results_folder(out)):
-        _report(results, out)
-    return 0
-
-
 def _report(results: Results, folder: Path) -> None:
     from . import plots, tables
 
@@ -242,7 +239,3 @@ def _names(text: str) -> list[str]:
     if not names:
         raise argparse.ArgumentTypeError(f"{text!r} names nothing")
     return names
-
-
-def _widths(text: str) -> list[int]:
-    return [positive(name) for name in _names(text)]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -54,12 +53,7 @@ def cells_of(table: str) -> dict[tuple[str, str], str]:
 
 
 def draw(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str], str]) -> str:
-    """The picture as SVG, for light and dark pages.
-
-    Args:
-        losses: of the runs ``stock`` and ``fused``, step by step.
-        cells: of the table of steps.
-    """
+    """The picture as SVG, for light and dark pages: ``losses`` of stock and fused, ``cells`` of the table of steps."""
     return for_light_and_dark(partial(_figure, losses, cells), "first screen")
 
 
@@ -81,30 +75,25 @@ def _figure(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str
     curves.set_title("loss of a tiny Qwen3, step by step", fontsize=10)
     curves.legend(frameon=False)
     for axes, unit, title in ((time, "ms", "ms, Qwen3-0.6B"), (memory, "GiB", "GiB at the peak")):
-        _draw_bars(axes, cells, unit)
+        # A group of bars for each row, a bar for each column that has a number, labelled with the cell's text.
+        for place, name in enumerate(COLOURS):
+            texts = [cells[row, f"{name} {unit}"].strip("*") for row in DRAWN]
+            there = [(row + 0.2 * (place - 1.5), text) for row, text in enumerate(texts) if text]
+            places, labels = zip(*there, strict=True)
+            bars = axes.barh(places, list(map(float, labels)), height=0.19, color=COLOURS[name], label=name)
+            axes.bar_label(bars, labels, fontsize=9, padding=2)
+        axes.set_yticks(range(len(DRAWN)), list(DRAWN.values()))
+        axes.tick_params(length=0)
+        axes.set_xticks([])
+        axes.spines["bottom"].set_visible(False)
+        axes.margins(x=0.3)  # for the labels
+        axes.invert_yaxis()
         axes.set_title(title, fontsize=10)
     memory.set_yticklabels([])
-    handles, labels = time.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), frameon=False)
+    figure.legend(*time.get_legend_handles_labels(), loc="outside lower right", ncols=len(COLOURS), frameon=False)
     for axes in (curves, time, memory):
         axes.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def _draw_bars(axes: Any, cells: Mapping[tuple[str, str], str], unit: str) -> None:
-    """A group of bars for each row, a bar for each column that has a number, labelled with the cell's text."""
-    for place, name in enumerate(COLOURS):
-        texts = [cells[row, f"{name} {unit}"].strip("*") for row in DRAWN]
-        there = [(row + 0.2 * (place - 1.5), text) for row, text in enumerate(texts) if text]
-        places, labels = zip(*there, strict=True)
-        bars = axes.barh(places, list(map(float, labels)), height=0.19, color=COLOURS[name], label=name)
-        axes.bar_label(bars, labels, fontsize=9, padding=2)
-    axes.set_yticks(range(len(DRAWN)), list(DRAWN.values()))
-    axes.tick_params(length=0)
-    axes.set_xticks([])
-    axes.spines["bottom"].set_visible(False)
-    axes.margins(x=0.3)  # for the labels
-    axes.invert_yaxis()
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,8 +27,6 @@ _SECONDS = 0.2
 
 _ROUNDS = (10, 1000)
 
-Run = Callable[[], object]
-
 
 def measure(run: BenchmarkRun, providers: Sequence[Provider]) -> None:
     """Measure every case and length of chain, all providers in turns, as far as time allows."""
@@ -36,27 +35,15 @@ def measure(run: BenchmarkRun, providers: Sequence[Provider]) -> None:
     with repeatable_backwards():
         for case in run.in_time(HOST, "host time of {}"):
             for (chain, repeats), kind in itertools.product(lengths, ("forward", "training")):
-                _measure(run, case, present, kind, chain, repeats)
+                row = f"{case.name} in a chain of {chain}" if chain > 1 else case.name
+                prepare = partial(_prepare, case, run.device, chain, repeats)
+                run.compare(Result("host", row, "", kind), present, prepare, _ROUNDS, _SECONDS)
 
 
-def _measure(
-    run: BenchmarkRun, case: OperatorCase, providers: Mapping[str, Provider], kind: str, chain: int, repeats: int
-) -> None:
-    def prepare(provider: Provider, result: Result) -> tuple[Result, Sampler]:
-        calls = _chain(case, provider, run.device, kind, chain)
-
-        def take() -> float:
-            calls()  # what the others have driven out of the processor's caches comes back
-            return host_and_step_time(calls, repeats, run.device)[0] / chain
-
-        return result, Sampler(take, "wall")
-
-    row = f"{case.name} in a chain of {chain}" if chain > 1 else case.name
-    run.compare(Result("host", row, "", kind), providers, prepare, _ROUNDS, _SECONDS)
-
-
-def _chain(case: OperatorCase, provider: Provider, device: torch.device, kind: str, chain: int) -> Run:
-    """Make what runs a chain of calls: forward without autograd, or forward and backward for ``training``."""
+def _prepare(
+    case: OperatorCase, device: torch.device, chain: int, repeats: int, provider: Provider, result: Result
+) -> tuple[Result, Sampler]:
+    """Make what times a chain of calls: forward without autograd, or forward and backward for ``training``."""
     function = provider.build(case)
     inputs = case.inputs(torch.bfloat16 if device.type != "cpu" else torch.float32, device, seed=0)
     count = len(inputs.arguments) - sum(tensor.dim() == 1 for tensor in inputs.arguments)
@@ -83,7 +70,12 @@ def _chain(case: OperatorCase, provider: Provider, device: torch.device, kind: s
     def train() -> object:
         return torch.autograd.grad(forward(), leaves, gradients, allow_unused=True)
 
-    chosen = without_gradients if kind == "forward" else train
+    calls = without_gradients if result.kind == "forward" else train
     for _ in range(3):  # what is compiled, prepared or allocated once
-        chosen()
-    return chosen
+        calls()
+
+    def take() -> float:
+        calls()  # what the others have driven out of the processor's caches comes back
+        return host_and_step_time(calls, repeats, device)[0] / chain
+
+    return result, Sampler(take, "wall")

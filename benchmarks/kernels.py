@@ -36,19 +36,9 @@ _ROUNDS = (5, 100)
 
 
 def measure(
-    run: BenchmarkRun,
-    cases: Sequence[OperatorCase],
-    dtypes: Sequence[torch.dtype],
-    providers: Sequence[Provider],
+    run: BenchmarkRun, cases: Sequence[OperatorCase], dtypes: Sequence[torch.dtype], providers: Sequence[Provider]
 ) -> None:
-    """Measure every case, dtype, direction and provider, as far as time allows.
-
-    Args:
-        run: gives the device and the time left, and takes the results.
-        cases: in the order of measuring.
-        dtypes: of activations and weights.
-        providers: those that cannot be measured here are noted as left out.
-    """
+    """Measure every case, dtype of activations and weights, direction and provider, as far as time allows."""
     present = run.present(providers, "kernels")
     with own_stream(run.device), repeatable_backwards():
         for dtype in dtypes:
@@ -66,11 +56,7 @@ def operator_calls(
 ) -> list[OperatorCall]:
     """Make the call that is timed, one for each set of inputs; for a backward the forward runs here.
 
-    Args:
-        function: the operator of a provider.
-        direction: a forward's call is meant for ``torch.no_grad``.
-        sets: inputs.
-        copy_gradients: give each backward its own copies of the gradients.
+    A forward's call is meant for ``torch.no_grad``. ``copy_gradients``: each backward has copies of its own.
     """
     if direction == "forward":
         return [partial(function, *inputs.detached()) for inputs in sets]
@@ -104,7 +90,11 @@ def _prepare(
     direction: Direction = "backward" if result.kind == "backward" else "forward"
     calls = operator_calls(function, direction, sets, copy_gradients=provider.overwrites_gradients)
     device, dtype = first.arguments[0].device, first.arguments[0].dtype
-    _poison(exact, device)
+    # The memory that is allocated next holds NaN, so that results that are not written are seen to be wrong.
+    if device.type != "cpu":
+        torch.cuda.empty_cache()  # Else blocks that hold the results of others would be taken first.
+    block = torch.full((8 * sum(true.numel() for true in exact),), float("nan"), device=device)
+    del block
     result = result.checked(worst_error(calls[0](), exact), tolerance(dtype, case))
     if result.bad:
         return result, None
@@ -137,11 +127,3 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The memory that tensors lie in: bytes by address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
-
-def _poison(exact: Sequence[Tensor], device: torch.device) -> None:
-    """Fill the memory that is allocated next with NaN, so that results that are not written are seen to be wrong."""
-    if device.type != "cpu":
-        torch.cuda.empty_cache()  # Else blocks that hold the results of others would be taken first.
-    block = torch.full((8 * sum(true.numel() for true in exact),), float("nan"), device=device)
-    del block

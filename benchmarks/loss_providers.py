@@ -48,14 +48,12 @@ def _eager(x: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> 
     return functional.cross_entropy(logits.float(), target)
 
 
-def _stock(case: LossCase) -> LossFunction:
-    return lambda inputs: _eager(inputs.x, inputs.weight, inputs.target, case.softcap)
-
-
-def _compile(case: LossCase) -> LossFunction:
-    torch.compiler.reset()  # Other cases would count as recompilations, of which there is a limit.
-    compiled = torch.compile(_eager, dynamic=False)
-    return lambda inputs: compiled(inputs.x, inputs.weight, inputs.target, case.softcap)
+def _stock(case: LossCase, *, is_compiled: bool = False) -> LossFunction:
+    function = _eager
+    if is_compiled:
+        torch.compiler.reset()  # Other cases would count as recompilations, of which there is a limit.
+        function = torch.compile(_eager, dynamic=False)
+    return lambda inputs: function(inputs.x, inputs.weight, inputs.target, case.softcap)
 
 
 def _liger(case: LossCase, *, in_fp32: bool = False) -> LossFunction:
@@ -113,12 +111,9 @@ def _quack(case: LossCase) -> LossFunction:
 
 def _fused(case: LossCase) -> LossFunction:
     def loss(inputs: LossInputs) -> Tensor:
+        most = inputs.labels if "masked" in case.words else None
         return kernels.linear_cross_entropy(
-            inputs.x,
-            inputs.weight,
-            inputs.target,
-            softcap=case.softcap,
-            max_labels=inputs.labels if "masked" in case.words else None,
+            inputs.x, inputs.weight, inputs.target, softcap=case.softcap, max_labels=most
         )
 
     return loss
@@ -150,7 +145,7 @@ LOSS_PROVIDERS = {
     provider.name: provider
     for provider in (
         Provider("stock", with_backward(_stock)),
-        _ON_GPU("compile", with_backward(_compile)),
+        _ON_GPU("compile", with_backward(partial(_stock, is_compiled=True))),
         _ON_GPU("liger", with_backward(_liger), "liger_kernel"),
         _ON_GPU("liger-fp32", with_backward(partial(_liger, in_fp32=True)), "liger_kernel"),
         Provider("torch", with_backward(_torch)),

@@ -24,14 +24,7 @@ _ROUNDS = (7, 100)
 
 
 def measure(run: BenchmarkRun, cases: Sequence[LossCase], dtype: torch.dtype, providers: Sequence[Provider]) -> None:
-    """Measure every case, all providers in turns, as far as time allows.
-
-    Args:
-        run: gives the device and the time left, and takes the results.
-        cases: in the order of measuring.
-        dtype: of hidden states and weight.
-        providers: of ``LOSS_PROVIDERS``; those that cannot be measured here are noted as left out.
-    """
+    """Measure every case, all of ``LOSS_PROVIDERS`` in turns, as far as time allows; states and weight in ``dtype``."""
     present = run.present(providers, "losses") if cases else {}
     for case in run.in_time(cases if present else (), f"{{}} {name_of(dtype)}"):
         release_memory(run.device)

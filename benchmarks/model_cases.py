@@ -119,12 +119,7 @@ _MODELS: Mapping[str, tuple[str, str]] = {
 
 _SMALL = ("Qwen3-0.6B", "Llama-3.2-1B", "gemma-3-1b-pt")
 
-_OF_2026 = (
-    "Qwen3-30B-A3B (6 layers)",
-    "Olmo-3-7B (8 layers)",
-    "Ministral-3-8B (8 layers)",
-    "GLM-4-9B (8 layers)",
-)
+_OF_2026 = ("Qwen3-30B-A3B (6 layers)", "Olmo-3-7B (8 layers)", "Ministral-3-8B (8 layers)", "GLM-4-9B (8 layers)")
 
 _WITHOUT_LOSS = ("gpt-oss-20b (4 layers)", "Qwen3.5-0.8B", "gemma-4-E2B")
 """With a loss and random weights none of the variants is near stock in bf16, or the first step tunes for minutes."""

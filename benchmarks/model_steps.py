@@ -32,14 +32,7 @@ _PROMPT_TOKENS = 16
 _PACKED_SEQUENCES = 8  # In one row, of unequal lengths.
 _LORA_RANK, _LORA_DROPOUT = 16, 0.05
 
-Model = TypeVar("Model", bound=nn.Module)
 Step = TypeVar("Step", bound="BenchmarkedModel")
-
-
-def twin_of(model: Model) -> Model:
-    """A copy of a model that shares all parameters and buffers with it, so that it costs no memory on the device."""
-    shared = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def body_of(model: Any) -> Any:
@@ -86,7 +79,8 @@ class BenchmarkedModel:
 
     def twin(self: Step) -> Step:
         """Copy the step, with a model that a variant may change and that shares the weights of this one."""
-        return replace(self, model=twin_of(self.model))
+        shared = (*self.model.parameters(), *self.model.buffers())
+        return replace(self, model=copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared}))
 
     def place(self) -> None:
         """Make the changed model ready if it takes more than its weights: see ``ShardedModel``."""
@@ -94,11 +88,11 @@ class BenchmarkedModel:
     def forward_backward(self, model: Any = None) -> Tensor:
         """Run forward and backward, and return the loss, or without a head the last hidden state.
 
-        Args:
-            model: what to call instead of the model itself, such as its compiled form.
+        ``model``: what to call instead of the model itself, such as its compiled form.
         """
         model, ends_in = self.model if model is None else model, "loss" if self.has_loss else "last_hidden_state"
-        with self._autocast():
+        kind = self.tokens.device.type
+        with torch.autocast(kind, self.autocast) if self.autocast else contextlib.nullcontext():
             output: Tensor = getattr(model(input_ids=self.tokens, use_cache=False, **self.inputs), ends_in)
         # A copy, because Liger's norms write into the gradient that they are given.
         output.backward(None if self.has_loss else self.gradient.to(output.dtype, copy=True))
@@ -114,12 +108,7 @@ class BenchmarkedModel:
         self.drop_gradients()
 
     def outputs_and_gradients(self, model: Any = None, seed: int = 0) -> list[Tensor]:
-        """The output and the gradients of what is watched, a vector each, to be compared with stock's.
-
-        Args:
-            model: what to call instead of the model itself.
-            seed: of dropout.
-        """
+        """The output and the gradients of what is watched, a vector each, to be compared; ``seed`` is of dropout."""
         torch.manual_seed(seed)
         output = self.forward_backward(model).detach().flatten()
         weights = [self.model.get_parameter(path) for path in self.watched]
@@ -127,11 +116,6 @@ class BenchmarkedModel:
         whole = [gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient for gradient in gradients]
         self.drop_gradients()
         return [output.float().cpu(), torch.cat([gradient.flatten().float() for gradient in whole]).cpu()]
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.tokens.device.type, self.autocast)
 
 
 @dataclass(frozen=True)
@@ -243,10 +227,7 @@ def randomize_norm_weights(model: nn.Module, generator: torch.Generator) -> dict
 def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> BenchmarkedModel:
     """Build the model of a case, with random norm weights, and the inputs of its step.
 
-    Args:
-        case: of a step that is taken in this process, or in each of several.
-        dtype: of the weights; of autocast or of gathered weights if the weights are fp32.
-        device: of all of it.
+    ``dtype``: of the weights; of autocast or of gathered weights if the weights are fp32.
     """
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -266,10 +247,24 @@ def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> Benchm
     )
     if model.config.is_encoder_decoder:
         step = replace(step, inputs={"decoder_input_ids": tokens})
-    for word, changed in _CHANGES.items():
-        if word in words:
-            step = changed(step, case)
-    return step
+    if "image" in words:
+        step = _with_image(step, case)
+    if "packed" in words:
+        step = _packed(step, case)
+    if "checkpointing" in words:
+        step.model.gradient_checkpointing_enable({"use_reentrant": False})
+    if words & {"lora", "qlora"}:
+        step = _with_adapters(step, case)
+    if words & {"loss", "masked"}:
+        labels = _labels_without_prompts(step, case) if "masked" in words else step.tokens
+        step = replace(step, inputs={**step.inputs, "labels": labels})
+    if case.generates:
+        model = step.model.eval()
+        model.generation_config.eos_token_id = None  # Every generation has the same length.
+        model.generation_config.pad_token_id = 0
+        model.generation_config.disable_compile = True  # With a static cache transformers would compile every variant.
+        step = Generation(model, step.tokens, step.gradient, step.norms, static_cache="static" in words)
+    return ShardedModel(**vars(step)) if "fsdp2" in words else step
 
 
 def relative_error(results: Sequence[Tensor], stock: Sequence[Tensor]) -> float:
@@ -283,11 +278,6 @@ def release_memory(device: torch.device) -> None:
     if device.type != "cpu":
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def _checkpointed(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
-    step.model.gradient_checkpointing_enable({"use_reentrant": False})
-    return step
 
 
 def _with_adapters(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
@@ -355,18 +345,13 @@ def _attention(
     return y.unflatten(0, (len(query), -1)), None
 
 
-def _with_loss(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
-    return replace(step, inputs={**step.inputs, "labels": step.tokens})
-
-
-def _with_masked_prompts(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
-    """Take the labels of the first half of every sequence away, as those of a prompt are in instruction tuning."""
+def _labels_without_prompts(step: BenchmarkedModel, case: ModelCase) -> Tensor:
+    """Labels but for the first half of every sequence, as in instruction tuning, in which a prompt has none."""
     lengths = torch.tensor([case.length] * case.batch)
     if "packed" in case.step:
         lengths = step.inputs["cu_seq_lens_q"].diff().cpu()
     is_prompt = torch.cat([torch.arange(length) < length // 2 for length in lengths.tolist()])
-    labels = step.tokens.masked_fill(is_prompt.view(step.tokens.shape).to(step.tokens.device), IGNORED)
-    return replace(step, inputs={**step.inputs, "labels": labels})
+    return step.tokens.masked_fill(is_prompt.view(step.tokens.shape).to(step.tokens.device), IGNORED)
 
 
 def _with_image(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
@@ -385,29 +370,3 @@ def _with_image(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
         "mm_token_type_ids": (tokens == config.image_token_id).int(),
     }
     return replace(step, tokens=tokens, inputs=inputs)
-
-
-def _generation(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
-    model = step.model.eval()
-    model.generation_config.eos_token_id = None  # Every generation has the same length.
-    model.generation_config.pad_token_id = 0
-    model.generation_config.disable_compile = True  # With a static cache transformers would compile every variant.
-    return Generation(model, step.tokens, step.gradient, step.norms, static_cache="static" in case.step)
-
-
-def _sharded(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
-    return ShardedModel(**vars(step))
-
-
-_CHANGES: Mapping[str, Callable[[BenchmarkedModel, ModelCase], BenchmarkedModel]] = {
-    "image": _with_image,
-    "packed": _packed,
-    "checkpointing": _checkpointed,
-    "qlora": _with_adapters,
-    "lora": _with_adapters,
-    "loss": _with_loss,
-    "masked": _with_masked_prompts,
-    "generate": _generation,
-    "fsdp2": _sharded,
-}
-"""What words of a step's name change, in the order in which it is done."""

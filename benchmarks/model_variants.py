@@ -18,8 +18,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fused_norm.options import RecomputeLevel
-from fused_norm.patcher import PatchReport, apply_fused_norm, remove_fused_norm
+from fused_norm.patcher import apply_fused_norm, remove_fused_norm
 from fused_norm.spec import NormSpec
 
 from .benchmark_run import RefusedError
@@ -73,38 +72,29 @@ def _stock(step: BenchmarkedModel) -> Patched:
 
 
 def _fused(step: BenchmarkedModel, **options: Any) -> Patched:
+    if "recompute" in options and isinstance(step, Generation):
+        raise RefusedError("nothing is kept for a backward")
+    if "loss" in options and not step.has_loss:
+        raise RefusedError("the step has no loss")
     apply_fused_norm(step.model, **options)
     return Patched(step.model)
 
 
-def _fused_recompute(step: BenchmarkedModel, level: RecomputeLevel) -> Patched:
-    if isinstance(step, Generation):
-        raise RefusedError("nothing is kept for a backward")
-    return _fused(step, recompute=level)
-
-
-def _fused_with_stock_loss(step: BenchmarkedModel) -> Patched:
-    if not step.has_loss:
-        raise RefusedError("the step has no loss")
-    return _fused(step, loss=False)
-
-
 def _without(step: BenchmarkedModel, option: str) -> Patched:
     """Turn one option off; refused if that cannot be told from ``fused`` or from ``stock``."""
-    everything = _fused_sites(apply_fused_norm(step.model, strict=False))
-    remove_fused_norm(step.model)
-    options: dict[str, Any] = {option: False}
-    fused = _fused_sites(apply_fused_norm(step.model, strict=False, **options))
-    if not fused:
+    fused: list[set[tuple[str, str]]] = []
+    choices: tuple[dict[str, Any], ...] = ({}, {option: False})
+    for options in choices:
+        remove_fused_norm(step.model)
+        report = apply_fused_norm(step.model, strict=False, **options)
+        blocks = [block for block in report.consumers if block.reason is None]
+        fused.append({(site.path, site.kind) for site in (*report.fused, *blocks)})
+    everything, others = fused
+    if not others:
         raise RefusedError("nothing is left to fuse")
-    if fused == everything:
+    if others == everything:
         raise RefusedError("the model has nothing of the kind")
     return Patched(step.model)
-
-
-def _fused_sites(report: PatchReport) -> set[tuple[str, str]]:
-    reading = {(block.path, "consumers") for block in report.consumers if block.reason is None}
-    return reading | {(site.path, site.kind) for site in report.fused}
 
 
 def _in_float8(step: BenchmarkedModel, eager: Variant, recipe: str) -> Patched:
@@ -115,16 +105,13 @@ def _in_float8(step: BenchmarkedModel, eager: Variant, recipe: str) -> Patched:
         raise RefusedError("torchao would convert the adapters too")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    def fits(linear: nn.Module, path: str) -> bool:  # the sizes that scaled products take
+        return isinstance(linear, nn.Linear) and linear.in_features % 16 == 0 and linear.out_features % 16 == 0
+
     emulate = step.tokens.device.type == "cpu"
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    fits = None if emulate else _fits_float8
-    convert_to_float8_training(body_of(step.model).layers, config=config, module_filter_fn=fits)
+    convert_to_float8_training(body_of(step.model).layers, config=config, module_filter_fn=None if emulate else fits)
     return eager(step)
-
-
-def _fits_float8(linear: nn.Module, path: str) -> bool:
-    """Return whether scaled products take a linear, whose sizes have to be multiples of 16."""
-    return isinstance(linear, nn.Linear) and linear.in_features % 16 == 0 and linear.out_features % 16 == 0
 
 
 def _liger(step: BenchmarkedModel, **options: bool) -> Patched:
@@ -158,18 +145,17 @@ def _liger_and_fused(step: BenchmarkedModel) -> Patched:
     return patched
 
 
-def _compiled_by_layer(step: BenchmarkedModel, eager: Variant, mode: str | None = None) -> Patched:
+def _compiled_by_layer(
+    step: BenchmarkedModel, eager: Variant, mode: str | None = None, budget: float | None = None
+) -> Patched:
+    """Compile the decoder layers; of what they would keep for their backward, ``budget`` is the share at most."""
     if isinstance(step, Generation):
         raise RefusedError("measured for training steps; transformers itself compiles a generation as a whole")
     patched = eager(step)
     for layer in body_of(step.model).layers:
         layer.compile(dynamic=False, mode=mode)
-    return patched
-
-
-def _compiled_in_less_memory(step: BenchmarkedModel, budget: float) -> Patched:
-    """Compile the decoder layers, of what they would keep for their backward this share at most."""
-    patched = _compiled_by_layer(step, _stock)
+    if budget is None:
+        return patched
     return replace(patched, running=partial(functorch_config.patch, activation_memory_budget=budget))
 
 
@@ -230,14 +216,14 @@ VARIANTS: Mapping[str, Variant] = {
     "compile-layers": _COMPILED_STOCK,
     "fused": _fused,
     "fused again": _fused,
-    "fused-stock-loss": _fused_with_stock_loss,
+    "fused-stock-loss": partial(_fused, loss=False),
     **{f"without {option}": partial(_without, option=option) for option in _OPTIONS},
     "fused-compile-layers": _COMPILED_FUSED,
-    "fused-recompute": partial(_fused_recompute, level=True),
-    "fused-recompute-mlp": partial(_fused_recompute, level="mlp"),
-    "fused-recompute-attention": partial(_fused_recompute, level="attention"),
+    "fused-recompute": partial(_fused, recompute=True),
+    "fused-recompute-mlp": partial(_fused, recompute="mlp"),
+    "fused-recompute-attention": partial(_fused, recompute="attention"),
     "compile-layers-max": partial(_COMPILED_STOCK, mode="max-autotune-no-cudagraphs"),
-    **{f"compile-layers-budget-{share}": partial(_compiled_in_less_memory, budget=share) for share in _MEMORY_BUDGETS},
+    **{f"compile-layers-budget-{share}": partial(_COMPILED_STOCK, budget=share) for share in _MEMORY_BUDGETS},
     "compile": partial(_compiled, eager=_stock),
     "fused-compile": partial(_compiled, eager=_fused),
     "liger-norms": partial(replaced_norms, make=_liger_norm),

@@ -7,8 +7,7 @@ linears a model is far from stock; what is done to it beside them may take it ha
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -32,9 +31,8 @@ CASE_SECONDS: dict[Part, float] = {"models": 8.0, "features": 60.0}
 
 _SAMPLE_SECONDS = 0.15  # Of one sample, by several steps if they are short.
 _MOST_CALLS = 8
-_FARTHER = (
-    1.25  # Times the error of float8 linears alone, or of other numbers of dropout, of which no two are the same.
-)
+_FARTHER = 1.25
+"""Times the error of float8 linears alone, or of other numbers of dropout, of which no two are the same."""
 _MOST_GRAPHS = 256  # Of one frame: the variants of a row share code, which Dynamo compiles for each of them.
 
 
@@ -60,20 +58,11 @@ class _Row:
 
 
 def measure(
-    run: BenchmarkRun,
-    cases: Sequence[ModelCase],
-    variants: Sequence[str],
-    dtype: torch.dtype,
-    part: Part = "models",
+    run: BenchmarkRun, cases: Sequence[ModelCase], variants: Sequence[str], dtype: torch.dtype, part: Part = "models"
 ) -> None:
     """Measure every case, all its variants in turns, as far as time allows.
 
-    Args:
-        run: gives the device and the time left, and takes the results.
-        cases: models, steps and batches.
-        variants: of ``VARIANTS``.
-        dtype: of the weights.
-        part: ``models``, or ``features`` for ratios to ``BASE`` over more rounds.
+    ``dtype``: of the weights. ``part``: ``models``, or ``features`` for ratios to ``BASE`` over more rounds.
     """
     for case in cases if variants else ():
         if run.passes_over(f"{part}: {case.name} {', '.join(variants)}", why_not_here(case)):
@@ -92,7 +81,9 @@ def _measure_case(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], d
     weights = _allocated(run.device) - before
     row: _Row | None = None
     try:
-        with _room_for_graphs():
+        # Dynamo compiles the same code for many variants, and raises if it would run it eagerly.
+        limits = {"recompile_limit": _MOST_GRAPHS, "accumulated_recompile_limit": 4 * _MOST_GRAPHS}
+        with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True}):
             row = _Row(step, weights, _stock(step))
             for variant in variants:
                 what = f"{case.name} {variant}"
@@ -118,15 +109,6 @@ def _stock(step: BenchmarkedModel, seed: int = 0) -> list[Tensor]:
     twin = step.twin()
     twin.place()
     return twin.outputs_and_gradients(seed=seed)
-
-
-@contextlib.contextmanager
-def _room_for_graphs() -> Iterator[None]:
-    """A context in which Dynamo compiles the same code for many variants, and raises if it would run it eagerly."""
-    config = torch._dynamo.config
-    limits = {"recompile_limit": _MOST_GRAPHS, "accumulated_recompile_limit": 4 * _MOST_GRAPHS}
-    with config.patch({**limits, "fail_on_recompile_limit_hit": True}):
-        yield
 
 
 def _checked(run: BenchmarkRun, row: _Row, result: Result) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -360,9 +361,9 @@ def tolerance(dtype: torch.dtype, case: OperatorCase | None = None) -> float:
     return max(4 * torch.finfo(dtype).eps, 1e-4)
 
 
-def _cases(names: str, *, backward: bool = True) -> tuple[OperatorCase, ...]:
+def _cases(names: str) -> tuple[OperatorCase, ...]:
     """The cases of names, which are separated by commas."""
-    return tuple(OperatorCase.named(" ".join(name.split()), backward=backward) for name in names.split(","))
+    return tuple(OperatorCase.named(" ".join(name.split())) for name in names.split(","))
 
 
 # In the order of measuring: a run that is cut short has measured the widths of common models.
@@ -381,19 +382,14 @@ TRAINING = _cases("""
     rms_norm 131072x256, rms_norm 32768x4096, rms_norm 4096x32768, rms_norm 2048x65536, add_rms_norm 2048x65536
 """)
 _DECODING = [
-    case
-    for operator in ("rms_norm", "add_rms_norm")
-    for width in (4096, 8192)
-    for rows in (1, 16, 64)
-    for case in _cases(f"{operator} {rows}x{width}", backward=False)
+    OperatorCase.named(f"{operator} {rows}x{width}", backward=False)
+    for operator, width, rows in itertools.product(("rms_norm", "add_rms_norm"), (4096, 8192), (1, 16, 64))
 ]
 _TO_FP8 = [
-    case
-    for name in ("rms_norm_fp8 8192x4096", "rms_norm_fp8 8192x2048", "rms_norm_fp8 8192x8192",
-                 "add_rms_norm_fp8 8192x4096")
-    for option in OPERATORS[name.split()[0]].options
-    for case in _cases(f"{name} {option}")
-]  # fmt: skip
+    OperatorCase.named(f"{operator}_fp8 8192x{width} {option}")
+    for operator, width in (("rms_norm", 4096), ("rms_norm", 2048), ("rms_norm", 8192), ("add_rms_norm", 4096))
+    for option in _FORMATS
+]
 CASES = (*TRAINING, *_DECODING, *_TO_FP8)
 """The backward of those in FP8 is that of ``rms_norm`` and ``add_rms_norm``, so it is not measured."""
 

@@ -5,7 +5,7 @@ A table stands between two marks in its page, ``<!-- NAME: ... -->`` and ``<!-- 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,24 +79,20 @@ def milliseconds_and_gibibytes(step: Result | None) -> tuple[str, str]:
 
 
 def first_table(run: Results) -> str:
-    """The steps that people run, by names for people."""
-    head, rule, *lines = _steps(run, VARIANTS.values())
-    for name, variant in VARIANTS.items():
-        head = head.replace(f"| {variant} ms ", f"| {name} ms ")
-    by_step = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
-    return "\n".join([head, rule, *(by_step[step].replace(step, name, 1) for name, step in STEPS.items())])
+    """The steps that people run, and their variants, by names for people."""
+    rows: dict[str, list[Result]] = {}
+    for step in run.of("models"):
+        rows.setdefault(step.row, []).append(step)
+    names = {variant: name for name, variant in VARIANTS.items()}
+    named = [replace(step, row=name, by=names.get(step.by, "")) for name, row in STEPS.items() for step in rows[row]]
+    return steps_in_markdown(replace(run, rows=named), list(VARIANTS)) or ""
 
 
 def all_steps(run: Results) -> str:
-    """Every step of the run, with the variants that were measured in all kinds of step."""
-    return "\n".join(_steps(run, [*VARIANTS.values(), "fused-stock-loss"]))
-
-
-def _steps(run: Results, variants: Iterable[str]) -> list[str]:
-    """The lines of the table of steps, in the order of ``STEPS``, and those that are not in it at the end."""
+    """Every step, those of ``STEPS`` first, with the variants that were measured in all kinds of step."""
     places = {step: place for place, step in enumerate(STEPS.values())}
     rows = sorted(run.of("models"), key=lambda row: places.get(row.row, len(places)))
-    return (steps_in_markdown(replace(run, rows=rows), list(variants)) or "").splitlines()
+    return steps_in_markdown(replace(run, rows=rows), [*VARIANTS.values(), "fused-stock-loss"]) or ""
 
 
 def less_memory(run: Results) -> str:

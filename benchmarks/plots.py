@@ -47,10 +47,6 @@ def _operator(row: Result) -> str:
     return row.row.partition(" ")[0]
 
 
-def _gigabytes(row: Result) -> float:
-    return (row.bandwidth or 0) / 1e9
-
-
 def _lines(rows: Sequence[Result], copy: float | None) -> Any:
     """Bandwidth over the length of a row: a line of panels for each operator, and a panel for each direction."""
     operators = list(dict.fromkeys(map(_operator, rows)))
@@ -64,10 +60,10 @@ def _lines(rows: Sequence[Result], copy: float | None) -> Any:
                 # One point a width: that of the most bytes, which is nearest to what the memory gives.
                 points: dict[int, float] = {}
                 for row in sorted((row for row in chosen if row.by == name), key=lambda row: row.bytes or 0):
-                    points[int(row.row.split()[1].rpartition("x")[2])] = _gigabytes(row)
-                widths, thick = sorted(points), 2.6 if name == FUSED.name else 1.5
-                values = [points[width] for width in widths]
-                axes.plot(widths, values, color=_COLOURS.get(name, _OTHER), label=name, marker="o", linewidth=thick)
+                    points[int(row.row.split()[1].rpartition("x")[2])] = (row.bandwidth or 0) / 1e9
+                widths, values = zip(*sorted(points.items()), strict=True)
+                color, thick = _COLOURS.get(name, _OTHER), 2.6 if name == FUSED.name else 1.5
+                axes.plot(widths, values, color=color, label=name, marker="o", linewidth=thick)
             axes.set_xscale("log", base=2)
             axes.axhline(copy / 1e9, color=_INK, linestyle="--", linewidth=1, label="copy")
             axes.set_title(f"{operator}, {direction}, {rows[0].dtype}", fontsize=11)
@@ -90,7 +86,7 @@ def _bars(rows: Sequence[Result]) -> Any:
     for axes in every[len(panels) :]:
         axes.set_visible(False)
     for axes, panel in zip(every, panels, strict=False):
-        there = {row.by: _gigabytes(row) for row in rows if (row.row, row.kind) == panel}
+        there = {row.by: (row.bandwidth or 0) / 1e9 for row in rows if (row.row, row.kind) == panel}
         bars = axes.bar(list(there), list(there.values()), color=[_COLOURS.get(name, _OTHER) for name in there])
         axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=2)
         axes.set_title(" ".join(panel), fontsize=11)

@@ -67,17 +67,14 @@ def _peer(own_parts: Callable[[OperatorCase], OwnParts]) -> Callable[[OperatorCa
             raise RefusedError(f"it has no {operator.part.replace('_', ' ')} of its own for {case.operator}")
         parts: Any = {name: part for name, part in own.items() if name != "cast"}
         function = operator.made_of(replace(eager_parts(case), **parts))
-        return _then(own["cast"], function) if case.fp8_format else function
+
+        def run_and_cast(*arguments: Tensor) -> tuple[Any, ...]:
+            y, *rest = function(*arguments)
+            return own["cast"](y), *rest
+
+        return run_and_cast if case.fp8_format else function
 
     return build
-
-
-def _then(cast: Callable[[Tensor], Any], operator: OperatorFunction) -> OperatorFunction:
-    def run(*arguments: Tensor) -> tuple[Any, ...]:
-        y, *rest = operator(*arguments)
-        return cast(y), *rest
-
-    return run
 
 
 def _stock(case: OperatorCase) -> OwnParts:
@@ -220,13 +217,7 @@ PEERS = (
     Provider("stock", _peer(_stock)),
     Provider("torch", _peer(_torch)),
     _ON_GPU("compile", _compile),
-    _ON_GPU(
-        "liger",
-        _peer(_liger),
-        "liger_kernel",
-        overwrites_gradients=True,
-        overwrites_arguments=("rope", "glu"),
-    ),
+    _ON_GPU("liger", _peer(_liger), "liger_kernel", overwrites_gradients=True, overwrites_arguments=("rope", "glu")),
     _ON_GPU("quack", _peer(_quack), "quack"),
 )
 PROVIDERS = {provider.name: provider for provider in (*PEERS, FUSED)}

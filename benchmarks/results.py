@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -118,15 +117,16 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Write the results as JSON, a line each; a file that was there is replaced at once, not left half written."""
-        draft = path.with_name(f"{path.name}.part")
-        draft.write_text("".join(self._lines()), encoding="utf-8")
-        os.replace(draft, path)
-
-    def _lines(self) -> Iterator[str]:
-        yield f'{{"environment": {json.dumps(self.environment, indent=1)},\n'
-        yield f'"meaningless": {json.dumps(self.meaningless)},\n"left_out": {json.dumps(self.left_out, indent=1)},\n'
         rows = ({name: value for name, value in asdict(row).items() if value not in (None, "")} for row in self.rows)
-        yield '"rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
+        lines = (
+            f'{{"environment": {json.dumps(self.environment, indent=1)}',
+            f'"meaningless": {json.dumps(self.meaningless)}',
+            f'"left_out": {json.dumps(self.left_out, indent=1)}',
+            '"rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n",
+        )
+        draft = path.with_name(f"{path.name}.part")
+        draft.write_text(",\n".join(lines), encoding="utf-8")
+        os.replace(draft, path)
 
     @classmethod
     def load(cls, path: Path) -> Results:

@@ -67,9 +67,13 @@ class PairedRatio:
     def of(cls, seconds: Sequence[float], base: Sequence[float]) -> PairedRatio:
         """The ratio of ``seconds`` to ``base``, one time each for every round, in the same order."""
         ratios = sorted(time / base_time for time, base_time in zip(seconds, base, strict=True))
-        rank = _interval_rank(len(ratios))
+        rounds, rank, tail = len(ratios), 0, 1 / 2 ** len(ratios)
+        # The largest k with 2 P(B < k) <= 5 %, where B is the number of heads in so many coin tosses.
+        while 2 * tail <= 1 - CONFIDENCE and rank < rounds:
+            rank += 1
+            tail += math.comb(rounds, rank) / 2**rounds
         low, high = (ratios[rank - 1], ratios[-rank]) if rank else (None, None)
-        return cls(statistics.median(ratios), low, high, len(ratios))
+        return cls(statistics.median(ratios), low, high, rounds)
 
     @property
     def verdict(self) -> Literal["faster", "slower", "within noise"]:
@@ -86,7 +90,7 @@ def in_turns(
     *,
     rounds: tuple[int, int],
     seconds: float,
-    failed: Callable[[str, Exception], None],
+    failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[T]]:
     """Take one sample of each in every round, in a freshly shuffled order, so that what drifts drifts for all.
 
@@ -94,7 +98,7 @@ def in_turns(
         samplers: by name; a call takes a sample.
         rounds: the fewest and the most.
         seconds: after which no round is begun beyond the fewest.
-        failed: is told of a sampler that raises, which then has no more turns.
+        failed: is told of a sampler that raises, which then has no more turns; if None, it raises.
 
     Returns:
         The samples of those that never raised, one for each round.
@@ -111,17 +115,9 @@ def in_turns(
             try:
                 samples[name].append(samplers[name]())
             except Exception as error:  # of whatever kind: the others are measured all the same
+                if failed is None:
+                    raise
                 order.remove(name)
                 del samples[name]
                 failed(name, error)
     return samples
-
-
-def _interval_rank(rounds: int) -> int:
-    """The largest k with 2 P(B < k) <= 5 %, where B is the number of heads in ``rounds`` coin tosses."""
-    rank, tail = 0, 0.0
-    while True:
-        tail += math.comb(rounds, rank) / 2**rounds
-        if 2 * tail > 1 - CONFIDENCE or rank >= rounds:
-            return rank
-        rank += 1

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .loss_providers import PRODUCTS
 from .markdown import in_markdown
@@ -26,40 +25,26 @@ Text = Callable[[Result, Sequence[Result]], str]
 
 def describe(results: Results) -> str:
     """Describe a run: its environment, every table that there are results for, and what was left out."""
-    parts = []
-    if results.meaningless:
-        parts.append("THESE TIMES MEAN NOTHING: a quick run shows that the code works.")
+    parts = ["THESE TIMES MEAN NOTHING: a quick run shows that the code works."] if results.meaningless else []
     parts.append("\n".join(f"{key}: {value}" for key, value in results.environment.items()))
     if results.copy_bandwidth:
-        parts.append(_bandwidth_line(results, results.copy_bandwidth))
-        for dtype in dict.fromkeys(row.dtype for row in results.of("kernels")):
-            parts += _operator_tables(results, dtype, results.copy_bandwidth)
-    losses = results.of("losses")
-    if losses:
+        parts += _operator_tables(results, results.copy_bandwidth)
+    if losses := results.of("losses"):
         parts.append(_loss_table(losses))
-    host = results.of("host")
-    if host:
+    if host := results.of("host"):
         table = pivot(host, lambda result, _: f"{1e6 * result.seconds:.1f}" if result.seconds else result.verdict)
         parts.append(f"Host time, microseconds a call, forward without grad / forward and backward\n{aligned(table)}")
-    steps = results.of("models")
-    if steps:
+    if steps := results.of("models"):
         parts.append(f"Steps, time and peak memory; * as below\n{aligned(_ways(steps, '*{}'))}")
-    parts += filter(None, (_step_table(steps), _step_table(results.of("features"))))
-    bad = [row for row in results.rows if row.bad or (row.detail and row.part in ("losses", "models", "features"))]
-    if bad:
+    parts += [_step_table(rows) for rows in (steps, results.of("features")) if rows]
+    if bad := [row for row in results.rows if row.bad or (row.detail and row.part in ("losses", "models", "features"))]:
         lines = (f"  {r.by}, {' '.join(filter(None, (r.row, r.dtype, r.kind)))}: {r.verdict}, {r.detail}" for r in bad)
         parts.append("Not timed:\n" + "\n".join(lines))
-    timings = [row.timing for row in results.of("kernels") if row.timing]
-    if timings:
-        spreads = [(timing.high - timing.low) / timing.median for timing in timings]
+    timed = [(row, row.timing) for row in results.of("kernels") if row.timing]
+    if spreads := [(timing.high - timing.low) / timing.median for _, timing in timed]:
         middle, most = statistics.median(spreads), max(spreads)
         parts.append(f"Spread of kernel times, quartile to quartile: {middle:.1%} in the middle, {most:.1%} at most")
-    by_events = [
-        f"{row.by} {row.row} {row.kind}"
-        for row in results.of("kernels")
-        if row.timing and row.timing.method == "events"
-    ]
-    if by_events:
+    if by_events := [f"{row.by} {row.row} {row.kind}" for row, timing in timed if timing.method == "events"]:
         parts.append(f"Not capturable in a CUDA graph, so host time may be in it: {', '.join(by_events)}")
     if results.left_out:
         parts.append("Left out:\n" + "\n".join(f"  {line}" for line in results.left_out))
@@ -69,10 +54,8 @@ def describe(results: Results) -> str:
 def pivot(rows: Sequence[Result], text: Text, columns: Mapping[str, Text] | None = None) -> list[list[str]]:
     """The cells of a line for each case, with a column for each provider; forward and backward share a cell.
 
-    Args:
-        rows: of one part and dtype. Cases stand in their order, those of an operator together.
-        text: what a cell says.
-        columns: further columns, by name: what they say of a case, asked with any of its results.
+    Cases stand in the order of ``rows``, those of an operator together. ``columns``: further ones, by name: what they
+    say of a case, asked with any of its results.
     """
     columns = columns or {}
     names, cases = dict.fromkeys(row.by for row in rows), dict.fromkeys(row.row for row in rows)
@@ -83,47 +66,38 @@ def pivot(rows: Sequence[Result], text: Text, columns: Mapping[str, Text] | None
         for row in rows:
             if row.row == case:
                 kinds.setdefault(row.kind, []).append(row)
-        line = [case]
-        for name in names:
-            line.append(_pair(text(row, rivals) for rivals in kinds.values() for row in rivals if row.by == name))
-        line += [_pair(column(rivals[0], rivals) for rivals in kinds.values()) for column in columns.values()]
-        lines.append(line)
+        cells = [[text(row, rivals) for rivals in kinds.values() for row in rivals if row.by == name] for name in names]
+        cells += [[column(rivals[0], rivals) for rivals in kinds.values()] for column in columns.values()]
+        lines.append([case, *(" / ".join(filter(None, texts)) for texts in cells)])
     return lines
 
 
-def _bandwidth_line(results: Results, copy: float) -> str:
+def _operator_tables(results: Results, copy: float) -> Iterator[str]:
+    """The bandwidth of the fastest ``copy``, and the tables of operators in each dtype: time and memory."""
     line = f"copy bandwidth, TB/s: {copy / 1e12:.2f}, of the fastest of {len(results.of('copy'))} copies in the run"
-    sheet = _DATA_SHEETS.get(results.environment.get("GPU 0", "").partition(",")[0])
-    if sheet is None:
-        return line
-    share = _fraction(copy / sheet)
-    return (
-        f"{line}\ndata sheet, TB/s: {sheet / 1e12:.2f}; fractions of the copy's bandwidth times {share} are fractions "
-        "of it"
-    )
-
-
-def _operator_tables(results: Results, dtype: str, copy: float) -> list[str]:
-    """The tables of operators in one dtype: time and memory."""
+    if sheet := _DATA_SHEETS.get(results.environment.get("GPU 0", "").partition(",")[0]):
+        share = f"fractions of the copy's bandwidth times {_fraction(copy / sheet)} are fractions of it"
+        line += f"\ndata sheet, TB/s: {sheet / 1e12:.2f}; {share}"
+    yield line
     copies = {copy.bytes: copy.bandwidth for copy in results.of("copy")}
 
     def of_copy(result: Result, _: Sequence[Result]) -> str:
         bandwidth = copies.get(result.bytes)
         return _fraction(bandwidth / copy) if bandwidth else ""
 
-    kernels = [row for row in results.of("kernels") if row.dtype == dtype]
-    table = aligned(pivot(kernels, speed(copy), {"copy": of_copy, "fused/best peer": _lead}))
-    parts = [
-        f"Fraction of the fastest copy's bandwidth, forward / backward, {dtype}; microseconds where a copy takes less "
-        f"than three; * is the fastest; copy: of the same bytes; last: how many times as fast\n{table}"
-    ]
-    if any(row.extra_bytes is not None for row in kernels):
-        extra = pivot(kernels, lambda row, _: "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.1f}")
-        parts.append(
-            f"Memory, {dtype}: MiB at the peak of a forward without gradients / of a forward with its backward, beyond "
-            f"inputs, outputs and gradients\n{aligned(extra)}"
+    for dtype in dict.fromkeys(row.dtype for row in results.of("kernels")):
+        kernels = [row for row in results.of("kernels") if row.dtype == dtype]
+        table = aligned(pivot(kernels, speed(copy), {"copy": of_copy, "fused/best peer": _lead}))
+        yield (
+            f"Fraction of the fastest copy's bandwidth, forward / backward, {dtype}; microseconds where a copy takes "
+            f"less than three; * is the fastest; copy: of the same bytes; last: how many times as fast\n{table}"
         )
-    return parts
+        if any(row.extra_bytes is not None for row in kernels):
+            extra = pivot(kernels, lambda row, _: "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.1f}")
+            yield (
+                f"Memory, {dtype}: MiB at the peak of a forward without gradients / of a forward with its backward, "
+                f"beyond inputs, outputs and gradients\n{aligned(extra)}"
+            )
 
 
 def speed(copy: float) -> Text:
@@ -152,7 +126,7 @@ def _loss_table(losses: Sequence[Result]) -> str:
         errors = loss.errors or {}
         extra = "" if loss.extra_bytes is None else f"{loss.extra_bytes / 2**30:.1f}"
         of_each = (_error(errors[name]) if name in errors else "" for name in _OF_A_LOSS)
-        lines.append([*cells, extra, *of_each, _rounds(loss)])
+        lines.append([*cells, extra, *of_each, str(loss.timing.samples) if loss.timing else ""])
     return (
         "Head and loss, forward and backward: time, peak of memory beyond the inputs, relative errors to float64; * is "
         "the fastest where its quartiles are apart from all others'; products: those of matrices alone, which no "
@@ -184,17 +158,11 @@ def _lines(rows: Sequence[Result], floor: str = "") -> Iterator[tuple[list[str],
             yield ["" if index else case, row.by, time, _quartiles(row.timing)], row
 
 
-def _rounds(result: Result) -> str:
-    return str(result.timing.samples) if result.timing else ""
-
-
 def _error(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.2e}"
 
 
-def _step_table(steps: Sequence[Result]) -> str | None:
-    if not steps:
-        return None
+def _step_table(steps: Sequence[Result]) -> str:
     lines: list[Sequence[str]] = [
         ("", "", "ms", "quartiles", "host, ms", "quartiles", "GiB", "reserved", "rounds", "to fused", "95 %", "verdict")
     ]
@@ -204,7 +172,8 @@ def _step_table(steps: Sequence[Result]) -> str | None:
         memory = _gibibytes(step.peak_bytes), _gibibytes(step.reserved_bytes)
         interval = f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio and ratio.low and ratio.high else ""
         to_fused = (f"{ratio.median:.3f}", interval, ratio.verdict) if ratio else ("", "", "")
-        lines.append((*cells, host, _quartiles(step.host), *memory, _rounds(step), *to_fused))
+        rounds = str(step.timing.samples) if step.timing else ""
+        lines.append((*cells, host, _quartiles(step.host), *memory, rounds, *to_fused))
     if not any(step.ratio for step in steps):
         lines = [line[:-3] for line in lines]
     return (
@@ -217,9 +186,7 @@ def _step_table(steps: Sequence[Result]) -> str | None:
 def steps_in_markdown(results: Results, variants: Sequence[str] | None = None) -> str | None:
     """The table of steps for a page; None without steps.
 
-    Args:
-        results: of a run.
-        variants: those that have columns, in order, among which the fastest is marked; None for all.
+    ``variants``: those that have columns, in order, among which the fastest is marked; None for all.
     """
     steps = results.of("models")
     if variants is not None:
@@ -235,15 +202,15 @@ def _ways(steps: Sequence[Result], fastest: str) -> list[list[str]]:
     for row_name in dict.fromkeys(step.row for step in steps):
         of_row = {step.by: step for step in steps if step.row == row_name}
         best = _clearly_best(list(of_row.values()))
-        cells = [_time_and_memory(of_row.get(name), best, fastest)[:width] for name in names]
-        lines.append([row_name, *itertools.chain(*cells)])
+        lines.append([row_name])
+        for step in map(of_row.get, names):
+            if step is None or step.seconds is None:
+                cells = ["" if step is None else "-" if step.verdict == "refused" else step.verdict, ""]
+            else:
+                time = (fastest if step is best else "{}").format(f"{1e3 * step.seconds:.1f}")
+                cells = [time, _gibibytes(step.peak_bytes)]
+            lines[-1] += cells[:width]
     return lines
-
-
-def _time_and_memory(step: Result | None, best: Result | None, fastest: str) -> tuple[str, str]:
-    if step is None or step.seconds is None:
-        return "" if step is None else "-" if step.verdict == "refused" else step.verdict, ""
-    return (fastest if step is best else "{}").format(f"{1e3 * step.seconds:.1f}"), _gibibytes(step.peak_bytes)
 
 
 def _clearly_best(steps: Sequence[Result]) -> Result | None:
@@ -266,10 +233,6 @@ def _gibibytes(count: int | None) -> str:
 
 def _fraction(value: float) -> str:
     return f"{value:.2f}".removeprefix("0") if value < 1 else f"{value:.2f}"
-
-
-def _pair(parts: Iterable[str]) -> str:
-    return " / ".join(part for part in parts if part)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -88,10 +88,7 @@ def sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
     What a call returns keeps its memory until its set's next turn: outputs that took turns in one buffer would stay in
     the cache.
 
-    Args:
-        calls: the same call on each set of inputs. To be called inside ``own_stream``, as everything that made the
-            inputs was.
-        device: where they run.
+    ``calls``: the same call on each set of inputs. To be called inside ``own_stream``, as what made the inputs was.
     """
     if device.type == "cpu":
         return Sampler(lambda: _wall(calls) / len(calls), "wall")
@@ -99,8 +96,13 @@ def sampler(calls: Sequence[Call], device: torch.device) -> Sampler:
         call()
     estimate = _between_events(partial(_run, calls))
     rounds = max(1, min(math.ceil(_GRAPH_CALLS / len(calls)), int(_GRAPH_SECONDS / estimate)))
+    graph = torch.cuda.CUDAGraph()
+    outputs: list[object] = [None] * len(calls)
     try:
-        graph = _capture(calls, rounds)
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for index in [*range(len(calls))] * rounds:
+                outputs[index] = None
+                outputs[index] = calls[index]()
     except RuntimeError as error:
         logger.warning("not capturable, timed by events instead: %s", str(error).partition("\n")[0])
         torch.cuda.synchronize(device)
@@ -183,17 +185,6 @@ def memory_over(call: Callable[[], T], device: torch.device) -> tuple[int, T]:
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]  # what is allocated is rounded up
     result = call()
     return torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before, result
-
-
-def _capture(calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    outputs: list[object] = [None] * len(calls)
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for _ in range(rounds):
-            for index, call in enumerate(calls):
-                outputs[index] = None
-                outputs[index] = call()
-    return graph
 
 
 def _run(calls: Sequence[Call]) -> list[object]:

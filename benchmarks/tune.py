@@ -91,7 +91,7 @@ def tasks_for(widths: Iterable[int]) -> list[Task]:
 
 
 def tiles(task: Task, warp_size: int) -> list[Rule]:
-    """The first round of candidates: tiles of all sizes, and as many programs as make eight warps on a processor."""
+    """The first candidates: tiles of all sizes, and as many programs as make eight warps on a processor."""
     padded = plans.next_power_of_2(task.width)
     sizes = [rows * padded for rows in _TILES] if task.width else [1024, 2048, 4096, 8192]
     rules = []
@@ -101,13 +101,6 @@ def tiles(task: Task, warp_size: int) -> list[Rule]:
     if task.section in ("norm_backward", "add_backward", "sandwich_backward"):
         rules += [replace(rule, reload=True) for rule in rules]
     return [rule for rule in rules if rule.warps * min(32, warp_size) <= 1024]
-
-
-def launches(task: Task, rule: Rule) -> list[Rule]:
-    """The second round: other numbers of programs and of tiles in flight for the same tile."""
-    if task.direction == "forward" or task.section.startswith("glu"):
-        return []
-    return [replace(rule, stages=s, programs=p) for s, p in itertools.product(_STAGES, _PROGRAMS)]
 
 
 class Prepared:
@@ -156,16 +149,6 @@ class Prepared:
         samplers = self.with_calls(rule, lambda calls: sampler(calls, self.device))
         return lambda: sum(sampler.take() for sampler in samplers)
 
-    def in_turns(self, rule: Rule) -> tuple[float, float]:
-        """The times today and by ``rule``: medians of samples that were taken in turns, in seconds."""
-
-        def failed(name: str, error: Exception) -> None:
-            raise error
-
-        takes = {"today": self.sampler(None), "rule": self.sampler(rule)}
-        samples = in_turns(takes, rounds=(_TURNS, _TURNS), seconds=0, failed=failed)
-        return statistics.median(samples["today"]), statistics.median(samples["rule"])
-
 
 def tune(task: Task, device: torch.device) -> str | None:
     """The row to paste for a task; None if nothing is faster than today."""
@@ -173,9 +156,15 @@ def tune(task: Task, device: torch.device) -> str | None:
     best = prepared.fastest(tiles(task, device_props(device).warp_size))
     if best is None:
         return None
-    best = prepared.fastest([best, *launches(task, best)]) or best
+    candidates = [best]
+    if task.direction == "backward" and not task.section.startswith("glu"):
+        # Other numbers of programs and of tiles in flight for the same tile.
+        candidates += [replace(best, stages=s, programs=p) for s, p in itertools.product(_STAGES, _PROGRAMS)]
+    best = prepared.fastest(candidates) or best
     Prepared(task, device, torch.float32).with_calls(best, len)  # raises if it is wrong
-    today, by_row = prepared.in_turns(best)
+    takes = {"today": prepared.sampler(None), "rule": prepared.sampler(best)}
+    samples = in_turns(takes, rounds=(_TURNS, _TURNS), seconds=0)
+    today, by_row = statistics.median(samples["today"]), statistics.median(samples["rule"])
     if today / by_row < _FASTER:
         return None
     return repr(replace(best, why=f"{1e6 * by_row:.1f}, by the rules {1e6 * today:.1f}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,7 +39,11 @@ def inputs_with_labels(model: Any) -> Inputs | None:
     """Inputs with which a model computes the cross entropy of what its head returns; None for a model that does not."""
     head = model.get_output_embeddings()
     classes = getattr(head, "out_features", None) or getattr(getattr(head, "weight", None), "shape", (0,))[0]
-    for inputs in _with_labels(model):
+    for inputs in inputs_of(model):
+        tokens = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+            continue
+        inputs["labels"] = tokens.clone()
         try:
             with torch.no_grad(), CrossEntropies() as seen:
                 model(**inputs)
@@ -56,10 +59,3 @@ def is_fused(model: nn.Module, inputs: Inputs) -> bool:
     with torch.no_grad(), calls.by(seen):
         model(**inputs)
     return "linear_cross_entropy" in seen
-
-
-def _with_labels(model: Any) -> Iterator[Inputs]:
-    for inputs in inputs_of(model):
-        tokens = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-        if isinstance(tokens, Tensor) and tokens.dim() == 2:
-            yield {**inputs, "labels": tokens.clone()}

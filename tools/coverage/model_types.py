@@ -104,14 +104,8 @@ def _source(module: ModuleType) -> str:
 def small_configs(config: Any, *, sections: bool) -> Iterator[tuple[int, int, Any]]:
     """Configs like this one with fewer layers, narrower, and with few tokens and experts; the smallest first.
 
-    Every width is divided by the same number, so that what fits together in the config fits in these too.
-
-    Args:
-        config: that of the whole model.
-        sections: the model rotates in sections.
-
-    Yields:
-        The number of layers, the divisor of widths, and the config.
+    Every width is divided by the same number, so that what fits together in the config fits in these too. Each comes
+    with the number of its layers and the divisor of its widths. ``sections``: the model rotates in sections.
     """
     for divisor in (4, 2, 1):
         for layers in (2, 3, 4, 6, 8, MOST_LAYERS):

@@ -177,10 +177,7 @@ def _are_halves(heads: list[Tensor], rotated: list[Tensor], cos: Tensor, sin: Te
 def _turns_neighbours(matrix: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Return whether rows 2 i and 2 i + 1 of a map of elements are a rotation, for all that are not left alone.
 
-    Args:
-        matrix: what each element of a head becomes, a row each.
-        cos: the values that may be cosines.
-        sin: the same for sines.
+    ``matrix``: what each element of a head becomes, a row each. ``cos`` and ``sin``: the values that each may be.
     """
 
     def is_one_of(value: Tensor, angles: Tensor) -> bool:

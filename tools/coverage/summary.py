@@ -111,10 +111,7 @@ def stored(folder: Path) -> dict[str, Path]:
 def changes(old: Summary, new: Summary, only: Sequence[str] = ()) -> list[str]:
     """A line for every class and type that came, went or changed from one summary to the other.
 
-    Args:
-        old: the earlier one.
-        new: the later one.
-        only: the model types that ``new`` is of, all if there is none; of a few it cannot be told what is gone.
+    ``only``: the model types that ``new`` is of, all if there is none; of a few it cannot be told what is gone.
     """
     lines = []
     for name in sorted(new.classes.keys() | (() if only else old.classes.keys())):
@@ -145,17 +142,13 @@ def totals_table(summaries: Sequence[Summary]) -> str:
     rows = [["", *heads]]
     totals = [summary.totals() for summary in summaries]
     for kind, what in KINDS.items():
-        rows.append([what, *(_share(*total[kind]) for total in totals)])
+        counts = [total[kind] for total in totals]
+        rows.append([what, *(f"{fused} of {count} ({100 * fused / count:.1f} %), {types} types" if count else "none"
+                             for count, fused, types in counts)])  # fmt: skip
     for what, name in {"model types with any of these": "types", "model types with none": "without",
                        "parts of other types alone": "parts", "not built": "unbuilt"}.items():  # fmt: skip
         rows.append([what, *(str(len(getattr(summary, name))) for summary in summaries)])
     return in_markdown(rows, "---")
-
-
-def _share(count: int, fused: int, types: int) -> str:
-    if not count:
-        return "none"
-    return f"{fused} of {count} ({100 * fused / count:.1f} %), {types} types"
 
 
 def types_table(summary: Summary) -> str:

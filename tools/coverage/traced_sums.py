@@ -44,10 +44,12 @@ class TracedSums(TorchDispatchMode):
         self._handles = []
         for path, module in model.named_modules():
             enter = functools.partial(self._enter, path)
-            leave = functools.partial(self._leave, _is_activation(module))
+            is_plain = not module._parameters and not module._modules and not module._buffers
+            cls: Any = type(module)
+            leave = functools.partial(self._leave, is_plain and _activates(cls))
             self._handles += [
-                module.register_forward_pre_hook(lambda _, args, kwargs, to=enter: to(args, kwargs), with_kwargs=True),
-                module.register_forward_hook(lambda _, args, result, to=leave: to(result), always_call=True),
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, always_call=True),
             ]
 
     def __exit__(self, *raised: Any) -> None:
@@ -77,7 +79,7 @@ class TracedSums(TorchDispatchMode):
             self.convolved.update([path for path, _ in self._calls if path not in self._convolutions][-1:])
         return result
 
-    def _enter(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if path in self._holders:
             self.called.add(path)
             x = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)), None)
@@ -90,7 +92,7 @@ class TracedSums(TorchDispatchMode):
         _, version, made_in = self._sums.get(_place(x), (None, None, None))
         return made_in is call and version == x._version and call[0] == holder
 
-    def _leave(self, is_activation: bool, result: Any) -> None:
+    def _leave(self, is_activation: bool, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         if self._calls:
             self._calls.pop()
         if is_activation and isinstance(result, Tensor):
@@ -110,6 +112,7 @@ def _place(tensor: Tensor) -> Any:
 
 @functools.cache
 def _activates(cls: Any) -> bool:
+    """Return whether a module of a class without parameters computes the SiLU or a GELU."""
     x = torch.linspace(-3, 3, 64, device="cpu")
     try:
         y = cls()(x)
@@ -117,9 +120,3 @@ def _activates(cls: Any) -> bool:
         return False
     known = (functional.silu(x), functional.gelu(x), functional.gelu(x, approximate="tanh"))
     return isinstance(y, Tensor) and any(torch.allclose(y, other, atol=1e-5) for other in known)
-
-
-def _is_activation(module: nn.Module) -> bool:
-    """Return whether a module without parameters computes the SiLU or a GELU."""
-    cls: Any = type(module)
-    return not module._parameters and not module._modules and not module._buffers and _activates(cls)

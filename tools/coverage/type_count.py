@@ -47,7 +47,7 @@ class TypeCount:
         kept: kind, class and reason of the others, and their number.
         unfounded: rows on adds that were not seen to feed the norm, by class: kind, class and number.
         classes: hashes of the forwards of what was counted, by class, each with the kind in front.
-        layers, divisor: of the small model; 0 if there is none.
+        layers: of the small model; 0 if there is none.
         norms_run: of the norms of the small model, how many ran, and how many there are.
         why_not_run: why there is no small model, or norms did not run.
     """
@@ -59,7 +59,6 @@ class TypeCount:
     unfounded: list[tuple[str, str, int]] = field(default_factory=list)
     classes: dict[str, str] = field(default_factory=dict)
     layers: int = 0
-    divisor: int = 0
     norms_run: tuple[int, int] = (0, 0)
     why_not_run: str | None = None
 
@@ -73,7 +72,6 @@ class SmallModel:
 
     model: nn.Module
     layers: int
-    divisor: int
     traced: TracedSums
     norms: dict[str, nn.Module]
 
@@ -97,7 +95,11 @@ def count(model_type: str) -> TypeCount:
            for kind, layout in ROTATIONS.items()},
     }  # fmt: skip
     rotating = set().union(*(places[kind] for kind in ROTATIONS))
-    _add_classes(result, kinds, modules, rotating)
+    # Norms, attentions that rotate, and what else holds a norm that is not a plain LayerNorm.
+    own = {path: module for path, module in modules.items() if not type(module).__module__.startswith("torch.")}
+    holders = [path.rpartition(".")[0] for path, kind in kinds.items() if kind in ("rms", "gated")]
+    for role, found in (("norm", kinds), ("attention", rotating), ("layer", holders)):
+        _add_classes(result, role, (own[path] for path in found if path in own))
     if any(places.values()):
         report = apply_fused_norm(whole, strict=False)
         for kind, paths in places.items():
@@ -149,19 +151,15 @@ def judged(model: nn.Module) -> dict[str, Normalises]:
 def parts_of(model: nn.Module) -> set[Any]:
     """Return a model's parts: its classes, and the kinds of places of its norms, by class, holder and attribute."""
     modules = dict(model.named_modules())
-    places = {_place(path, modules) for path, kind in judged(model).items() if kind in ("rms", "gated")}
+    norms = [path for path, kind in judged(model).items() if kind in ("rms", "gated")]
+    places = {(type(modules[path]).__name__, _holder(path, modules), _name(path)) for path in norms}
     return places | {type(module).__name__ for module in modules.values()}
 
 
 def small_model(whole: nn.Module, config: Any) -> tuple[SmallModel | None, str | None]:
-    """The smallest model that runs and consists of all that the whole model consists of.
+    """The smallest model that runs and consists of all that the whole one, on the meta device, consists of.
 
-    Args:
-        whole: on the meta device.
-        config: that of the whole model.
-
-    Returns:
-        The model in which most norms ran, or None, and why some did not.
+    If there is none, the model in which most norms ran, or None; and why some did not.
     """
     best: SmallModel | None = None
     why: str | None = "no smaller config builds"
@@ -180,7 +178,7 @@ def small_model(whole: nn.Module, config: Any) -> tuple[SmallModel | None, str |
             continue
         tried.add(divisor)
         try:
-            small, failure = _run(with_random_weights(build(model_class, smaller, "cpu")), layers, divisor)
+            small, failure = _run(with_random_weights(build(model_class, smaller, "cpu")), layers)
         except Exception as error:  # of whatever kind a foreign model raises
             why = in_a_line(error) if best is None else why
             continue
@@ -203,7 +201,7 @@ def with_random_weights(model: nn.Module) -> nn.Module:
     return model
 
 
-def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]:
+def _run(model: Any, layers: int) -> tuple[SmallModel, str | None]:
     """Run a small model, and those of its parts by themselves of which it leaves norms out."""
     _use_experts(model, "eager")  # the grouped product wants widths of its own
     norms = {path: module for path, module in model.named_modules() if normalises(module) == "rms"}
@@ -231,7 +229,7 @@ def _run(model: Any, layers: int, divisor: int) -> tuple[SmallModel, str | None]
     traced.remove()
     if ran and set(norms) <= traced.called:
         why = None
-    return SmallModel(model, layers, divisor, traced, norms), why
+    return SmallModel(model, layers, traced, norms), why
 
 
 def _use_experts(model: Any, implementation: str) -> None:
@@ -241,7 +239,7 @@ def _use_experts(model: Any, implementation: str) -> None:
 
 
 def _count_in_small_model(result: TypeCount, small: SmallModel) -> None:
-    result.layers, result.divisor = small.layers, small.divisor
+    result.layers = small.layers
     result.norms_run = len(small.traced.called), len(small.norms)
     inputs = inputs_with_labels(small.model) if _has_head(small.model) else None
     _use_experts(small.model, "grouped_mm")
@@ -253,13 +251,12 @@ def _count_in_small_model(result: TypeCount, small: SmallModel) -> None:
     modules = dict(small.model.named_modules())
     # Some q and k norms come after the rotation, which adds too, but no residual.
     fed = {path for path in small.traced.fed if not _QK.search(_name(path))}
-    _settle(result, "residual", fed, report, modules)
     # What transformers' decorator of experts sets.
     experts = {path for path, module in modules.items() if {"has_gate", "is_transposed"} <= vars(module).keys()}
-    _settle(result, "experts", experts, report, modules)
     gated = {path for path in small.traced.gated if normalises(modules[path]) is None} - experts
-    _settle(result, "mlp", gated, report, modules)
-    _settle(result, "conv", small.traced.convolved, report, modules)
+    places = {"residual": fed, "experts": experts, "mlp": gated, "conv": small.traced.convolved}
+    for kind, paths in places.items():
+        _settle(result, kind, paths, report, modules)
     rows = [site for site in (*report.fused, *report.kept) if site.kind == "residual"]
     extra = Counter(
         ("residual", _holder(site.path, modules))
@@ -267,10 +264,8 @@ def _count_in_small_model(result: TypeCount, small: SmallModel) -> None:
         if site.path in small.traced.called and site.path not in small.traced.fed
     )
     result.unfounded = sorted((*what, number) for what, number in extra.items())
-    for role, paths in (("mlp", gated), ("conv", small.traced.convolved)):
-        classes: set[Any] = {type(modules[path]) for path in paths}
-        for cls in classes:
-            result.classes.setdefault(name_of(cls), f"{role} {forward_hash(cls)}")
+    for role in ("mlp", "conv"):
+        _add_classes(result, role, (modules[path] for path in places[role]))
 
 
 def _count_loss(result: TypeCount, model: nn.Module, inputs: Inputs, report: PatchReport) -> None:
@@ -306,20 +301,8 @@ def _holder(path: str, modules: Any) -> str:
     return name_of(type(modules[re.sub(r"\.?[^.]+(\.\d+)?$", "", path)]))
 
 
-def _place(path: str, modules: Any) -> Any:
-    return type(modules[path]).__name__, _holder(path, modules), _name(path)
-
-
-def _add_classes(result: TypeCount, kinds: dict[str, Normalises], modules: Any, attentions: set[str]) -> None:
-    """Hashes of norms, of attentions that rotate, and of what else holds a norm that is not a plain LayerNorm."""
-    named = [(path, kind) for path, kind in kinds.items() if not type(modules[path]).__module__.startswith("torch.")]
-    groups = [
-        ("norm", [modules[path] for path, _ in named]),
-        ("attention", [modules[path] for path in attentions]),
-        ("layer", [modules[path.rpartition(".")[0]] for path, kind in kinds.items() if kind in ("rms", "gated")]),
-    ]
-    for role, found in groups:
-        classes: set[Any] = {type(module) for module in found}
-        for cls in classes:
-            if not cls.__module__.startswith("torch."):
-                result.classes.setdefault(name_of(cls), f"{role} {forward_hash(cls)}")
+def _add_classes(result: TypeCount, role: str, modules: Iterable[nn.Module]) -> None:
+    """Add the hashes of the forwards of some modules' classes, each with its role."""
+    classes: set[Any] = {type(module) for module in modules}
+    for cls in classes:
+        result.classes.setdefault(name_of(cls), f"{role} {forward_hash(cls)}")

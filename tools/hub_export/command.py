@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import fused_norm
@@ -30,11 +30,6 @@ _FILES = (
     "patcher/running_code.py",
 )
 """The files of the package that the layer needs besides the kernels."""
-
-_NOT_OF_KERNELS = ("fp8", "__pycache__")
-
-_EMPTY = ("kernels/__init__.py", "patcher/__init__.py")
-"""Files that import what is not exported."""
 
 _CARD = """\
 ---
@@ -74,20 +69,22 @@ def export(folder: str | Path) -> Path:
         raise FileExistsError(f"{card} is there already, and was not written by an export: name another folder")
     build.mkdir(parents=True)
     package = build / "fused_norm"
-    shutil.copytree(_PACKAGE / "kernels", package / "kernels", ignore=shutil.ignore_patterns(*_NOT_OF_KERNELS))
+    shutil.copytree(_PACKAGE / "kernels", package / "kernels", ignore=shutil.ignore_patterns("fp8", "__pycache__"))
     for name in _FILES:
         (package / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(_PACKAGE / name, package / name)
-    for name in _EMPTY:
+    for name in ("kernels/__init__.py", "patcher/__init__.py"):  # which import what is not exported
         (package / name).write_text("")
     layers = Path(__file__).with_name("layers.py").read_text(encoding="utf-8")
     (package / "layers.py").write_text(layers.replace("from fused_norm.", "from ."), encoding="utf-8")
     # `kernels` imports the outer package, and up to release 0.9 the inner one.
     (package / "__init__.py").write_text("from . import layers\n")
     (build / "__init__.py").write_text("from .fused_norm import layers\n")
+    # Builds that differ can be loaded side by side.
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(build.rglob("*.py")))).hexdigest()
     metadata = {
         "name": "fused-norm",
-        "id": f"_fused_norm_{_digest(build.rglob('*.py'))}",
+        "id": f"_fused_norm_{digest[:12]}",
         "version": 1,
         "license": "Apache-2.0",
         "python-depends": [],
@@ -96,14 +93,6 @@ def export(folder: str | Path) -> Path:
     (build / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
     card.write_text(_CARD.format(version=fused_norm.__version__), encoding="utf-8")
     return build
-
-
-def _digest(paths: Iterable[Path]) -> str:
-    """A name that depends on what these files contain: builds that differ can be loaded side by side."""
-    digest = hashlib.sha256()
-    for path in sorted(paths):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

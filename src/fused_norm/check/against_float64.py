@@ -210,8 +210,8 @@ def check_step(
     labels = input_ids if labels is None else labels
     options = options if isinstance(options, FuseOptions) else FuseOptions(**(options or {}))
     truth = truth or (torch.float64 if _float64_fits(model) else torch.float32)
-    dtype, predictions = _coarsest_dtype(model), labels.shape[0] * (labels.shape[1] - 1)
-    _refuse_uncheckable(model, dtype, truth, labels, predictions)
+    predictions = labels.shape[0] * (labels.shape[1] - 1)
+    dtype = _checkable_dtype(model, truth, labels, predictions)
     remove_fused_norm(model)
     training = model.training
     model.eval()
@@ -235,9 +235,13 @@ def check_step(
     return StepCheck(report, dtype, truth, input_ids.device, tuple(deviations))
 
 
-def _refuse_uncheckable(
-    model: nn.Module, dtype: torch.dtype, truth: torch.dtype, labels: torch.Tensor, predictions: int
-) -> None:
+def _checkable_dtype(model: nn.Module, truth: torch.dtype, labels: torch.Tensor, predictions: int) -> torch.dtype:
+    """The coarsest dtype of a model's parameters; raises ``UncheckableError`` if a check would say nothing."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if not dtypes or not dtypes <= set(DTYPES):
+        names = ", ".join(sorted(map(_name, dtypes))) or "none"
+        raise UncheckableError(f"parameters must be float32, bfloat16 or float16, and these are {names}")
+    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     if predictions < MIN_PREDICTIONS:
         raise UncheckableError(
             f"{tuple(labels.shape)} tokens make {predictions} predictions, and at least {MIN_PREDICTIONS} are needed: "
@@ -250,6 +254,7 @@ def _refuse_uncheckable(
             f"a {_name(dtype)} model needs a float64 truth, which takes {_float64_bytes(model) / 2**30:.1f} GiB; "
             "take fewer layers, or a 16-bit dtype"
         )
+    return dtype
 
 
 class _Float64ForFloat32(TorchFunctionMode):
@@ -315,14 +320,6 @@ def relative_errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Ten
     gradients = {name: value for name, value in exact.items() if name.endswith(".grad")}
     others = {name: distance(results[name], value) for name, value in exact.items() if name not in gradients}
     return others | distances(results, gradients)
-
-
-def _coarsest_dtype(model: nn.Module) -> torch.dtype:
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if not dtypes or not dtypes <= set(DTYPES):
-        names = ", ".join(sorted(map(_name, dtypes))) or "none"
-        raise UncheckableError(f"parameters must be float32, bfloat16 or float16, and these are {names}")
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _float64_bytes(model: nn.Module) -> int:

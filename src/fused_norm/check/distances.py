@@ -110,8 +110,15 @@ def distances(tensors: Mapping[str, Tensor], right: Mapping[str, Tensor], *, tri
     rms = math.sqrt(squares / max(1, sum(value.numel() for value in right.values())))
     errors = {}
     for name, truth in right.items():
+        if name not in tensors:
+            errors[name] = math.inf
+            continue
+        apart = tensors[name].double() - truth.double()
+        if trim and apart.isfinite().all():
+            apart = apart.abs().flatten().sort().values
+            apart = apart[: max(0, apart.numel() - max(TRIMMED, math.ceil(trim * apart.numel())))]
         scale = max(truth.double().norm().item(), ZERO_SHARE * rms * truth.numel() ** 0.5)
-        errors[name] = ratio(_gap(tensors[name], truth, trim) if name in tensors else math.inf, scale)
+        errors[name] = ratio(apart.norm().item(), scale)
     return errors
 
 
@@ -129,14 +136,6 @@ def slope_errors(tensors: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> 
 def ratio(gap: float, scale: float) -> float:
     """``gap / scale``: infinite if one of them is not finite or the scale is 0, but 0 if both are 0."""
     return gap / scale if math.isfinite(gap) and 0 < scale < math.inf else 0.0 if gap == scale == 0 else math.inf
-
-
-def _gap(tensor: Tensor, right: Tensor, trim: float) -> float:
-    apart = tensor.double() - right.double()
-    if trim and apart.isfinite().all():
-        apart = apart.abs().flatten().sort().values
-        apart = apart[: max(0, apart.numel() - max(TRIMMED, math.ceil(trim * apart.numel())))]
-    return apart.norm().item()
 
 
 def _finite(value: float) -> float:

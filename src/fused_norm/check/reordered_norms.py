@@ -49,31 +49,22 @@ class _ReorderedNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight: Tensor | None = self._norm.weight if self._spec.weighted else None
-        order, back = self._order(x)
-        with torch.no_grad():
-            shuffled = None if weight is None else weight[order]
-            value = self._formula(x[..., order], shuffled)[..., back]
-        wide = torch.float64 if x.dtype == torch.float32 else torch.float32
-        widened = None if weight is None else weight.to(wide)
-        smooth = self._formula(_RoundedAtRandom.apply(x, wide, self._drawn_on(x.device)), widened).to(value.dtype)
-        # The difference of numbers this close is exact, and so is the sum: the value of one, the gradient of the other.
-        return smooth + (value - smooth).detach()
-
-    def _formula(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return reference.rms_norm(self._spec, x, weight)
-
-    def _order(self, x: Tensor) -> tuple[Tensor, Tensor]:
         key = x.shape[-1], x.device
         if key not in self._orders:
             order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(self._seed))
             self._orders[key] = order.to(x.device), order.argsort().to(x.device)
-        return self._orders[key]
-
-    def _drawn_on(self, device: torch.device) -> torch.Generator:
-        """The generator of this norm's roundings: that of torch is the model's, for dropout."""
-        if device not in self._roundings:
-            self._roundings[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._roundings[device]
+        order, back = self._orders[key]
+        with torch.no_grad():
+            shuffled = None if weight is None else weight[order]
+            value = reference.rms_norm(self._spec, x[..., order], shuffled)[..., back]
+        if x.device not in self._roundings:  # the generator of torch is the model's, for dropout
+            self._roundings[x.device] = torch.Generator(x.device).manual_seed(self._seed)
+        wide = torch.float64 if x.dtype == torch.float32 else torch.float32
+        widened = None if weight is None else weight.to(wide)
+        rounded = _RoundedAtRandom.apply(x, wide, self._roundings[x.device])
+        smooth = reference.rms_norm(self._spec, rounded, widened).to(value.dtype)
+        # The difference of numbers this close is exact, and so is the sum: the value of one, the gradient of the other.
+        return smooth + (value - smooth).detach()
 
 
 class _RoundedAtRandom(torch.autograd.Function):

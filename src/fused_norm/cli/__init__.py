@@ -11,7 +11,7 @@ import argparse
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..spec import FusedNormError
@@ -46,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse, for ``--help``, ``--version`` and misspelt arguments.
     """
-    return _until_stopped("fused-norm", lambda: _run_named(sys.argv[1:] if argv is None else list(argv)))
+    try:
+        with remembered():
+            return _run_named(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        print("fused-norm: stopped", file=sys.stderr)
+        return STOPPED
 
 
 def _run_named(argv: list[str]) -> int:
@@ -84,29 +89,17 @@ def parse_and_run(command: Any, program: str, description: str, argv: Sequence[s
     Returns:
         The exit code.
     """
-    return _until_stopped(program, lambda: _parse_and_run(command, program, description, argv))
-
-
-def _parse_and_run(command: Any, program: str, description: str, argv: Sequence[str] | None) -> int:
     from .common import UsageError, as_flags
 
-    parser = argparse.ArgumentParser(prog=program, description=description)
-    command.add_arguments(parser)
-    args = parser.parse_args(argv)
     try:
         with remembered():  # an error that Ctrl-C has led to is none of the user's
-            code: int = command.run(args)
+            parser = argparse.ArgumentParser(prog=program, description=description)
+            command.add_arguments(parser)
+            code: int = command.run(parser.parse_args(argv))
         return code
     except (UsageError, FusedNormError) as error:
         print(f"{program}: {as_flags(str(error))}", file=sys.stderr)
         return 2
-
-
-def _until_stopped(program: str, run: Callable[[], int]) -> int:
-    """The exit code of ``run``; Ctrl-C is answered in a line."""
-    try:
-        with remembered():
-            return run()
     except KeyboardInterrupt:
         print(f"{program}: stopped", file=sys.stderr)
         return STOPPED

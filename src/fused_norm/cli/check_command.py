@@ -63,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     from ..patcher import apply_fused_norm
 
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    source = _find(args.model)
+    source = find_model(args.model)
+    if source.weights is None and args.model == source.config.model_type and args.model in model_configs.FAMILIES:
+        source = Source(model_configs.tiny_config(args.model), None, f"a tiny {args.model}")
     if args.layers is not None:
         take_layers(source.config, args.layers)
     model = _load(source, seed=args.seed, dtype=dtype, device=device)
@@ -90,13 +92,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"fused operators: {backend(device)}")
         print(result)
     return 0 if result.ok else 1
-
-
-def _find(name: str) -> Source:
-    source = find_model(name)
-    if source.weights is None and name == source.config.model_type and name in model_configs.FAMILIES:
-        return Source(model_configs.tiny_config(name), None, f"a tiny {name}")
-    return source
 
 
 def _load(source: Source, *, seed: int, dtype: torch.dtype, device: torch.device) -> Any:

@@ -94,11 +94,7 @@ def environment() -> dict[str, str]:
     from .. import __version__
     from .common import backend
 
-    facts = {
-        "fused_norm": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
+    facts = {"fused_norm": __version__, "python": platform.python_version(), "platform": platform.platform()}
     facts |= {package: _version(package) for package in _PACKAGES}
     facts["CUDA of torch"] = torch.version.cuda or "none"
     facts["HIP of torch"] = torch.version.hip or "none"

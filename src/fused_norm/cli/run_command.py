@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..options import FuseOptions
@@ -62,18 +61,19 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(stock)
         _say(stock)
     with _as_python_would(target, args.is_module, arguments):
-        if args.is_module and not _find_module(target):
-            raise UsageError(f"there is no module {target}")
+        if args.is_module:
+            module = None
+            with suppress(ModuleNotFoundError):
+                module = importlib.util.find_spec(target)
+            if module is None:
+                raise UsageError(f"there is no module {target}")
         return _run_fused(target, args.is_module, options)
 
 
 def _run_fused(target: str, is_module: bool, options: FuseOptions) -> int:
     from ..patcher import on_load
 
-    with (
-        _processes_told(options) as reports,
-        on_load(everywhere=True, notify=partial(_tell, reports), **vars(options)),
-    ):
+    with _processes_told(options) as reports, on_load(everywhere=True, notify=partial(_tell, reports), **vars(options)):
         leave_to_script()
         try:
             if is_module:
@@ -84,8 +84,10 @@ def _run_fused(target: str, is_module: bool, options: FuseOptions) -> int:
             _say_if_nothing_was_fused(reports)
             raise
         except BaseException as error:
-            error = error.with_traceback(_from_script(error.__traceback__))
-            sys.excepthook(type(error), error, error.__traceback__)
+            traceback = error.__traceback__  # without the frames that ran the script; None if it did not compile
+            while traceback is not None and traceback.tb_frame.f_globals.get("__name__") != "__main__":
+                traceback = traceback.tb_next
+            sys.excepthook(type(error), error.with_traceback(traceback), traceback)
             if options.strict and isinstance(error, FusedNormError):
                 _say("without --strict the script goes on with such a model")
             return STOPPED if isinstance(error, KeyboardInterrupt) else 1
@@ -139,20 +141,6 @@ def _processes_told(options: FuseOptions) -> Iterator[Path]:
                 os.environ.pop(name, None)
                 if name in before:
                     os.environ[name] = before[name]
-
-
-def _find_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _from_script(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames that ran the script; empty when it did not compile."""
-    while traceback is not None and traceback.tb_frame.f_globals.get("__name__") != "__main__":
-        traceback = traceback.tb_next
-    return traceback
 
 
 def _tell(reports: Path, report: PatchReport) -> None:

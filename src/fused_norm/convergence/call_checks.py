@@ -37,6 +37,7 @@ from .fused_calls import (
 )
 
 _LOSS_SCALE = 2.0**12
+_EPS_OF_FP32 = torch.finfo(torch.float32).eps
 
 _ROWS_TO_A_TURNED_ONE = 64
 """Rows of which one may have the logit at its label rounded the other way, as sums in another order turn two in a
@@ -141,7 +142,9 @@ def compare(
             if _is_of_head(call):
                 loss, right = pairs[0]
                 gap = 0.0 if loss.isnan() and right.isnan() else distance(loss, right)
-                add(record.losses, name, gap / stock.rounding_of_loss())
+                # Roundings explain a last place of the logit in one row of 64, and some of fp32, in a mean over rows.
+                rounding = max(stock.last_place / min(stock.rows, _ROWS_TO_A_TURNED_ONE), 4 * _EPS_OF_FP32)
+                add(record.losses, name, gap / rounding)
             else:
                 left_out = TURNED_ROWS if _has_products(call) else 0.0
                 add(record.outputs, name, max(share_apart(*pair, rows_left_out=left_out) for pair in pairs))
@@ -149,14 +152,19 @@ def compare(
             add(record.changes, name, fused.changed)
             for argument, gradient in fused.gradients.items():
                 place, right = f"{name}: gradient of {argument}", stock.gradients[argument]
-                rounding = stock.rounding_of(argument)
+                rounding = torch.finfo(right.dtype).eps
+                if argument in stock.sums:  # of numbers in the coarsest dtype of the call
+                    rounding = max(rounding, stock.last_place)
                 add(record.gradients, place, distance(gradient, right) / rounding)
                 has_same_products = _is_of_head(call) or (
                     argument == "x" and not {"linear_4bit", "lora_linear_4bit"}.isdisjoint(call.operators)
                 )
-                if has_same_products and stock.computes_in_16_bits:
+                if has_same_products and stock.last_place > _EPS_OF_FP32:
                     add(record.turned, place, share_apart(gradient, right))
-                add(record.slopes, place, slope_error(gradient, right) / _slope_by_chance(rounding, right.numel()))
+                # A few numbers do not average their roundings out. In fp32 a row has one in common, that of its rstd.
+                in_common = 1 if rounding <= _EPS_OF_FP32 else 1 / 8
+                by_chance = rounding * (in_common + 2 / max(1, right.numel()) ** 0.5)
+                add(record.slopes, place, slope_error(gradient, right) / by_chance)
 
 
 def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
@@ -188,7 +196,15 @@ def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
 
 
 class _Repeated:
-    """A call that is repeated: its outputs, gradients by argument or weight, and what it overwrote."""
+    """A call that is repeated.
+
+    Attributes:
+        outputs, gradients: what it returned, and the gradients by argument or weight.
+        changed: share of what it was handed that it overwrote.
+        last_place: that of the coarsest dtype of the call.
+        rows: of its first tensor.
+        sums: arguments and weights whose gradients are sums over rows.
+    """
 
     def __init__(self, model: nn.Module, call: FusedCall, *, frozen: bool, differentiated: bool, mixed: bool) -> None:
         bound = with_arguments(call.arguments, copied)
@@ -198,12 +214,12 @@ class _Repeated:
             for name, parameter in model.get_submodule(path)._parameters.items()
             if parameter is not None and parameter.requires_grad
         }
-        self._sums = frozenset(trained)
+        weights = frozenset(trained)
         leaves = {name: leaf for name, leaf in named_leaves(bound) if is_tensor(leaf) and leaf.requires_grad}
         parameters = {name: leaf for name, leaf in named_leaves(bound) if isinstance(leaf, nn.Parameter)}
         trained |= {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         tensors = tensors_in(bound.arguments)
-        self._rows, device = tensors[0].shape[:-1].numel(), tensors[0].device
+        self.rows, device = tensors[0].shape[:-1].numel(), tensors[0].device
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # Triton's interpreter, of a row of NaN
@@ -216,9 +232,10 @@ class _Repeated:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             torch.manual_seed(0)  # dropout drops the same in both
             outputs = returned(call.method(*bound.args, **bound.kwargs))
-            self._is_cast_by_autocast = _has_products(call) or _is_of_convolution(call)
-            self._dtypes = [tensor.dtype for tensor in (*tensors, *outputs)]
-            self._dtypes += [torch.bfloat16] if mixed and self._is_cast_by_autocast else []
+            is_cast_by_autocast = _has_products(call) or _is_of_convolution(call)
+            dtypes = [tensor.dtype for tensor in (*tensors, *outputs) if tensor.is_floating_point()]
+            dtypes += [torch.bfloat16] if mixed and is_cast_by_autocast else []
+            self.last_place = max(torch.finfo(dtype).eps for dtype in dtypes)
             # Stock code returns one norm, which each consumer reads, and autocast casts.
             consumers = 1 + len(call.dtypes) - len(outputs)
             outputs[:1] = [outputs[0].view_as(outputs[0]).to(dtype) for dtype in call.dtypes[:consumers]]
@@ -226,48 +243,22 @@ class _Repeated:
         self.changed = share_changed(bound, call.arguments)
         self.gradients: dict[str, Tensor] = {}
         inputs = leaves if frozen else leaves | trained
-        returned_gradients = zip(outputs, call.gradients, strict=True)
+        self.sums = frozenset(inputs) if is_cast_by_autocast else weights
         pairs = [
             (output, gradient)
-            for output, gradient in returned_gradients
+            for output, gradient in zip(outputs, call.gradients, strict=True)
             if output.requires_grad and gradient is not None
         ]
         if not differentiated or not inputs or not pairs:
             return
+        used = [output for output, _ in pairs]
         incoming = [gradient.clone() for _, gradient in pairs]
         gradients = torch.autograd.grad(
-            [output for output, _ in pairs],
-            list(inputs.values()),
-            incoming,
-            allow_unused=True,
-            materialize_grads=True,
+            used, list(inputs.values()), incoming, allow_unused=True, materialize_grads=True
         )
         self.gradients = dict(zip(inputs, gradients, strict=True))
-        spoilt = [share_different(used, gradient) for used, (_, gradient) in zip(incoming, pairs, strict=True)]
+        spoilt = [share_different(given, gradient) for given, (_, gradient) in zip(incoming, pairs, strict=True)]
         self.changed = max(self.changed, share_changed(bound, call.arguments), *spoilt)
-
-    def rounding_of(self, name: str) -> float:
-        """The last place of a gradient; a sum, as a weight's, is of numbers in the coarsest dtype of the call."""
-        is_sum = name in self._sums or self._is_cast_by_autocast
-        return _last_place(self.gradients[name].dtype, *(self._dtypes if is_sum else ()))
-
-    @property
-    def computes_in_16_bits(self) -> bool:
-        return _last_place(*self._dtypes) > torch.finfo(torch.float32).eps
-
-    def rounding_of_loss(self) -> float:
-        """The error of a mean over rows that roundings explain.
-
-        That is a last place of the logit in one row of 64, and some of fp32.
-        """
-        return max(
-            _last_place(*self._dtypes) / min(self._rows, _ROWS_TO_A_TURNED_ONE), 4 * torch.finfo(torch.float32).eps
-        )
-
-
-def _last_place(*dtypes: torch.dtype) -> float:
-    """The last place of the coarsest of some dtypes."""
-    return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
 
 
 def _has_rows(call: FusedCall, tensor: Tensor) -> bool:
@@ -288,15 +279,6 @@ def _is_of_head(call: FusedCall) -> bool:
 def _has_products(call: FusedCall) -> bool:
     """Return whether a call multiplies matrices, and sums in another order than stock code does."""
     return not {"lora_add", "lora_linear_4bit"}.isdisjoint(call.operators) or _is_of_head(call)
-
-
-def _slope_by_chance(rounding: float, count: int) -> float:
-    """The error by chance of a slope over ``count`` numbers: a few do not average their roundings out.
-
-    In fp32 a row has a rounding in common, that of its rstd.
-    """
-    in_common = 1 if rounding <= torch.finfo(torch.float32).eps else 1 / 8
-    return rounding * (in_common + 2 / max(1, count) ** 0.5)
 
 
 def _beginning(tensor: Tensor) -> Tensor:
@@ -327,12 +309,9 @@ def _with_a_nan(tensor: Tensor) -> Tensor:
 def _with_tensors(
     call: FusedCall, change: Callable[[Tensor], Tensor], change_gradient: Callable[[Tensor], Tensor] | None = None
 ) -> FusedCall:
-    """A call with other tensors of rows; its labels, one for each row, are those of the same rows.
+    """A call with other tensors of rows, which ``change`` makes; its labels, one for each row, are those of these rows.
 
-    Args:
-        call: with the tensors.
-        change: makes the other ones of those that the call is given.
-        change_gradient: makes those of its gradients, if ``change`` does not.
+    ``change_gradient``: makes those of its gradients, if ``change`` does not.
     """
 
     def changed(tensor: Tensor, change: Callable[[Tensor], Tensor] = change) -> Tensor:
@@ -345,7 +324,6 @@ def _with_tensors(
     arguments = with_arguments(call.arguments, changed)
     if "length" in arguments.arguments:  # a convolution's result is cut to it
         arguments.arguments["length"] = arguments.arguments["x"].shape[-1]
-    gradients = [
-        None if gradient is None else changed(gradient, change_gradient or change) for gradient in call.gradients
-    ]
+    of_gradient = change_gradient or change
+    gradients = [None if gradient is None else changed(gradient, of_gradient) for gradient in call.gradients]
     return replace(call, arguments=arguments, gradients=gradients)

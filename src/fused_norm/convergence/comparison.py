@@ -55,18 +55,8 @@ FEATURES: Mapping[str, frozenset[Kind]] = MappingProxyType(
 """The kinds of sites that are fused."""
 
 EXECUTIONS = (
-    "eager",
-    "compile",
-    "checkpointing",
-    "recompute",
-    "loss",
-    "lora",
-    "lora-alone",
-    "lora-dropout",
-    "lora-recompute",
-    "qlora",
-    "qlora-dropout",
-    "qlora-qv",
+    *("eager", "compile", "checkpointing", "recompute", "loss"),
+    *("lora", "lora-alone", "lora-dropout", "lora-recompute", "qlora", "qlora-dropout", "qlora-qv"),
 )
 """The ways a step runs. ``recompute`` and ``lora-recompute`` are ways of the fused model alone: their stock models and
 controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole ones; the
@@ -89,14 +79,20 @@ RECOMPUTE: Mapping[str, str] = MappingProxyType({"recompute": "eager", "lora-rec
 FROZEN_NORMS = ("lora-alone", "lora-dropout", *QLORA)
 """The executions that train no norm."""
 
-_WORDS = {"mixed": "bf16 autocast", "compile": "compiled", "checkpointing": "checkpointed", "lora": "LoRA+norms"}
-_WORDS |= {"lora-alone": "LoRA", "lora-dropout": "LoRA+dropout", "norms": "norms alone", "norms+qk": "norms+QK"}
-_WORDS |= {
+_WORDS = {
+    "mixed": "bf16 autocast",
+    "compile": "compiled",
+    "checkpointing": "checkpointed",
+    "lora": "LoRA+norms",
+    "lora-alone": "LoRA",
+    "lora-dropout": "LoRA+dropout",
     "lora-recompute": "LoRA+recomp.",
     "qlora": "QLoRA",
     "qlora-dropout": "QLoRA+drop.",
     "qlora-qv": "QLoRA q, v",
     "loss": "masked labels",
+    "norms": "norms alone",
+    "norms+qk": "norms+QK",
     "norms+rope": "norms+RoPE",
     "norms+residual": "norms+adds",
     "norms+mlp": "norms+MLPs",

@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from .result_store import ComparisonResult
-from .verdict import MEASURES, Verdict, loss_band, relative_gaps
+from .verdict import MEASURES, loss_band, relative_gaps
 
 STOCK, FUSED, NOISE, LIMIT = "#3b7dd8", "#e07b1a", "#8b949e", "#d64545"
 _TEXT = "#808a94"
@@ -56,12 +56,6 @@ def _figure(result: ComparisonResult) -> Figure:
     # No pyplot: it would open a window system and keep the figure.
     figure = Figure(figsize=(3.6, 6.6), layout="constrained")
     losses, gaps, checks = figure.subplots(3, gridspec_kw={"height_ratios": [3, 3, 4]})
-    _draw_run(losses, gaps, result)
-    _draw_checks(checks, result.verdict)
-    return figure
-
-
-def _draw_run(losses: Any, gaps: Any, result: ComparisonResult) -> None:
     stock, fused = result.stock, result.fused
     assert stock
     assert fused
@@ -83,29 +77,25 @@ def _draw_run(losses: Any, gaps: Any, result: ComparisonResult) -> None:
         gaps.set_ylim(bottom, 30 * max(whole.bound, whole.value, *band))  # with room for the legend
     gaps.set_ylabel("gap, relative")
     gaps.set_xlabel("step")
-    for axis in (losses, gaps):
-        axis.locator_params(axis="x", integer=True)
-        _finish(axis)
-        axis.legend(frameon=False, fontsize="x-small", ncols=3)
+    for axes in (losses, gaps):
+        axes.locator_params(axis="x", integer=True)
+        axes.legend(frameon=False, fontsize="x-small", ncols=3)
 
-
-def _draw_checks(axis: Any, verdict: Verdict) -> None:
+    verdict = result.verdict
     measures = [measure for measure in MEASURES if verdict.worst(measure.name)]
     places = {measure.name: place for place, measure in enumerate(measures)}
     shares = [min(max(check.share, _LEAST), _MOST) for check in verdict.checks]
     colours = [FUSED if check.ok else LIMIT for check in verdict.checks]
     rows = [places[check.measure] for check in verdict.checks]
-    axis.scatter(shares, rows, s=7, c=colours, alpha=0.5, linewidths=0)
-    axis.axvline(1, color=LIMIT, linewidth=1, linestyle="--")
-    axis.set_xscale("log")
-    axis.set_xlim(_LEAST / 2, 2 * max(1.5, *shares, 0))
-    axis.set_yticks(range(len(measures)), [measure.head for measure in measures])
-    axis.invert_yaxis()
-    axis.set_xlabel("share of its own limit")
-    _finish(axis)
-
-
-def _finish(axis: Any) -> None:
-    axis.set_axis_on()
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+    checks.scatter(shares, rows, s=7, c=colours, alpha=0.5, linewidths=0)
+    checks.axvline(1, color=LIMIT, linewidth=1, linestyle="--")
+    checks.set_xscale("log")
+    checks.set_xlim(_LEAST / 2, 2 * max(1.5, *shares, 0))
+    checks.set_yticks(range(len(measures)), [measure.head for measure in measures])
+    checks.invert_yaxis()
+    checks.set_xlabel("share of its own limit")
+    for axes in figure.axes:
+        axes.set_axis_on()
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -56,8 +56,7 @@ _KINDS: Mapping[str, _Kind] = {
     "residual": _Kind(frozenset({"add_rms_norm", "norm_add_norm"})),
     "sandwich": _Kind(frozenset({"norm_add", "norm_add_norm"})),
     "rope": _Kind(
-        frozenset({"qk_norm_rope", "rope"}),
-        frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
+        frozenset({"qk_norm_rope", "rope"}), frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"})
     ),
     "mlp": _Kind(
         frozenset({"glu", "glu_for_consumers"}),
@@ -223,9 +222,16 @@ class _Watch:
             if self._outermost is not None or path is None:
                 return method(*positional, **named)
             given = signature.bind(*positional, **named)
-            weighted = [self._paths[id(module)] for module in _weighted(given.arguments.values())]
+            # The modules whose weights take part; for a LoRA layer those of its adapters.
+            weighted: list[nn.Module] = []
+            for argument in given.arguments.values():
+                if isinstance(argument, FusedNorm | FusedExperts | FusedHead | nn.Conv1d):
+                    weighted.append(argument)
+                elif isinstance(argument, FusedAdapter):
+                    adapter: Any = argument
+                    weighted += (*adapter.lora_A.values(), *adapter.lora_B.values())
             kept = with_arguments(given, copied if self._with_tensors else lambda tensor: tensor.new_empty(0))
-            call = FusedCall(path, method, tuple(weighted), kept)
+            call = FusedCall(path, method, tuple(self._paths[id(module)] for module in weighted), kept)
             self._outermost = call
             try:
                 outputs = method(*positional, **named)
@@ -235,12 +241,11 @@ class _Watch:
             tensors = returned(outputs if computes(call) else outputs[1])
             if not computes(call) and (len(tensors) == len(set(map(id, tensors))) or not tensors[0].requires_grad):
                 call.operators.append(_OWN_INPUTS)
-            if isinstance(positional[0], FusedAdapter) and _multiplies_in_float32(
-                positional[0], tensors_of(positional[1])[0]
-            ):
+            if isinstance(positional[0], FusedAdapter) and _multiplies_in_float32(*positional[:2]):
                 call.operators.append(_IN_FLOAT32)
             call.dtypes = [tensor.dtype for tensor in tensors]
-            call.is_one_node = _are_of_one_node(outputs)
+            if isinstance(outputs, tuple) and len(pair := tensors_in(outputs[:2])) > 1:
+                call.is_one_node = pair[0].grad_fn is not None and pair[0].grad_fn is pair[1].grad_fn
             if self._with_tensors:
                 call.changed = share_changed(given, kept)
                 _keep_gradients(call, tensors)
@@ -334,38 +339,20 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _are_of_one_node(outputs: Any) -> bool:
-    """Return whether the first two tensors that a call returned are outputs of one node of the graph."""
-    if not isinstance(outputs, tuple) or len(tensors := tensors_in(outputs[:2])) < 2:
-        return False
-    return tensors[0].grad_fn is not None and tensors[0].grad_fn is tensors[1].grad_fn
-
-
-def _weighted(arguments: Iterable[Any]) -> Iterator[nn.Module]:
-    """The modules among arguments whose weights take part in a call; for a LoRA layer those of its adapters."""
-    for argument in arguments:
-        if isinstance(argument, FusedNorm | FusedExperts | FusedHead | nn.Conv1d):
-            yield argument
-        elif isinstance(argument, FusedAdapter):
-            layer: Any = argument
-            yield from (*layer.lora_A.values(), *layer.lora_B.values())
-
-
-def _multiplies_in_float32(layer: Any, x: Tensor) -> bool:
+def _multiplies_in_float32(layer: Any, x: Any) -> bool:
     weights = layer.lora_A.parameters()
-    return autocast_dtype(x) is None and any(weight.dtype == torch.float32 for weight in weights)
+    return autocast_dtype(tensors_of(x)[0]) is None and any(weight.dtype == torch.float32 for weight in weights)
 
 
 def with_arguments(given: inspect.BoundArguments, change: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:
     """The arguments of a call, their tensors changed."""
-    changed = inspect.BoundArguments(given.signature, type(given.arguments)(given.arguments))
 
-    def changed_leaf(leaf: Any) -> Any:
+    def changed(leaf: Any) -> Any:
         tensor = tensors_of(leaf)[0]
         return change(tensor) if is_tensor(tensor) else leaf
 
-    changed.arguments.update(tree_map(changed_leaf, dict(given.arguments)))
-    return changed
+    arguments = type(given.arguments)(tree_map(changed, dict(given.arguments)))
+    return inspect.BoundArguments(given.signature, arguments)
 
 
 def share_changed(given: inspect.BoundArguments, before: inspect.BoundArguments) -> float:

@@ -65,9 +65,9 @@ class Allocations:
         gc.collect()  # Triton's interpreter leaves cycles with tensors in them
         if self._profile is None:
             self._held.append(self._allocated() - self._before)
-            return len(self._held) - 1
-        with record_function(_MOMENT):
-            self._held.append(0)
+        else:
+            with record_function(_MOMENT):
+                self._held.append(0)
         return len(self._held) - 1
 
     def __exit__(self, *error: Any) -> None:
@@ -96,10 +96,7 @@ class Allocations:
 def held_memory(loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], device: torch.device) -> HeldMemory:
     """Run a step, forward and backward, and measure what it holds.
 
-    Args:
-        loss_of: computes the loss.
-        layers: modules that the forward calls once each, by path.
-        device: of the model.
+    ``layers``: modules that the forward calls once each, by path.
     """
     begins: dict[str, int] = {}
     ends: dict[str, int] = {}
@@ -123,16 +120,11 @@ def held_memory(loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], 
 
 
 def levels_not_kept(
-    model: nn.Module,
-    reports: Mapping[RecomputeLevel, PatchReport],
-    held: Mapping[RecomputeLevel, HeldMemory],
+    model: nn.Module, reports: Mapping[RecomputeLevel, PatchReport], held: Mapping[RecomputeLevel, HeldMemory]
 ) -> dict[str, list[str]]:
     """The layers that hold as much for their backward as at the level of ``recompute`` below, by what is wrong.
 
-    Args:
-        model: patched; its modules are looked up by path.
-        reports: of each level but the first.
-        held: by a step at each of ``LEVELS``.
+    ``reports``: of each level but the first. ``held``: by a step at each of ``LEVELS``.
     """
     layers_by_reason: dict[str, list[str]] = {}
     for below, level in pairwise(LEVELS):

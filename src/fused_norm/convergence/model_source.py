@@ -63,22 +63,20 @@ class ModelSource:
         Raises:
             OSError, ValueError: its weights cannot be loaded, or there is no causal language model for the config.
         """
+        model: Any
         if self.weights is None:
-            return _without_dropout(model_configs.build(self.config, seed=seed, dtype=dtype, device=device))
-        from transformers import AutoModelForCausalLM
+            model = model_configs.build(self.config, seed=seed, dtype=dtype, device=device)
+        else:
+            from transformers import AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_pretrained(self.weights, config=self.config, dtype=dtype)
-        return _without_dropout(model.to(device).train())
-
-
-def _without_dropout(model: nn.Module) -> nn.Module:
-    module: Any
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    return model
+            model = AutoModelForCausalLM.from_pretrained(self.weights, config=self.config, dtype=dtype)
+            model = model.to(device).train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if isinstance(getattr(module, "attention_dropout", None), float):
+                module.attention_dropout = 0.0
+        return model
 
 
 def set_up_execution(
@@ -144,11 +142,9 @@ def add_adapters(model: Any, comparison: Comparison) -> None:
 
 
 def quantise(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Pack the linears of a model's layers into nf4 with double quantisation; all else is frozen, in fp32.
+    """Pack the linears of a model's layers, in place, into nf4 with double quantisation; all else is frozen, in fp32.
 
-    Args:
-        model: changed in place.
-        dtype: of the linears' products.
+    ``dtype``: of the linears' products.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
     from peft import prepare_model_for_kbit_training

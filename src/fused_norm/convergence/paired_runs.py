@@ -23,16 +23,7 @@ from ..kernels.triton.devices import use_plans
 from ..patcher import Site, apply_fused_norm, disabled
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_checks import CallRecord, calls_of_step, compare
-from .comparison import (
-    LORA,
-    PRECISIONS,
-    QLORA,
-    RECOMPUTE,
-    SECOND_RUNS,
-    WITH_DROPOUT,
-    Comparison,
-    options_for_feature,
-)
+from .comparison import LORA, PRECISIONS, QLORA, RECOMPUTE, SECOND_RUNS, WITH_DROPOUT, Comparison, options_for_feature
 from .fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .plan import Plan
@@ -116,9 +107,7 @@ class PairedRuns:
         an execution computes values a second time, the step is held to one that keeps them; with ``recompute`` at each
         level, which has to hold fewer bytes than the one below. None for compiled code, which has no calls.
 
-        Args:
-            fused: makes the model.
-            in_half: a model in bf16 is checked in fp16 as well, in which it is not trained.
+        ``in_half``: a model in bf16 is checked in fp16 as well, in which it is not trained.
         """
         model, tokens, mixed = self.checked_model()
         not_done: dict[str, list[str]] = {}
@@ -155,12 +144,8 @@ class PairedRuns:
     ) -> dict[str, float]:
         """Hold a fused step to the bits of one with other options, by the share of each gradient that differs.
 
-        Empty on a GPU, where kernels that read other dtypes, and products, add up in another order.
-
-        Args:
-            fused: makes the model.
-            loss_of: computes the loss of a model and tokens.
-            without: of ``apply_fused_norm``: those of the step that is right.
+        Empty on a GPU, where kernels that read other dtypes, and products, add up in another order. ``without``: the
+        options of ``apply_fused_norm`` in the step that is right.
         """
         model, tokens, mixed = self.checked_model()
         if tokens.is_cuda:
@@ -168,11 +153,7 @@ class PairedRuns:
         apply_fused_norm(model, **options_for_feature(self.comparison.feature) | without)
         with contextlib.ExitStack() as stack, use_plans(same_plans(model)):
             return changed_bits(
-                model,
-                tokens[:1],
-                lambda model: stack.enter_context(fused(model)),
-                mixed=mixed,
-                loss_of=loss_of,
+                model, tokens[:1], lambda model: stack.enter_context(fused(model)), mixed=mixed, loss_of=loss_of
             )
 
     def checked_model(self) -> tuple[nn.Module, Tensor, bool]:
@@ -230,7 +211,7 @@ class PairedRuns:
             outputs, output_gradients = layer_tensors(model, tokens, mixed=precision.mixed)
             seen, graphs = stack.enter_context(observed(model, is_compiled=is_compiled)), list[list[str]]()
             model = set_up_execution(model, self.comparison, self.plan.settings.compile_backend, graphs)
-            initial = _snapshots(model)
+            initial = {name: snapshot(parameter) for name, parameter in trained_parameters(model)}
             gradients, final = dict[str, Tensor](), dict[str, Tensor]()
             labels, leaves_out_many = None, self.comparison.execution == "loss"
             # Means over unequal numbers of labels would depend on how a step is split into micro-batches.
@@ -246,7 +227,9 @@ class PairedRuns:
                 cut_last=not is_compiled,  # it would be compiled twice
                 on_step=on_step,
                 on_gradients=noted_gradients,
-                on_end=lambda trained: final.update(_snapshots(trained)),
+                on_end=lambda trained: final.update(
+                    (name, snapshot(each)) for name, each in trained_parameters(trained)
+                ),
             )
         if is_compiled:  # linears read what a stock norm returns, and the head is stock
             changed = [site for site in changed if site.kind not in ("consumers", "loss")]
@@ -317,7 +300,3 @@ def fused_for(feature: str) -> ModelChange:
         yield *report.fused, *(row for row in report.consumers if row.reason is None)
 
     return fused
-
-
-def _snapshots(model: nn.Module) -> dict[str, Tensor]:
-    return {name: snapshot(parameter) for name, parameter in trained_parameters(model)}

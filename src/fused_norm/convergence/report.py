@@ -15,7 +15,7 @@ from typing import Any
 
 from .curve_charts import curves_svg
 from .result_store import ComparisonResult
-from .verdict import BY_NAME, FIRST_STEPS_BAR, MEASURES, MULTIPLE, BoundCheck, Measure
+from .verdict import BY_NAME, FIRST_STEPS_BAR, MEASURES, MULTIPLE, BoundCheck
 
 
 def exit_code(results: Sequence[ComparisonResult]) -> int:
@@ -42,7 +42,9 @@ def table(results: Iterable[ComparisonResult]) -> str:
         nearest = result.verdict.worst()
         where = f"{_share(nearest)} {BY_NAME[nearest.measure].head}" if nearest else "-"
         rows.append([result.verdict.status, result.comparison.title, *_last_losses(result), where])
-    return f"{_aligned(rows)}\n(last losses; the limit that the fused run comes nearest to, above 1 is red)"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, "(last losses; the limit that the fused run comes nearest to, above 1 is red)"])
 
 
 def _last_losses(result: ComparisonResult) -> list[str]:
@@ -51,15 +53,6 @@ def _last_losses(result: ComparisonResult) -> list[str]:
 
 def _share(check: BoundCheck | None) -> str:
     return "-" if check is None else f"{check.share:.2f}" if check.share < 100 else ">99"
-
-
-def _share_rows(results: Iterable[ComparisonResult]) -> list[list[str]]:
-    """The share of each limit that every fused run takes."""
-    rows = [["", "comparison", *(measure.head for measure in MEASURES)]]
-    for result in results:
-        shares = [_share(result.verdict.worst(measure.name)) for measure in MEASURES]
-        rows.append([result.verdict.status, result.comparison.title, *shares])
-    return rows
 
 
 def explanations(results: Iterable[ComparisonResult]) -> str:
@@ -82,25 +75,21 @@ _REASONS = (
 )
 
 
-def _limit(measure: Measure) -> str:
-    return f"{measure.bar:g}" if measure.bar is not None else f"{MULTIPLE:g} x noise + {measure.floor:g} roundings"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def as_page(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -> str:
     """The report as one HTML page that needs nothing else, light or dark as the reader has it.
 
-    Args:
-        results: of all comparisons.
-        facts: versions, device, data, settings.
+    ``facts``: versions, device, data, settings.
     """
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "transformers") if name in facts)
     wrong = explanations(results)
+    shares = [["", "comparison", *(measure.head for measure in MEASURES)]]
+    for result in results:
+        taken = [_share(result.verdict.worst(measure.name)) for measure in MEASURES]
+        shares.append([result.verdict.status, result.comparison.title, *taken])
+    limits = [["measure", "limit", "what"]]
+    for measure in MEASURES:
+        noise = f"{MULTIPLE:g} x noise + {measure.floor:g} roundings"
+        limits.append([measure.head, noise if measure.bar is None else f"{measure.bar:g}", measure.what])
     template = Template(Path(__file__).with_name("report_page.html").read_text(encoding="utf-8"))
     return template.substitute(
         summary=html.escape(summary(results)),
@@ -108,8 +97,8 @@ def as_page(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -> st
         where=html.escape(f"{facts.get('kernels run in', 'kernels of unknown kind')}; {versions}"),
         explanations=f"<h2>What went wrong</h2>\n<pre>{_marked(wrong)}</pre>" if wrong else "",
         cards="\n".join(_card(result) for result in results if result.stock and result.fused and result.controls),
-        shares=_as_html(_share_rows(results)),
-        limits=_as_html([["measure", "limit", "what"], *([each.head, _limit(each), each.what] for each in MEASURES)]),
+        shares=_as_html(shares),
+        limits=_as_html(limits),
         reasons="\n".join(f"<p>{html.escape(reason)}</p>" for reason in _REASONS),
         facts=_as_html([["", ""], *([name, str(value)] for name, value in facts.items())]),
     )

@@ -35,12 +35,8 @@ def claims_not_kept(
 ) -> dict[str, list[str]]:
     """Return the places in which a step has not done what rows of the report promise, by what it did instead.
 
-    Args:
-        model: patched.
-        sites: the rows of its report that were fused.
-        calls: those of the step, with their gradients.
-        tokens: that the step was of.
-        mixed: under bf16 autocast.
+    ``sites``: the rows of the report that were fused. ``calls``: those of a step with these tokens, with their
+    gradients. ``mixed``: under bf16 autocast.
     """
     places_by_claim: dict[str, list[str]] = {}
 
@@ -51,11 +47,9 @@ def claims_not_kept(
 
     family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
     rotated = [site.path for site in sites if site.kind == "rope"]
-    casting = [
-        path
-        for path in (_attentions_that_cast(model, rotated, tokens) if mixed else ())
-        if (family is not None and family.attention_reads_rotated) or _asks_attention(model, path)
-    ]
+    casting = _attentions_that_cast(model, rotated, tokens) if mixed else set()
+    if family is None or not family.attention_reads_rotated:
+        casting = {path for path in casting if _asks_attention(model, path)}
     for site in sites if mixed else ():
         if not any(torch.float32 in call.dtypes for call in calls if is_call_of(site, call)):
             continue
@@ -70,15 +64,11 @@ def claims_not_kept(
         joins = family is not None and family.joins_residual
         if joins or any("input" in rewrite.parts for rewrite in consumed):
             mine = [call for call in calls if call.path == path and call.method.__name__ == "fused_norm_passthrough"]
-            if not mine or not all(map(_joins, mine)):
+            # The gradient of a norm's input, which the norm hands on, has to flow into the norm's backward.
+            differentiated = [call for call in mine if call.arguments.arguments["x"].requires_grad]
+            if not mine or any(not call.is_one_node or call.gradients[-1] is None for call in differentiated):
                 add(_NOT_JOINED, path)
     return places_by_claim
-
-
-def _joins(call: FusedCall) -> bool:
-    """Return whether the gradient of a norm's input, which the norm hands on, has flowed into the norm's backward."""
-    is_differentiated = call.arguments.arguments["x"].requires_grad
-    return not is_differentiated or (call.is_one_node and call.gradients[-1] is not None)
 
 
 def _drops(model: nn.Module, row: Site) -> bool:

@@ -61,7 +61,8 @@ class ResultStore:
     def load(self, comparison: Comparison, key: str) -> ComparisonResult | None:
         """Return the result that was saved under this key, or None if there is none that can be read."""
         try:
-            kept = {} if self._fresh else json.loads(self._path(comparison).read_text(encoding="utf-8"))
+            path = self._files / f"{comparison.name}.json"
+            kept = {} if self._fresh else json.loads(path.read_text(encoding="utf-8"))
             if kept["key"] != key:
                 return None
             runs = {name: _record(RunRecord, kept[name]) for name in ("stock", "fused")}
@@ -72,13 +73,10 @@ class ResultStore:
 
     def save(self, result: ComparisonResult, key: str) -> None:
         """Write a result; a reader never sees half of it."""
-        path = self._path(result.comparison)
+        path = self._files / f"{result.comparison.name}.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(result) | {"key": key}), encoding="utf-8")
         os.replace(partial, path)
-
-    def _path(self, comparison: Comparison) -> Path:
-        return self._files / f"{comparison.name}.json"
 
 
 def _record(kind: type[Any], kept: Mapping[str, Any] | None) -> Any:

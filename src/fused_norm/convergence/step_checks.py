@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,20 +40,17 @@ def layer_tensors(
     """
     outputs: dict[str, Tensor] = {}
 
-    def keep(path: str, output: Tensor) -> None:
-        outputs[path] = output
-        if output.requires_grad:
-            output.retain_grad()
-
-    def hook(path: str) -> Callable[..., None]:
-        return lambda module, inputs, output: keep(path, output[0] if isinstance(output, tuple) else output)
+    def keep(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs[path] = output[0] if isinstance(output, tuple) else output
+        if outputs[path].requires_grad:
+            outputs[path].retain_grad()
 
     with contextlib.ExitStack() as hooks:
         for path, layer in layers_of(model).items():
-            hooks.callback(layer.register_forward_hook(hook(path)).remove)
+            hooks.callback(layer.register_forward_hook(partial(keep, path)).remove)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
             result: Any = model(input_ids=tokens, labels=tokens, use_cache=False)
-        keep("logits", result.logits)
+        keep("logits", model, tokens, result.logits)
         result.loss.backward()
     model.zero_grad(set_to_none=True)
     backward = reversed(outputs.items())
@@ -66,13 +64,13 @@ def layer_tensors(
 def hooked_dtypes(model: nn.Module, tokens: Tensor, paths: Iterable[str], *, mixed: bool) -> dict[str, torch.dtype]:
     """The dtypes of what the modules at ``paths`` return, as their forward hooks see them."""
     dtypes: dict[str, torch.dtype] = {}
+
+    def note(path: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        dtypes[path] = output.dtype
+
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for path in paths:
-
-            def note(module: nn.Module, inputs: Any, output: Tensor, path: str = path) -> None:
-                dtypes[path] = output.dtype
-
-            hooks.callback(model.get_submodule(path).register_forward_hook(note).remove)
+            hooks.callback(model.get_submodule(path).register_forward_hook(partial(note, path)).remove)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
             model(input_ids=tokens, use_cache=False)
     return dtypes
@@ -160,12 +158,7 @@ def _shares_of_others(
 
 
 def check_levels(
-    model: nn.Module,
-    tokens: Tensor,
-    options: Mapping[str, Any],
-    *,
-    calls: list[FusedCall],
-    mixed: bool = False,
+    model: nn.Module, tokens: Tensor, options: Mapping[str, Any], *, calls: list[FusedCall], mixed: bool = False
 ) -> tuple[dict[str, float], dict[str, list[str]]]:
     """Hold a step at each level of ``recompute`` to the bits of one that keeps all, and to fewer bytes at each level.
 

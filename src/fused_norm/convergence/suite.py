@@ -73,11 +73,8 @@ def _run_group(plan: Plan, group: Group) -> list[ComparisonResult]:
 def run_plan(plan: Plan, store: ResultStore | None, progress: Progress, *, jobs: int = 1) -> Iterator[ComparisonResult]:
     """The results of a plan as they come; those that ``store`` has are not run again, and come first.
 
-    Args:
-        plan: what to run.
-        store: where results are kept; None in all but the first of several processes.
-        progress: is told; of results alone if there are several jobs.
-        jobs: processes that share the comparisons.
+    ``store``: None in all but the first of several processes. ``progress``: is told of results alone if there are
+    several ``jobs``, which are processes that share the comparisons.
     """
     keys = {each: plan.settings_key(each) for each in plan.comparisons}
     # What is missing all processes have to run, so the first one decides.

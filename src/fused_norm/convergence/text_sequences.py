@@ -46,14 +46,13 @@ def read_files(paths: Iterable[Path]) -> Iterator[str]:
             raise ValueError(f"{path} is not UTF-8 text; convert it or leave it out") from error
 
 
-def read_dataset(name: str, *, column: str = "text", split: str = "train") -> Iterator[str]:
-    """The texts of a dataset, streamed in its own order.
+def read_dataset(name: str, *, column: str = "text") -> Iterator[str]:
+    """The texts of a dataset's split ``train``, streamed in its own order.
 
     Args:
         name: what ``datasets.load_dataset`` takes, a folder or a name on the hub, followed by ``:config`` if
             the dataset has configurations.
         column: holds the text.
-        split: which part of the dataset.
 
     Raises:
         ValueError: the dataset cannot be loaded, or has no such column.
@@ -62,10 +61,10 @@ def read_dataset(name: str, *, column: str = "text", split: str = "train") -> It
 
     path, _, config = name.partition(":")
     try:
-        rows = datasets.load_dataset(path, config or None, split=split, streaming=True)
+        rows = datasets.load_dataset(path, config or None, split="train", streaming=True)
         columns = rows.column_names or list(next(iter(rows)))
     except Exception as error:
-        raise ValueError(f"cannot load the dataset {name!r} (split {split!r}): {error}") from error
+        raise ValueError(f"cannot load the dataset {name!r} (split 'train'): {error}") from error
     if column not in columns:
         raise ValueError(f"the dataset {name!r} has no column {column!r}; it has {', '.join(columns)}")
     return (row[column] for row in rows)
@@ -98,27 +97,18 @@ def pack(texts: Iterable[str], *, length: int, limit: int, tokenize: Tokenize = 
 
 
 def varied(sequences: Tensor) -> Tensor:
-    """Those sequences of which no token makes up more than half, in their order.
+    """Those sequences, (sequences, length) int64, of which no token makes up more than half, in their order.
 
     In a run of one character all positions are alike, and round alike: they count as one.
-
-    Args:
-        sequences: (sequences, length), int64.
     """
     most = sequences.mode(dim=1, keepdim=True).values
     return sequences[(sequences == most).float().mean(dim=1) <= 0.5]
 
 
 def training_order(sequences: Tensor, *, count: int, seed: int) -> Tensor:
-    """``count`` sequences in training order: one shuffled pass over all of them after another.
+    """``count`` sequences in training order, (count, length): one shuffled pass over all of them after another.
 
-    Args:
-        sequences: (sequences, length), any dtype, one sequence or more.
-        count: how many to draw.
-        seed: of the order.
-
-    Returns:
-        (count, length), of the dtype of ``sequences``.
+    ``sequences``: (sequences, length), any dtype, one sequence or more. ``seed``: of the order.
     """
     generator = torch.Generator().manual_seed(seed)
     passes = [torch.randperm(len(sequences), generator=generator) for _ in range(-(-count // len(sequences)))]

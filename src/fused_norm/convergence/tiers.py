@@ -113,10 +113,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
         # Long enough for curves to look at, in one precision and with few tokens.
         "demo": Tier(
             "curves of three families",
-            Settings(
-                TrainingOptions(steps=20, batch_size=2, learning_rate=1e-3, warmup_steps=4),
-                length=32,
-            ),
+            Settings(TrainingOptions(steps=20, batch_size=2, learning_rate=1e-3, warmup_steps=4), length=32),
             families=("qwen3", "llama", "gemma"),
             precisions=("mixed",),
         ),

@@ -103,10 +103,14 @@ def train(
 
     labels_by_step = enumerate(labels.split(step_size)) if is_counted else ()
     counts = [int((cut(batch, step)[:, 1:] != IGNORED).sum()) for step, batch in labels_by_step]
-    on_gpu = accelerator.device.type == "cuda"
-    meter = _GpuPeak(accelerator.device) if on_gpu else SavedForBackward(prepared.model)
+    saved = None
+    if accelerator.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(accelerator.device)
+    else:
+        saved = SavedForBackward(prepared.model)
+    metered = saved.forward if saved else contextlib.nullcontext
     steps: list[_Step] = []
-    for step in _steps(prepared, options, accelerator, meter.forward, cut, counts, on_gradients):
+    for step in _steps(prepared, options, accelerator, metered, cut, counts, on_gradients):
         steps.append(step)
         if on_step is not None:
             on_step(len(steps) - 1, step.loss)
@@ -124,7 +128,7 @@ def train(
         losses=tuple(step.loss for step in steps),
         gradient_norms=tuple(step.gradient_norm for step in steps),
         seconds_per_step=statistics.median([step.seconds for step in steps[1:] or steps]),
-        memory_bytes=meter.bytes(),
+        memory_bytes=saved.bytes() if saved else torch.cuda.max_memory_allocated(accelerator.device),
         evaluation_loss=accelerator.reduce(evaluated.float(), "mean").item(),
     )
 
@@ -173,7 +177,12 @@ def _prepare(
     shards_here = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     shards_here &= accelerator.distributed_type == DistributedType.MULTI_CPU
     if shards_here:
-        _shard(model, accelerator.num_processes)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+        for module in (*layers_of(model).values(), model):
+            fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(
         # With its initial rate given, the schedule can begin at its second value: the first one is zero.
         [{"params": [p for p in model.parameters() if p.requires_grad], "initial_lr": options.learning_rate}],
@@ -244,30 +253,6 @@ def _steps(
         whole = getattr(norm, "full_tensor", lambda norm=norm: norm)().item()
         yield _Step(mean, whole, time.perf_counter() - began, tuple(map(torch.cat, zip(*batches, strict=True))))
         done, began, total, batches = done + 1, None, torch.zeros_like(total), []
-
-
-def _shard(model: nn.Module, processes: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (processes,))
-    for layer in layers_of(model).values():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-class _GpuPeak:
-    """Counts the most bytes allocated on a GPU at once since it was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        torch.cuda.reset_peak_memory_stats(device)
-
-    def forward(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
 
 
 class SavedForBackward:

@@ -214,25 +214,16 @@ def judge(
     *,
     execution: str = "eager",
 ) -> Verdict:
-    """The verdict on a fused run, on its calls, or on both.
+    """The verdict on a fused run, on its calls, or on both, from the stock run and harmlessly perturbed ones.
 
-    Args:
-        precision: a key of ``PRECISIONS``.
-        stock: the run that the others were compared with.
-        controls: harmlessly perturbed stock runs.
-        fused: the fused run.
-        calls: fused calls, compared with the stock modules.
-        execution: how the steps ran, one of ``EXECUTIONS``.
+    ``precision``: a key of ``PRECISIONS``. ``execution``: how the steps ran, one of ``EXECUTIONS``.
     """
     if reasons := tuple(_invalid(NOISE_CAPS[precision], stock, controls, calls, execution)):
         return Verdict("invalid", reasons, ())
     if fused is not None and not fused.finite:
         step = len(fused.losses) - 1
         return Verdict("red", (f"the fused run is not finite in step {step}, and the stock run is",), ())
-    rounding = torch.finfo(getattr(torch, PRECISIONS[precision].rounding)).eps / 2
-    checks = tuple(_call_checks(calls)) if calls is not None else ()
-    if fused is not None:
-        checks += tuple(_checks(precision, rounding, stock, controls, fused))
+    checks = tuple(_checks(precision, stock, controls, fused, calls))
     failed = [check for check in checks if not check.ok]
     if not failed:
         return Verdict("green", (), checks)
@@ -240,11 +231,7 @@ def judge(
 
 
 def _invalid(
-    caps: Mapping[str, float],
-    stock: RunRecord,
-    controls: Sequence[RunRecord],
-    calls: CallRecord | None,
-    execution: str,
+    caps: Mapping[str, float], stock: RunRecord, controls: Sequence[RunRecord], calls: CallRecord | None, execution: str
 ) -> Iterator[str]:
     """The reasons for which a comparison says nothing."""
     for name, run in (("stock", stock), *((f"control {index}", run) for index, run in enumerate(controls))):
@@ -270,25 +257,22 @@ def _invalid(
             off = f"{noise:.1e} off in the median ({BY_NAME[measure].what}), more than {cap:.1e}"
             yield f"the controls themselves are {off}: a fault could hide in that"
     for index, control in enumerate(controls):
-        if _is_identical(control, stock):
+        distances = [value for measure in MEASURES for value in getattr(control, measure.name, {}).values()]
+        has_same_steps = (control.losses, control.gradient_norms) == (stock.losses, stock.gradient_norms)
+        if has_same_steps and not any(distances):
             yield f"control {index} is the stock run to the last bit: its perturbation did nothing"
 
 
-def _is_identical(run: RunRecord, stock: RunRecord) -> bool:
-    distances = [value for measure in MEASURES for value in getattr(run, measure.name, {}).values()]
-    return run.losses == stock.losses and run.gradient_norms == stock.gradient_norms and not any(distances)
-
-
-def _call_checks(calls: CallRecord) -> Iterator[BoundCheck]:
-    for measure in MEASURES:
+def _checks(
+    precision: str, stock: RunRecord, controls: Sequence[RunRecord], fused: RunRecord | None, calls: CallRecord | None
+) -> Iterator[BoundCheck]:
+    for measure in MEASURES if calls is not None else ():
         if measure.bar is not None:
             values = getattr(calls, measure.name.removeprefix("call_"))
             yield from (BoundCheck(measure.name, where, value, 0.0, measure.bar) for where, value in values.items())
-
-
-def _checks(
-    precision: str, rounding: float, stock: RunRecord, controls: Sequence[RunRecord], fused: RunRecord
-) -> Iterator[BoundCheck]:
+    if fused is None:
+        return
+    rounding = torch.finfo(getattr(torch, PRECISIONS[precision].rounding)).eps / 2
     if precision == "fp32":
         first = relative_gaps(fused.losses, stock.losses)[:FIRST_STEPS]
         noise = max(max(relative_gaps(control.losses, stock.losses)[:FIRST_STEPS]) for control in controls)
@@ -361,11 +345,10 @@ def _divergence(failed: Sequence[BoundCheck], outputs: list[str]) -> str | None:
     if forward := places("call_outputs", "call_rows", "call_losses", "outputs"):
         where, _ = min(forward, key=lambda place: position(place[0]))
         return f"{_layer(where)}, forward: {where}"
-    after = {
-        where: outputs[min(outputs.index(where) + 1, len(outputs) - 1)]
+    backward = [
+        (outputs[min(outputs.index(where) + 1, len(outputs) - 1)], f"gradient of {where}")
         for where, _ in places("output_gradients", "output_gradient_slopes")
-    }
-    backward = [(after[where], f"gradient of {where}") for where in after]
+    ]
     backward += places("call_changes", "call_bits", "call_gradients", "call_turned", "call_slopes", "gradients")
     backward += places("gradient_slopes")
     if backward := backward or places("drifts"):
