@@ -7,7 +7,6 @@ the logits of which rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,9 +40,10 @@ def step_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step 
     if name in ("float", "to", "detach", "contiguous"):
         return _cast_of(lazy, name, func, args, kwargs)
     if name in ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide") and not kwargs:
-        is_number = len(args) == 1 and type(args[0]) in (int, float) and args[0] != 0
-        kind = "mul" if "mul" in name else "div"
-        return Step(kind, partial(_scaled, kind, args[0]), args[0]) if is_number else None
+        if len(args) != 1 or type(args[0]) not in (int, float) or args[0] == 0:
+            return None
+        (number,) = args
+        return Step("mul", lambda x: x * number, number) if "mul" in name else Step("div", lambda x: x / number, number)
     if name == "tanh" and not args and not kwargs:
         return Step("tanh", torch.tanh)
     if name in _VIEWS:
@@ -109,15 +109,7 @@ def _rows_of(lazy: Tensor, index: Any) -> Step | None:
             return None
     elif used > leading + 1 or (used == leading + 1 and (isinstance(fixed[-1], Tensor) or fixed[-1] != slice(None))):
         return None
-    return Step("rows", partial(_selected, tuple(fixed)))
-
-
-def _scaled(kind: str, number: float, x: Tensor) -> Tensor:
-    return x * number if kind == "mul" else x / number
-
-
-def _selected(index: tuple[Any, ...], x: Tensor) -> Tensor:
-    return x[tuple(part.to(x.device) if isinstance(part, Tensor) else part for part in index)]
+    return Step("rows", lambda x: x[tuple(part.to(x.device) if isinstance(part, Tensor) else part for part in fixed)])
 
 
 def transformation_by(steps: Sequence[Step]) -> dict[str, Any] | None:

@@ -97,25 +97,20 @@ class LinearOutputs:
         return None if read is None else read(self, node)
 
     def _product(self, node: Any) -> Matrix | None:
-        kept = node._raw_saved_self, node._raw_saved_mat2
-        sizes = node._saved_self_sym_sizes, node._saved_mat2_sym_sizes
-        return self._factors(node.next_functions[0], kept, sizes)
-
-    def _product_with_bias(self, node: Any) -> Matrix | None:
-        (bias, _), edge, _ = node.next_functions
-        if bias is not None and bias.name() == CAST:
-            bias, _ = bias.next_functions[0]
-        if bias is None or bias.name() != _LEAF or (node._saved_alpha, node._saved_beta) != (1, 1):
-            return None
-        kept = node._raw_saved_mat1, node._raw_saved_mat2
-        sizes = node._saved_mat1_sym_sizes, node._saved_mat2_sym_sizes
-        return self._factors(edge, kept, sizes, bias.variable)
-
-    def _factors(self, edge: Any, kept: Any, sizes: Any, *bias: Tensor) -> Matrix | None:
-        """``x @ weight + bias`` of the x that comes by ``edge``; ``kept``: what the node keeps of x and weight."""
-        (rows, width), (_, columns) = sizes
-        raw_x, raw_weight = kept
-        weight = _kept(raw_weight)
+        """``x @ weight``, or ``bias + x @ weight``."""
+        bias: list[Tensor] = []
+        if node.name() == "MmBackward0":
+            edge, _ = node.next_functions
+            raw_x, (rows, width) = node._raw_saved_self, node._saved_self_sym_sizes
+        else:
+            (leaf, _), edge, _ = node.next_functions
+            if leaf is not None and leaf.name() == CAST:
+                leaf, _ = leaf.next_functions[0]
+            if leaf is None or leaf.name() != _LEAF or (node._saved_alpha, node._saved_beta) != (1, 1):
+                return None
+            bias.append(leaf.variable)
+            raw_x, (rows, width) = node._raw_saved_mat1, node._saved_mat1_sym_sizes
+        weight, columns = _kept(node._raw_saved_mat2), node._saved_mat2_sym_sizes[1]
         if weight is None:
             return None
         kept_x = _kept(raw_x)  # before what the graph tells, of which a cast may have been written into since
@@ -155,8 +150,8 @@ class LinearOutputs:
         *_, b, h = [_kept(one) for one in node._raw_saved_tensors]
         if found is None or b is None or h is None:
             return None
-        recipe = Recipe.of(partial(_added, scale=LORA_ADD.scalars_of(node)[0]), found.recipe, h.flatten(0, -2), b)
-        return found._replace(recipe=recipe)
+        operands = found.recipe, h.flatten(0, -2), b, LORA_ADD.scalars_of(node)[0]
+        return found._replace(recipe=Recipe.of(LORA_ADD.output_of, *operands))
 
     def _linear_of_4_bits(self, node: Any) -> Matrix | None:
         """The output of a linear with a weight of 4 bits, which keeps nothing of its input."""
@@ -199,7 +194,7 @@ class LinearOutputs:
 
     _READ: ClassVar[dict[str, Callable[..., Matrix | None]]] = {
         "MmBackward0": _product,
-        "AddmmBackward0": _product_with_bias,
+        "AddmmBackward0": _product,
         "LoraAddBackward": _sum_with_adapter,
         CAST: _cast,
         "MatMul4BitBackward": _product_in_4_bits,
@@ -210,10 +205,6 @@ class LinearOutputs:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias.to(weight.dtype), x, weight)
-
-
-def _added(base: Tensor, h: Tensor, b: Tensor, *, scale: float) -> Tensor:
-    return LORA_ADD.output_of(base, h, b, scale)
 
 
 def _linear_in_4_bits(x: Tensor, weight: Tensor, state: Any) -> Any:
