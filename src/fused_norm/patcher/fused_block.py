@@ -29,13 +29,7 @@ from ..options import RecomputeLevel
 from .activation_recognition import Formula
 from .attention_functions import for_values, read_dtype
 from .convolution_recognition import ConvolutionFunction, convolve_as_module
-from .fused_norm_module import (
-    is_disabled,
-    norm_after_add,
-    run_fused,
-    spec_and_weights,
-    warn_once,
-)
+from .fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, warn_once
 from .gated_linear import fused_norm_gated, fused_norm_product
 from .hooks import is_idle_dropout, short_name
 from .linear_inputs import ConsumerSpec, NormOutputs, consumer_spec, fused_norm_inputs
@@ -182,8 +176,12 @@ class FusedBlock(nn.Module):
         **named: Any,
     ) -> tuple[Any, Any]:
         """``rotate(q, k, cos, sin, *further)``; in ``dtype``, if given, in place of float32."""
-        rotated = self._rotated(rotate, (q, k), (cos, sin, *further), named, dtype)
-        return _written(rotate(q, k, cos, sin, *further, **named), dtype) if rotated is None else rotated
+        rotated: Any = self._rotated(rotate, (q, k), (cos, sin, *further), named, dtype)
+        if rotated is None:
+            rotated = rotate(q, k, cos, sin, *further, **named)
+            if dtype is not None:
+                rotated = tuple([cast_output(x, dtype) for x in rotated])
+        return rotated
 
     def fused_norm_rope_one(self, rotate: Any, x: Any, cos: Any, sin: Any, **named: Any) -> Any:
         """``rotate(x, cos, sin)``."""
@@ -280,11 +278,6 @@ def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) 
             return NormOutputs(ys, consumers, norm, s), s
     outputs, _ = run_fused(NORM_ADD_NORM, *tensors, spec)
     return outputs
-
-
-def _written(rotated: Any, dtype: torch.dtype | None) -> Any:
-    """Cast what stock code has rotated from float32 to ``dtype``, if that is given."""
-    return rotated if dtype is None else tuple([cast_output(x, dtype) for x in rotated])
 
 
 def _with_batch(x: Any, without: int) -> Any:

@@ -112,11 +112,7 @@ def fused_loss_class(origin: Any) -> type[nn.Module]:
     """The fused class for language models of class ``origin``."""
     made_by = (fused_loss_class,)
     return _known(origin, made_by) or _derive(
-        FusedLoss,
-        origin,
-        made_by,
-        fused_norm_head_class=fused_head_class(nn.Linear),
-        forward=fused_forward(origin),
+        FusedLoss, origin, made_by, fused_norm_head_class=fused_head_class(nn.Linear), forward=fused_forward(origin)
     )
 
 

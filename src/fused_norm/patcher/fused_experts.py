@@ -102,9 +102,8 @@ class FusedExperts(nn.Module):
             [T, H], in the dtype of the hidden states.
         """
         stock, given = self.fused_norm_origin.forward, (hidden_states, top_k_index, top_k_weights)
-        if (
-            hidden_states is None or top_k_index is None or top_k_weights is None
-        ):  # some have other names, or are left out
+        # Some have other names, or are left out.
+        if hidden_states is None or top_k_index is None or top_k_weights is None:
             first = list(takewhile(lambda value: value is not None, given))
             rest = zip(_ARGUMENTS[len(first) :], given[len(first) :], strict=True)
             return stock(self, *first, *args, **{name: value for name, value in rest if value is not None}, **named)

@@ -176,10 +176,7 @@ def spec_and_weights(*norms: FusedNorm) -> tuple[Any, ...]:
 
 
 def run_fused(
-    operator: Operator,
-    *arguments: Any,
-    replaces: Any = "stock code",
-    unless: Callable[..., str | None] | None = None,
+    operator: Operator, *arguments: Any, replaces: Any = "stock code", unless: Callable[..., str | None] | None = None
 ) -> tuple[Any, str | None]:
     """The outputs of an operator in place of stock code, and None; or None, and why stock code has to run.
 
@@ -197,16 +194,12 @@ def run_fused(
         spec = arguments[operator.tensor_count]
         if spec is None:
             return None, "its eps is not a finite number of at least 0"
-        if spec.casting == "none" and _is_under_autocast(arguments[0]):
+        if spec.casting == "none" and isinstance(arguments[0], Tensor) and autocast_dtype(arguments[0]) is not None:
             return None, "autocast changes what an uncast norm rounds to"
     outputs = operator.run_cached(replaces, *arguments)
     if outputs is not None:
         return outputs, None
     return operator.try_fused(*arguments, replaces=replaces, unless=unless)
-
-
-def _is_under_autocast(x: Any) -> bool:
-    return isinstance(x, Tensor) and autocast_dtype(x) is not None
 
 
 @functools.lru_cache(maxsize=256)

@@ -33,6 +33,12 @@ latest_mode: str | None = None
 """The reason that the latest forward gave for a mode; of all threads, as a backward may run in another one."""
 
 
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module in the stock model."""
+    kind: Any = type(module)
+    return getattr(kind, "fused_norm_origin", kind)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether any hook, the module's own or a global one, would see a call of the module."""
     return bool(

@@ -51,7 +51,7 @@ class FusedHead(nn.Module):
 
     def forward(self, x: Any) -> Any:
         """Logits [..., V] of hidden states [..., H]: lazy ones while a model that this is the head of wants a loss."""
-        call = _current_call(self)
+        call = next((call for call in reversed(_calls.stack) if call.head is self), None)
         if call is not None:
             reason = _why_real(self, x)
             if reason is None:
@@ -196,10 +196,6 @@ def _selects(name: str, args: Any, kwargs: Any) -> bool:
     return name in ("contiguous", "view", "reshape", "flatten", "to", "long", "clone", "detach", "squeeze", "cuda")
 
 
-def _current_call(head: FusedHead) -> LossCall | None:
-    return next((call for call in reversed(_calls.stack) if call.head is head), None)
-
-
 def fused_forward(origin: Any) -> Callable[..., Any]:
     """A forward of models of class ``origin`` that is their own; if it gets labels the head's logits are lazy."""
     names = tuple(inspect.signature(origin.forward).parameters)[1:]
@@ -210,7 +206,7 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
         labels = args[place] if len(args) > place else kwargs.get("labels")
         if labels is None or torch.compiler.is_compiling() or is_disabled() or not are_plain_calls(inside=type(self)):
             return origin.forward(self, *args, **kwargs)
-        reason = why_real_logits(self) or _why_not_now(labels)
+        reason = _why_real_logits(self, labels)
         if reason is not None:
             warn_once(origin, reason)
             return origin.forward(self, *args, **kwargs)
@@ -249,8 +245,8 @@ def why_seen(head: Any) -> str | None:
     return None
 
 
-def why_real_logits(model: Any) -> str | None:
-    """The reason why the head of a model has to return real logits, or None."""
+def _why_real_logits(model: Any, labels: Any) -> str | None:
+    """The reason why the head of a model has to return real logits in a call with these labels, or None."""
     head = model.get_output_embeddings()
     own = vars(head)
     if type(head) is nn.Linear and "forward" not in own:  # a new one, as resize_token_embeddings makes
@@ -264,7 +260,11 @@ def why_real_logits(model: Any) -> str | None:
         return "its head is offloaded, and has no weights between its calls"
     if not are_plain_calls(inside=type(head)) or type(head).forward is not FusedHead.forward:
         return "the forward of linears was replaced"
-    return None
+    if type(labels) is not Tensor or labels.dtype != torch.int64:
+        return "its labels are no plain tensor of int64"
+    if dispatch_modes() or is_transformed():
+        return "a mode or a transform of PyTorch watches its call"
+    return replaced_function() or (None if runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}")
 
 
 def _why_real(head: FusedHead, x: Any) -> str | None:
@@ -282,15 +282,6 @@ def _why_real(head: FusedHead, x: Any) -> str | None:
     if autocast_dtype(x) is None and any(tensor.dtype != x.dtype for tensor in tensors):
         return f"its head is {head.weight.dtype}, and the hidden states are {x.dtype}"
     return None
-
-
-def _why_not_now(labels: Any) -> str | None:
-    """The reason for real logits in a call with these labels: who watches it, or what was replaced."""
-    if type(labels) is not Tensor or labels.dtype != torch.int64:
-        return "its labels are no plain tensor of int64"
-    if dispatch_modes() or is_transformed():
-        return "a mode or a transform of PyTorch watches its call"
-    return replaced_function() or (None if runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}")
 
 
 def replaced_function() -> str | None:

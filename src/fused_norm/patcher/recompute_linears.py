@@ -48,10 +48,7 @@ class Recipe(NamedTuple):
         reads: list[Tensor] = []
         for one in detached:
             reads += one.reads if type(one) is Recipe else [one] if isinstance(one, Tensor) else []
-        return cls(
-            lambda: function(*[one.value() if type(one) is Recipe else one for one in detached]),
-            tuple(reads),
-        )
+        return cls(lambda: function(*[one.value() if type(one) is Recipe else one for one in detached]), tuple(reads))
 
 
 class Kept(NamedTuple):
