@@ -22,7 +22,7 @@ from .adapter_dropout import dropped_between_casts
 from .four_bit import is_linear_4bit, packed_weight, why_unreadable
 from .fused_linear_4bit import FusedLinear4bit, why_linear_is_stock
 from .fused_norm_module import is_disabled, run_fused, warn_once
-from .hooks import are_plain_calls, is_idle_dropout, replaced_forward, replaced_linear, stock_class
+from .hooks import Fused, are_plain_calls, is_idle_dropout, replaced_forward, replaced_linear, stock_class
 from .linear_values import AdapterInput, Summands
 
 _PEFTS = "PEFT's LoRA code"
@@ -30,11 +30,9 @@ _PEFTS = "PEFT's LoRA code"
 _SCALED = "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"
 
 
-class FusedAdapter(nn.Module):
+class FusedAdapter(Fused):
     """Base of the classes put on LoRA layers; a subclass also derives from PEFT's class."""
 
-    fused_norm_origin: ClassVar[Any]
-    fused_norm_origin_forward: ClassVar[Any]
     fused_norm_is_quantised: ClassVar[bool]
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,12 +160,10 @@ def why_stock(layer: Any) -> str | None:
     products: list[nn.Module] = []
     for part in ("lora_A", "lora_B"):
         product = parts[part]._modules.get(name)
+        if product is None:
+            return "its active adapter has no products"
         if type(product) is not nn.Linear:
-            return (
-                "its active adapter has no products"
-                if product is None
-                else f"its adapter has a {name_of(type(product))}"
-            )
+            return f"its adapter has a {name_of(type(product))}"
         if product.bias is not None:
             return "its adapter has a bias"
         products.append(product)

@@ -11,17 +11,8 @@ from typing import Any
 from torch import nn
 
 from ..spec import FusedNormError
-from .adapters import FusedAdapter
-from .fused_block import FusedBlock
-from .fused_experts import FusedExperts
-from .fused_linear_4bit import FusedLinear4bit
-from .fused_norm_module import FusedNorm
-from .hooks import name_of_function, stock_class
-from .losses import FusedHead, FusedLoss
+from .hooks import Fused, name_of_function, stock_class
 from .source import cells_of
-
-Fused = FusedNorm | FusedBlock | FusedExperts | FusedLinear4bit | FusedAdapter | FusedLoss | FusedHead
-"""The bases of fused classes."""
 
 _POPPED = "_fused_norm_popped_forward"
 

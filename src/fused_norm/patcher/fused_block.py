@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels.glu import GLU
 from ..kernels.norm import (
@@ -31,17 +31,15 @@ from .attention_functions import for_values, read_dtype
 from .convolution_recognition import ConvolutionFunction, convolve_as_module
 from .fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, warn_once
 from .gated_linear import fused_norm_gated, fused_norm_product
-from .hooks import is_idle_dropout, short_name
+from .hooks import Fused, is_idle_dropout, short_name
 from .linear_inputs import ConsumerSpec, NormOutputs, consumer_spec, fused_norm_inputs
 from .rewrite import Rewrite
 from .rotation_recognition import Rotation, full_cos_sin
 
 
-class FusedBlock(nn.Module):
+class FusedBlock(Fused):
     """Base of the classes put on modules whose forward was rewritten; each derives from the module's own class."""
 
-    fused_norm_origin: ClassVar[type[nn.Module]]
-    fused_norm_origin_forward: ClassVar[Any]
     fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
     fused_norm_rotations: ClassVar[tuple[Rotation, ...]]
     fused_norm_convolutions: ClassVar[tuple[ConvolutionFunction, ...]]
@@ -144,20 +142,12 @@ class FusedBlock(nn.Module):
     ) -> tuple[Any, Any]:
         """``rotate(q_norm(q), k_norm(k), cos, sin)``; ``dtype`` is as in ``fused_norm_rope``."""
         spec, *weights = spec_and_weights(q_norm, k_norm)
-        tensors, heads_dim = (q, k, *weights), named.get("unsqueeze_dim", 1)
+        tensors = q, k, *weights
+        rotated = *tensors, cos, sin, spec, named.get("unsqueeze_dim", 1), dtype
         for rotation in self.fused_norm_rotations:
             if rotation.fits_qk_norm and rotation.is_now(rotate):
-                outputs, reason = run_fused(
-                    QK_NORM,
-                    *tensors,
-                    cos,
-                    sin,
-                    spec,
-                    heads_dim,
-                    dtype,
-                    replaces=rotation.key,
-                    unless=rotation.unlike_qk_norm,
-                )
+                key, unless = rotation.key, rotation.unlike_qk_norm
+                outputs, reason = run_fused(QK_NORM, *rotated, replaces=key, unless=unless)
                 if reason is None:
                     return outputs
         outputs, reason = run_fused(QK_NORM, *tensors, None, None, spec, 1, None)

@@ -26,7 +26,7 @@ from ..kernels.operator import Operator
 from .activation_recognition import FORMULAS, Activation, Formula, recognise_activation
 from .code_fingerprint import own_attributes, value_of
 from .fused_norm_module import is_disabled, run_fused, warn_once
-from .hooks import are_plain_calls, defined_function, name_of_function
+from .hooks import Fused, are_plain_calls, defined_function, name_of_function
 from .probe import DTYPES, UnrecognisedError, cpu_replica, plain_pytorch, same_values
 from .running_code import RunningCode
 from .source import cells_of
@@ -79,11 +79,9 @@ class GateOfExperts:
         return ", ".join(filter(None, parts)) + " between grouped products"
 
 
-class FusedExperts(nn.Module):
+class FusedExperts(Fused):
     """Base of the classes put on modules of experts; a subclass also derives from the module's own class."""
 
-    fused_norm_origin: ClassVar[Any]
-    fused_norm_origin_forward: ClassVar[Any]
     fused_norm_gate: ClassVar[GateOfExperts]
 
     def forward(

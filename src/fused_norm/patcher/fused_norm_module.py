@@ -26,8 +26,7 @@ from ..kernels.norm import ADD_RMS_NORM, RMS_NORM
 from ..kernels.operator import Operator, norm_spec
 from ..spec import Casting, GatedNormSpec, NormSpec
 from . import hooks
-from .hooks import are_plain_calls
-from .running_code import RunningCode
+from .hooks import Fused, are_plain_calls
 
 logger = logging.getLogger("fused_norm")
 
@@ -59,16 +58,13 @@ def is_disabled() -> bool:
     return _disabled_depth > 0
 
 
-class FusedNorm(nn.Module):
+class FusedNorm(Fused):
     """Base of the classes put on norm instances; a subclass also derives from the instance's own class.
 
     Called with a tensor it is that norm. Called with a residual as well it returns the norm of their sum, and the sum;
     with a scale too, the tensor is multiplied by it first.
     """
 
-    fused_norm_origin: ClassVar[type[nn.Module]]
-    fused_norm_origin_forward: ClassVar[Any]
-    fused_norm_origin_code: ClassVar[RunningCode]
     fused_norm_spec: ClassVar[NormSpec]
     fused_norm_eps_name: ClassVar[str]
     fused_norm_replaced: ClassVar[Casting | None]

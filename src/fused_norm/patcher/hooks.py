@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,10 +33,23 @@ latest_mode: str | None = None
 """The reason that the latest forward gave for a mode; of all threads, as a backward may run in another one."""
 
 
+class Fused(nn.Module):
+    """Base of the fused classes; each also derives from the class of the instances that it is put on.
+
+    Attributes:
+        fused_norm_origin: that class.
+        fused_norm_origin_forward: its forward when the fused class was made.
+        fused_norm_origin_code: the code of that forward then.
+    """
+
+    fused_norm_origin: ClassVar[Any]
+    fused_norm_origin_forward: ClassVar[Any]
+    fused_norm_origin_code: ClassVar[RunningCode]
+
+
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module in the stock model."""
-    kind: Any = type(module)
-    return getattr(kind, "fused_norm_origin", kind)
+    return module.fused_norm_origin if isinstance(module, Fused) else type(module)
 
 
 def has_hooks(module: nn.Module) -> bool:

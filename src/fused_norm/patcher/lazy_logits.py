@@ -200,28 +200,23 @@ class LazyLogits(LazyTensor):
         """The logits of a call of a head."""
         x, weight = projection.x, projection.weight
         like = torch.empty((*x.shape[:-1], len(weight)), dtype=projection.dtype or x.dtype, device="meta")
-        is_connected = torch.is_grad_enabled() and any(one.requires_grad for one in projection._tensors)
-        return cls._made(projection, (), None, like, is_connected)
+        in_graph = torch.is_grad_enabled() and any(one.requires_grad for one in projection._tensors)
+        return cls._made(projection, (), None, like, in_graph)
 
     def then(self, step: Step) -> LazyLogits:
         """The lazy logits that a step makes of these."""
         with plain_functions(), torch.no_grad():
             like = step.run(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"))
-        is_connected = torch.is_grad_enabled() and self.requires_grad and step.name != "detach"
+        in_graph = torch.is_grad_enabled() and self.requires_grad and step.name != "detach"
         steps = (*self._steps, step._replace(shape=like.shape))
-        return self._made(self._projection, steps, self, like, is_connected)
+        return self._made(self._projection, steps, self, like, in_graph)
 
     @classmethod
     def _made(
-        cls,
-        projection: Projection,
-        steps: tuple[Step, ...],
-        parent: LazyLogits | None,
-        like: Tensor,
-        is_connected: bool,
+        cls, projection: Projection, steps: tuple[Step, ...], parent: LazyLogits | None, like: Tensor, in_graph: bool
     ) -> LazyLogits:
         with plain_functions():
-            if is_connected:
+            if in_graph:
                 lazy: LazyLogits = _Lazy.apply(like, steps, projection.dtype, parent, *projection.arguments)
             else:
                 lazy = cls(like, projection.x.device)
@@ -233,13 +228,13 @@ class LazyLogits(LazyTensor):
     def read(self, reader: str) -> Tensor:
         if self._real is None:
             with plain_functions():
-                is_connected = self.requires_grad
+                in_graph = self.requires_grad
             if self._parent is None:
                 self._projection.noted(reader)
             # In the grad mode of the forward, whatever the reader's is.
-            is_in_inference = torch.is_inference_mode_enabled() and not is_connected
-            with torch.inference_mode(is_in_inference), torch.set_grad_enabled(is_connected):
-                if is_connected and (self._parent is None or self._family.is_watched):
+            is_in_inference = torch.is_inference_mode_enabled() and not in_graph
+            with torch.inference_mode(is_in_inference), torch.set_grad_enabled(in_graph):
+                if in_graph and (self._parent is None or self._family.is_watched):
                     with plain_functions():
                         self._real = _Read.apply(self)
                 else:
@@ -273,7 +268,12 @@ class LazyLogits(LazyTensor):
             if loss is not None:
                 return loss
         elif func is torch.autograd.grad and len(args) > 1:
-            return _gradients(*args, **kwargs)
+            outputs, inputs, *rest = args
+            for one in tree_leaves(inputs):  # the fused loss leaves their place in the graph out unless asked
+                if isinstance(one, LazyLogits):
+                    one._family.is_watched = True
+            with plain_functions():
+                return func(_real(outputs, name), inputs, *_real(rest, name), **_real(kwargs, name))
         if (
             name in _WRITES
             or (name.endswith("_") and not name.endswith("__"))
@@ -465,15 +465,6 @@ def _is_count(value: Any) -> bool:
     return (type(value) in (int, float) and value != 0) or (
         isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad and not value.is_complex()
     )
-
-
-def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad`` of lazy logits, whose place in the graph the fused loss leaves out unless asked."""
-    for one in [inputs] if isinstance(inputs, Tensor) else inputs:
-        if isinstance(one, LazyLogits):
-            one._family.is_watched = True
-    with plain_functions():
-        return torch.autograd.grad(_real(outputs, "grad"), inputs, *_real(args, "grad"), **_real(kwargs, "grad"))
 
 
 def _read_families(tree: Any, reader: str) -> None:

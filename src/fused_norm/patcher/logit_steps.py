@@ -46,8 +46,14 @@ def step_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step 
         return Step("mul", lambda x: x * number, number) if "mul" in name else Step("div", lambda x: x / number, number)
     if name == "tanh" and not args and not kwargs:
         return Step("tanh", torch.tanh)
-    if name in _VIEWS:
-        return _view_of(lazy, func, args, kwargs)
+    if name in _VIEWS:  # another shape in which rows stay rows
+        step = Step("view", lambda x: func(x, *args, **kwargs))
+        try:
+            with plain_functions(), torch.no_grad():
+                like = step.run(torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device="meta"))
+        except (RuntimeError, TypeError, ValueError):
+            return None  # the real function raises the real error
+        return step if like.dim() and like.shape[-1] == lazy.shape[-1] and like.dtype == lazy.dtype else None
     if name == "__getitem__" and len(args) == 1:
         return _rows_of(lazy, args[0])
     return None
@@ -75,17 +81,6 @@ def _cast_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step
     if dtype == lazy.dtype:
         return Step("same", Tensor.detach)
     return Step("float", lambda x: x.to(dtype)) if dtype == torch.float32 else None
-
-
-def _view_of(lazy: Tensor, func: Any, args: Any, kwargs: Any) -> Step | None:
-    """Another shape in which rows stay rows."""
-    step = Step("view", lambda x: func(x, *args, **kwargs))
-    try:
-        with plain_functions(), torch.no_grad():
-            like = step.run(torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device="meta"))
-    except (RuntimeError, TypeError, ValueError):
-        return None  # the real function raises the real error
-    return step if like.dim() and like.shape[-1] == lazy.shape[-1] and like.dtype == lazy.dtype else None
 
 
 def _rows_of(lazy: Tensor, index: Any) -> Step | None:

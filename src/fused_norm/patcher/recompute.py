@@ -238,7 +238,7 @@ class _SavedTensorHook:
         made_version = 1 if LINEAR_4BIT.owns(node) else 0  # PyTorch counts a product that it writes into a tensor
         if tensor._version != made_version or (self._operator is None and tensor.dim() == 2):
             return None
-        matrix = LinearOutputs(self._norm_output).of(node)
+        matrix = LinearOutputs(self._outputs).of(node)
         whole = tensor if tensor._base is None else tensor._base
         if matrix is None or not matrix.is_of_norm or whole.numel() != matrix.rows * matrix.columns:
             return None
@@ -252,11 +252,6 @@ class _SavedTensorHook:
 
         output = self._outputs[node, 0] = _Output(_Recomputable(Recipe(outputs, reads)), 0, whole)
         return output
-
-    def _norm_output(self, node: Any, number: int, columns: int, dtype: torch.dtype) -> Matrix | None:
-        """Rows of so many columns of a norm's output, in a dtype; None if it is no norm that is recomputed."""
-        output = self._outputs.get((node, number))
-        return None if output is None else output.rows_of_norm(columns, dtype)
 
 
 class _Output:
@@ -287,10 +282,11 @@ class _Output:
                 return None
         if source._version != self._version or source.untyped_storage()._cdata != self._storage.cdata:
             return None
-        if not self._recomputable.is_possible():
+        call = self._recomputable
+        if [read._version for read in call._reads] != call._versions or any(map(_is_freed, call._reads)):
             return None
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return self._recomputable.recipe_for_view((self._place, tensor.dtype), *layout, tensor)
+        return call.recipe_for_view((self._place, tensor.dtype), *layout, tensor)
 
     def rows_of_norm(self, columns: int, dtype: torch.dtype) -> Matrix | None:
         """The output of a norm, as rows, in a dtype; None for another output, or one that was written into."""
@@ -326,11 +322,6 @@ class _Recomputable:
         self._waiting: dict[_Place, int] = {}
         self._made: dict[_Place, Tensor] = {}
         self._stream: Any = None
-
-    def is_possible(self) -> bool:
-        """Return whether all that is needed is there, and unchanged."""
-        versions = [tensor._version for tensor in self._reads]
-        return versions == self._versions and not any(map(_is_freed, self._reads))
 
     def recipe_for_view(
         self, place: _Place, size: Any, strides: Any, offset: Any, saved: Tensor | None = None

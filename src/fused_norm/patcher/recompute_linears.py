@@ -11,7 +11,7 @@ The same library call with operands of the same shapes and memory orders makes t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -79,14 +79,14 @@ class LinearOutputs:
     Saved-tensor hooks are at work while the graph grows, and pack what nodes keep as ``Kept``, or as a recipe.
 
     Args:
-        norm_output: returns an output of a node, by its number, in so many columns and this dtype; None unless it is a
-            norm's.
+        outputs: those that are recomputed, by node and number; ``rows_of_norm`` returns one in so many columns and a
+            dtype, None unless it is a norm's.
     """
 
-    __slots__ = ("_norm_output",)
+    __slots__ = ("_outputs",)
 
-    def __init__(self, norm_output: Callable[[Any, int, int, torch.dtype], Matrix | None]) -> None:
-        self._norm_output = norm_output
+    def __init__(self, outputs: Mapping[tuple[Any, int], Any]) -> None:
+        self._outputs = outputs
 
     def of(self, node: Any) -> Matrix | None:
         """Return how to compute the output of ``node``; None if the graph does not tell."""
@@ -123,7 +123,8 @@ class LinearOutputs:
         node, number = _behind_views(edge)
         if node is not None and node.name() == CAST:
             node, number = node.next_functions[0]
-        return None if node is None else self._norm_output(node, number, columns, dtype)
+        output = self._outputs.get((node, number))  # without a node there is none
+        return None if output is None else output.rows_of_norm(columns, dtype)
 
     def _product_in_4_bits(self, node: Any) -> Matrix | None:
         """A product by bitsandbytes, whose node is the ``ctx`` of its ``MatMul4Bit``."""
