@@ -107,9 +107,8 @@ def are_plain_calls(*modules: Any, inside: Any = None) -> bool:
 def is_idle_dropout(module: Any) -> bool:
     """Return whether a module is a dropout that returns what it is given, and nobody would miss its call."""
     kind = type(module)
-    if kind is nn.Dropout:
-        return not (module.training and module.p) and are_plain_calls(module) and is_genuine(kind)
-    return kind is nn.Identity and are_plain_calls(module) and is_genuine(kind)
+    is_idle = kind is nn.Identity or (kind is nn.Dropout and not (module.training and module.p))
+    return is_idle and are_plain_calls(module) and is_genuine(kind)
 
 
 def function_mode() -> str | None:

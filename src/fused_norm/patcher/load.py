@@ -26,8 +26,6 @@ from .patch_report import PatchReport
 
 logger = logging.getLogger("fused_norm")
 
-_HOOKED = ("from_pretrained", "_from_config")
-
 
 def from_pretrained(
     auto_class: Any, *args: Any, fused_norm: FuseOptions | Mapping[str, Any] | None = None, **kwargs: Any
@@ -166,7 +164,7 @@ class _Hooks:
 
         with self._lock:
             if not self._scopes:
-                for name in _HOOKED:
+                for name in ("from_pretrained", "_from_config"):
                     self._wrap(PreTrainedModel, name, _patching_what_it_returns)
             self._scopes.append(scope)
 

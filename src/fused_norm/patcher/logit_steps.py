@@ -96,13 +96,10 @@ def _rows_of(lazy: Tensor, index: Any) -> Step | None:
             fixed.append(part)
         else:
             return None
-    leading = lazy.dim() - 1
-    used = sum(part is not Ellipsis for part in fixed)
-    if Ellipsis in [part for part in fixed if not isinstance(part, Tensor)]:
-        after = len(fixed) - 1 - next(n for n, part in enumerate(fixed) if part is Ellipsis)
-        if used > leading + 1 or (after and fixed[-1] != slice(None)):
-            return None
-    elif used > leading + 1 or (used == leading + 1 and (isinstance(fixed[-1], Tensor) or fixed[-1] != slice(None))):
+    ellipses = sum(part is Ellipsis for part in fixed)
+    used = len(fixed) - ellipses
+    reaches_columns = (ellipses > 1 or fixed[-1] is not Ellipsis) if ellipses else used == lazy.dim()
+    if used > lazy.dim() or (reaches_columns and (isinstance(fixed[-1], Tensor) or fixed[-1] != slice(None))):
         return None
     return Step("rows", lambda x: x[tuple(part.to(x.device) if isinstance(part, Tensor) else part for part in fixed)])
 
