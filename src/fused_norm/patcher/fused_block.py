@@ -61,9 +61,17 @@ class FusedBlock(Fused):
         if dropout is not None and self._drops(dropout):
             branch, inner = dropout(inner(branch)), None
         if inner is not None:
-            together = _norm_add_norm(norm, residual, branch, inner, consumer)
-            if together is not None:
-                return together
+            spec, *weights = spec_and_weights(inner, norm)
+            tensors = branch, residual, *weights
+            consumers = None if spec is None or consumer is None else consumer_spec(consumer, *tensors)
+            if consumers is not None:
+                outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, *tensors, spec, *consumers)
+                if reason is None:
+                    *ys, s = outputs
+                    return NormOutputs(ys, consumers, norm, s), s
+            outputs = None if spec is None else run_fused(NORM_ADD_NORM, *tensors, spec)[0]
+            if outputs is not None:
+                return outputs
             branch = inner(branch)
         if type(scale) not in (float, int):
             branch, scale = branch * scale, 1.0
@@ -253,21 +261,6 @@ class FusedBlock(Fused):
         warn_once(self.fused_norm_origin, reason)
         y = conv(x)[..., :length]
         return y if act is None else act(y)
-
-
-def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) -> tuple[Any, Tensor] | None:
-    spec, *weights = spec_and_weights(inner, norm)
-    if spec is None:
-        return None
-    tensors = x, residual, *weights
-    consumers = None if consumer is None else consumer_spec(consumer, *tensors)
-    if consumers is not None:
-        outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, *tensors, spec, *consumers)
-        if reason is None:
-            *ys, s = outputs
-            return NormOutputs(ys, consumers, norm, s), s
-    outputs, _ = run_fused(NORM_ADD_NORM, *tensors, spec)
-    return outputs
 
 
 def _with_batch(x: Any, without: int) -> Any:

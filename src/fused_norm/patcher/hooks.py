@@ -1,6 +1,7 @@
 """Hooks, replaced forwards and modes of PyTorch: what other code would notice if a module were not called.
 
 A kernel takes the place of a module's call only if nothing else happens at that call than the module's own forward.
+``Fused``, the base of the classes whose calls do that, is here too.
 """
 
 from __future__ import annotations

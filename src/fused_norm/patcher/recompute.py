@@ -208,8 +208,9 @@ class _SavedTensorHook:
             self._saved_by_operator.append(tensor)
         if base is not None and base.is_leaf:  # such as a weight, transposed
             return Kept(tensor.detach(), tensor._version)
-        if self._outputs and type(tensor) is Tensor and not tensor.is_leaf:
-            recipe = self._recomputed(tensor) if operator is None or operator in self._consumers else None
+        is_computed = type(tensor) is Tensor and not tensor.is_leaf
+        if self._outputs and is_computed and (operator is None or operator in self._consumers):
+            recipe = self._recomputed(tensor)
             if recipe is not None:
                 return recipe
         # A leaf itself, as autograd does: whoever shards parameters gives them other memory meanwhile.
