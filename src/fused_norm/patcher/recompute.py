@@ -154,17 +154,17 @@ class _SavedTensorHook:
         is_first = hooks is not None and hooks[0] == self.pack
         reads_linears = operator in self._consumers
         saved: list[Tensor] = []
-        if is_first and not reads_linears:  # it keeps tensors as they are, sooner if no hook sees them
+        is_unseen = is_first and not reads_linears  # it keeps tensors as they are, sooner if no hook sees them
+        if is_unseen:
             autograd._pop_saved_tensors_default_hooks()
-            try:
-                results = operator.results_of(*arguments)
-            finally:
-                autograd._push_saved_tensors_default_hooks(*hooks)
         else:
             self._operator, self._saved_by_operator = operator, saved
-            try:
-                results = operator.results_of(*arguments)
-            finally:
+        try:
+            results = operator.results_of(*arguments)
+        finally:
+            if is_unseen:
+                autograd._push_saved_tensors_default_hooks(*hooks)
+            else:
                 self._operator, self._saved_by_operator = None, []
         handed_out = operator.group_outputs(results)
         outputs = tuple([tensors[0] for tensors in handed_out])
