@@ -130,14 +130,6 @@ class LoraAddDropped(LoraAdd):
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
         return super().needs_reference(*arguments) if arguments[4].is_contiguous() else Unsupported("")
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (x, mask, a, b, _), (scale, factor, factor_back, *dtypes) = (
-            call.incoming, call.saved, call.saved_scalars
-        )  # fmt: skip
-        dropped = reference.dropped(x, mask, factor)
-        _, dx, da, db = reference.lora_add_backward(dy, dropped, a, b, scale, *dtypes)
-        return None, None if dx is None else reference.dropped(dx, mask, factor_back), da, db
-
 
 def _with_dropout(rest: Sequence[Any]) -> tuple[Tensor | None, float, float, float]:
     """A call's mask, scale, and factors of dropout; without a mask these are 1."""

@@ -373,6 +373,22 @@ def lora_add_dropped(
     return lora_add(base, dropped(x, mask, factor), a, b, scale)
 
 
+def lora_add_dropped_backward(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    a: Tensor,
+    b: Tensor,
+    h: Tensor,
+    scale: float,
+    factor: float,
+    factor_back: float,
+    *dtypes: torch.dtype,
+) -> tuple[Tensor | None, ...]:
+    _, dx, da, db = lora_add_backward(dy, dropped(x, mask, factor), a, b, h, scale, *dtypes)
+    return None, None if dx is None else dropped(dx, mask, factor_back), da, db
+
+
 def dropped(x: Tensor, mask: Tensor, factor: float) -> Tensor:
     """``x * mask * factor`` in float32, rounded to x's dtype."""
     return (x.to(_wide(x.dtype)) * mask * factor).to(x.dtype)

@@ -23,7 +23,7 @@ from .adapter_dropout import dropout_factors, mask_of_dropout
 from .four_bit import is_linear_4bit, packed_weight, why_unreadable
 from .fused_linear_4bit import FusedLinear4bit, why_linear_is_stock
 from .fused_norm_module import is_disabled, run_fused, warn_once
-from .hooks import are_plain_calls, is_idle_dropout, replaced_forward, replaced_linear
+from .hooks import Fused, are_plain_calls, is_idle_dropout, replaced_forward, replaced_linear, stock_class
 from .linear_values import AdapterInput, Summands
 
 _PEFTS = "PEFT's LoRA code"
@@ -31,11 +31,9 @@ _PEFTS = "PEFT's LoRA code"
 _SCALED = "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"
 
 
-class FusedAdapter(nn.Module):
+class FusedAdapter(Fused):
     """Base of the classes put on LoRA layers; a subclass also derives from PEFT's class."""
 
-    fused_norm_origin: ClassVar[Any]
-    fused_norm_origin_forward: ClassVar[Any]
     fused_norm_is_quantised: ClassVar[bool]
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,15 +128,12 @@ class FusedAdapter(nn.Module):
 def is_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear, fused or not; PEFT is not imported for it."""
     layers = sys.modules.get("peft.tuners.lora.layer")
-    origin = _original_class(module)
-    # Older ones cast in their forward, and have no variants.
-    return layers is not None and origin is layers.Linear and _is_recent(module)
+    return layers is not None and stock_class(module) is layers.Linear and _is_recent(module)
 
 
 def is_quantised_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear of bitsandbytes, fused or not."""
-    layers = sys.modules.get("peft.tuners.lora.bnb")
-    origin = _original_class(module)
+    layers, origin = sys.modules.get("peft.tuners.lora.bnb"), stock_class(module)
     found = any(origin is getattr(layers, name, None) for name in ("Linear4bit", "Linear8bitLt"))
     return found and _is_recent(module)
 
@@ -148,11 +143,8 @@ def name_of(cls: type) -> str:
     return f"lora.{cls.__name__}" if cls.__module__.startswith("peft.tuners.lora.") else cls.__name__
 
 
-def _original_class(module: nn.Module) -> Any:
-    return module.fused_norm_origin if isinstance(module, FusedAdapter) else type(module)
-
-
 def _is_recent(layer: nn.Module) -> bool:
+    # Older ones cast in their forward, and have no variants.
     return hasattr(layer, "_cast_input_dtype") and "lora_variant" in vars(layer)
 
 
@@ -162,7 +154,7 @@ def why_stock(layer: Any) -> str | None:
     Whether other code has replaced all linears is another question, ``replaced_linear``.
     """
     is_known = isinstance(layer, FusedAdapter) and are_plain_calls(inside=type(layer))
-    if reason := None if is_known else replaced_forward(_original_class(layer)):
+    if reason := None if is_known else replaced_forward(stock_class(layer)):
         return reason
     own, parts, active = layer.__dict__, layer._modules, layer.active_adapters
     if own["_disable_adapters"] or own["merged_adapters"]:
@@ -175,12 +167,10 @@ def why_stock(layer: Any) -> str | None:
     products: list[nn.Module] = []
     for part in ("lora_A", "lora_B"):
         product = parts[part]._modules.get(name)
+        if product is None:
+            return "its active adapter has no products"
         if type(product) is not nn.Linear:
-            return (
-                "its active adapter has no products"
-                if product is None
-                else f"its adapter has a {name_of(type(product))}"
-            )
+            return f"its adapter has a {name_of(type(product))}"
         if product.bias is not None:
             return "its adapter has a bias"
         products.append(product)

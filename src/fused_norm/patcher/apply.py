@@ -68,26 +68,8 @@ def apply_fused_norm(
             it shards. The model is as it was.
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
-    # In the order of its fields.
-    options = FuseOptions(
-        norms,
-        qk,
-        rope,
-        residual,
-        sandwich,
-        mlp,
-        conv,
-        experts,
-        linear,
-        adapter,
-        loss,
-        modules,
-        casting,
-        consumers,
-        recompute,
-        strict,
-        readers,
-    )
+    kinds = norms, qk, rope, residual, sandwich, mlp, conv, experts, linear, adapter, loss  # in the order of the fields
+    options = FuseOptions(*kinds, modules, casting, consumers, recompute, strict, readers)
     _check_is_module(model)
     with no_code_changes():
         rows, changes = survey(model, options)

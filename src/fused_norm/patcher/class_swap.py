@@ -11,24 +11,10 @@ from typing import Any
 from torch import nn
 
 from ..spec import FusedNormError
-from .adapters import FusedAdapter
-from .fused_block import FusedBlock
-from .fused_experts import FusedExperts
-from .fused_linear_4bit import FusedLinear4bit
-from .fused_norm_module import FusedNorm
-from .hooks import name_of_function
-from .losses import FusedHead, FusedLoss
+from .hooks import Fused, name_of_function, stock_class
 from .source import cells_of
 
-Fused = FusedNorm | FusedBlock | FusedExperts | FusedLinear4bit | FusedAdapter | FusedLoss | FusedHead
-"""The bases of fused classes."""
-
 _POPPED = "_fused_norm_popped_forward"
-
-
-def stock_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module in the stock model."""
-    return module.fused_norm_origin if isinstance(module, Fused) else type(module)
 
 
 def fused_class(module: Fused) -> Any:
@@ -101,17 +87,37 @@ def change_to(module: nn.Module, new: type[nn.Module]) -> list[ClassChange]:
 
 
 def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:
-    """Give ``module`` another class, and return a function that puts class and attributes back."""
-    old, attributes = type(module), dict(vars(module))
-    _rebind(module, new)
+    """Give ``module`` another class, and return a function that puts class and attributes back.
+
+    With the class change the bound forwards of the old one that the instance holds. transformers 4 leaves one in
+    ``forward``: it is dropped, and put back when the class changes back. accelerate calls the one in ``_old_forward``,
+    and transformers' tensor parallelism one that its function in ``forward`` closes over: these are made anew.
+    """
+    old, attributes = type(module), vars(module)
+    before = dict(attributes)
 
     def undo() -> None:
         if (cell := _cell_of_forward(module)) is not None:
             cell.cell_contents = MethodType(old.forward, module)
         module.__class__ = old
-        vars(module).clear()
-        vars(module).update(attributes)
+        attributes.clear()
+        attributes.update(before)
 
+    bound = _is_bound(attributes.get("forward"), module)
+    kept_by_accelerate = _is_bound(attributes.get("_old_forward"), module)
+    cell = _cell_of_forward(module)
+    module.__class__ = new
+    if cell is not None:
+        cell.cell_contents = MethodType(new.forward, module)
+    if bound:
+        del attributes["forward"]
+        if issubclass(new, Fused):
+            attributes[_POPPED] = True
+    if attributes.get(_POPPED) and not issubclass(new, Fused):
+        del attributes[_POPPED]
+        attributes["forward"] = MethodType(new.forward, module)
+    if kept_by_accelerate:
+        attributes["_old_forward"] = MethodType(new.forward, module)
     return undo
 
 
@@ -132,32 +138,7 @@ def original_class(module: Fused) -> type[nn.Module]:
             f"{type(module).__name__} was derived from a fused class afterwards (its bases: {bases}); "
             "call remove_fused_norm before sharding or wrapping the model"
         )
-    return type(module).fused_norm_origin
-
-
-def _rebind(module: nn.Module, new: type[nn.Module]) -> None:
-    """Change the class, and with it the bound forwards of the old class that the instance holds.
-
-    transformers 4 leaves one in ``forward``: it is dropped, and put back when the class changes back. accelerate calls
-    the one in ``_old_forward``, and transformers' tensor parallelism one that its function in ``forward`` closes over:
-    these are made anew.
-    """
-    attributes = vars(module)
-    bound = _is_bound(attributes.get("forward"), module)
-    kept_by_accelerate = _is_bound(attributes.get("_old_forward"), module)
-    cell = _cell_of_forward(module)
-    module.__class__ = new
-    if cell is not None:
-        cell.cell_contents = MethodType(new.forward, module)
-    if bound:
-        del attributes["forward"]
-        if issubclass(new, Fused):
-            attributes[_POPPED] = True
-    if attributes.get(_POPPED) and not issubclass(new, Fused):
-        del attributes[_POPPED]
-        attributes["forward"] = MethodType(new.forward, module)
-    if kept_by_accelerate:
-        attributes["_old_forward"] = MethodType(new.forward, module)
+    return stock_class(module)
 
 
 def _cell_of_forward(module: nn.Module) -> CellType | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.triton.dequantize_kernels import SCALES_TOGETHER, PackedWeight
-from .hooks import are_plain_calls, is_genuine
+from .hooks import are_plain_calls, is_genuine, stock_class
 
 _MOST_ROWS = 4096
 """Up to so many rows a release whose own rule is unknown may multiply by a kernel of its own."""
@@ -23,12 +23,7 @@ _MOST_ROWS = 4096
 def is_linear_4bit(module: Any) -> bool:
     """Return whether a module is a 4-bit linear of bitsandbytes, fused or not."""
     layers = sys.modules.get("bitsandbytes.nn.modules")
-    return layers is not None and stock_class_of(module) is layers.Linear4bit
-
-
-def stock_class_of(linear: Any) -> Any:
-    """The class of a linear in the stock model."""
-    return getattr(linear, "fused_norm_origin", type(linear))
+    return layers is not None and stock_class(module) is layers.Linear4bit
 
 
 def why_unreadable(linear: Any, *, is_called: bool = False) -> str | None:

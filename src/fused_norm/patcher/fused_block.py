@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels.autocast import autocast_dtype
 from ..kernels.glu import GLU
@@ -30,25 +30,17 @@ from ..options import RecomputeLevel
 from .activation_recognition import Formula
 from .attention_functions import for_values, read_dtype
 from .convolution_recognition import ConvolutionFunction, convolve_as_module
-from .fused_norm_module import (
-    is_disabled,
-    norm_after_add,
-    run_fused,
-    spec_and_weights,
-    warn_once,
-)
+from .fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, warn_once
 from .gated_linear import fused_norm_gated, fused_norm_product
-from .hooks import is_idle_dropout, short_name
+from .hooks import Fused, is_idle_dropout, short_name
 from .linear_inputs import ConsumerSpec, NormOutputs, consumer_spec, fused_norm_inputs
 from .rewrite import Rewrite
 from .rotation_recognition import Rotation, full_cos_sin
 
 
-class FusedBlock(nn.Module):
+class FusedBlock(Fused):
     """Base of the classes put on modules whose forward was rewritten; each derives from the module's own class."""
 
-    fused_norm_origin: ClassVar[type[nn.Module]]
-    fused_norm_origin_forward: ClassVar[Any]
     fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
     fused_norm_rotations: ClassVar[tuple[Rotation, ...]]
     fused_norm_convolutions: ClassVar[tuple[ConvolutionFunction, ...]]
@@ -70,9 +62,17 @@ class FusedBlock(nn.Module):
         if dropout is not None and self._drops(dropout):
             branch, inner = dropout(inner(branch)), None
         if inner is not None:
-            together = _norm_add_norm(norm, residual, branch, inner, consumer)
-            if together is not None:
-                return together
+            spec, *weights = spec_and_weights(inner, norm)
+            tensors = branch, residual, *weights
+            consumers = None if spec is None or consumer is None else consumer_spec(consumer, *tensors)
+            if consumers is not None:
+                outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, *tensors, spec, *consumers)
+                if reason is None:
+                    *ys, s = outputs
+                    return NormOutputs(ys, consumers, norm, s), s
+            outputs = None if spec is None else run_fused(NORM_ADD_NORM, *tensors, spec)[0]
+            if outputs is not None:
+                return outputs
             branch = inner(branch)
         if type(scale) not in (float, int):
             branch, scale = branch * scale, 1.0
@@ -151,20 +151,12 @@ class FusedBlock(nn.Module):
     ) -> tuple[Any, Any]:
         """``rotate(q_norm(q), k_norm(k), cos, sin)``; ``dtype`` is as in ``fused_norm_rope``."""
         spec, *weights = spec_and_weights(q_norm, k_norm)
-        tensors, heads_dim = (q, k, *weights), named.get("unsqueeze_dim", 1)
+        tensors = q, k, *weights
+        rotated = *tensors, cos, sin, spec, named.get("unsqueeze_dim", 1), dtype
         for rotation in self.fused_norm_rotations:
             if rotation.fits_qk_norm and rotation.is_now(rotate):
-                outputs, reason = run_fused(
-                    QK_NORM,
-                    *tensors,
-                    cos,
-                    sin,
-                    spec,
-                    heads_dim,
-                    dtype,
-                    replaces=rotation.key,
-                    unless=rotation.unlike_qk_norm,
-                )
+                key, unless = rotation.key, rotation.unlike_qk_norm
+                outputs, reason = run_fused(QK_NORM, *rotated, replaces=key, unless=unless)
                 if reason is None:
                     return outputs
         outputs, reason = run_fused(QK_NORM, *tensors, None, None, spec, 1, None)
@@ -183,8 +175,12 @@ class FusedBlock(nn.Module):
         **named: Any,
     ) -> tuple[Any, Any]:
         """``rotate(q, k, cos, sin, *further)``; in ``dtype``, if given, in place of float32."""
-        rotated = self._rotated(rotate, (q, k), (cos, sin, *further), named, dtype)
-        return _written(rotate(q, k, cos, sin, *further, **named), dtype) if rotated is None else rotated
+        rotated: Any = self._rotated(rotate, (q, k), (cos, sin, *further), named, dtype)
+        if rotated is None:
+            rotated = rotate(q, k, cos, sin, *further, **named)
+            if dtype is not None:
+                rotated = tuple([cast_output(x, dtype) for x in rotated])
+        return rotated
 
     def fused_norm_rope_one(self, rotate: Any, x: Any, cos: Any, sin: Any, **named: Any) -> Any:
         """``rotate(x, cos, sin)``."""
@@ -271,26 +267,6 @@ class FusedBlock(nn.Module):
         warn_once(self.fused_norm_origin, reason)
         y = conv(x)[..., :length]
         return y if act is None else act(y)
-
-
-def _norm_add_norm(norm: Any, residual: Any, x: Any, inner: Any, consumer: Any) -> tuple[Any, Tensor] | None:
-    spec, *weights = spec_and_weights(inner, norm)
-    if spec is None:
-        return None
-    tensors = x, residual, *weights
-    consumers = None if consumer is None else consumer_spec(consumer, *tensors)
-    if consumers is not None:
-        outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, *tensors, spec, *consumers)
-        if reason is None:
-            *ys, s = outputs
-            return NormOutputs(ys, consumers, norm, s), s
-    outputs, _ = run_fused(NORM_ADD_NORM, *tensors, spec)
-    return outputs
-
-
-def _written(rotated: Any, dtype: torch.dtype | None) -> Any:
-    """Cast what stock code has rotated from float32 to ``dtype``, if that is given."""
-    return rotated if dtype is None else tuple([cast_output(x, dtype) for x in rotated])
 
 
 def _with_batch(x: Any, without: int) -> Any:

@@ -40,11 +40,10 @@ def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str, replaced: Casti
 
     ``replaced``: the casting of ``origin``, if that of ``spec`` is another one.
     """
-    made_by = fused_norm_class, spec, eps_name, replaced
-    return _known(origin, made_by) or _derive(
+    return _derive(
         FusedGatedNorm if isinstance(spec, GatedNormSpec) else FusedNorm,
         origin,
-        made_by,
+        (fused_norm_class, spec, eps_name, replaced),
         fused_norm_spec=spec,
         fused_norm_replaced=replaced,
         fused_norm_eps_name=eps_name,
@@ -60,20 +59,17 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
     Raises:
         SourceError: if the forward cannot be rewritten.
     """
-    made_by = fused_block_class, rewrites, recompute
     rotations, convolutions = functions_of(origin, rewrites) if rewrites else ((), ())
-    if known := _known(origin, made_by, fused_norm_rotations=rotations, fused_norm_convolutions=convolutions):
-        return known
     return _derive(
         FusedBlock,
         origin,
-        made_by,
+        (fused_block_class, rewrites, recompute),
+        partial(guarded_forward, origin, rewrites, partial(_recomputing, recompute)),
         fused_norm_rewrites=rewrites,
         fused_norm_rotations=rotations,
         fused_norm_convolutions=convolutions,
         fused_norm_recompute=recompute,
         fused_norm_linears=linears_of(rewrites),
-        forward=guarded_forward(origin, rewrites, partial(_recomputing, recompute)),
     )
 
 
@@ -91,55 +87,43 @@ def _recomputing(level: RecomputeLevel, rewritten: Callable[..., Any]) -> Callab
 
 def fused_adapter_class(origin: Any) -> type[nn.Module]:
     """The fused class for LoRA layers of class ``origin``."""
-    made_by = (fused_adapter_class,)
     is_quantised = origin.__module__.endswith(".bnb")
-    return _known(origin, made_by) or _derive(FusedAdapter, origin, made_by, fused_norm_is_quantised=is_quantised)
+    return _derive(FusedAdapter, origin, (fused_adapter_class,), fused_norm_is_quantised=is_quantised)
 
 
 def fused_linear_4bit_class(origin: Any) -> type[nn.Module]:
     """The fused class for 4-bit linears of class ``origin``."""
-    made_by = (fused_linear_4bit_class,)
-    return _known(origin, made_by) or _derive(FusedLinear4bit, origin, made_by)
+    return _derive(FusedLinear4bit, origin, (fused_linear_4bit_class,))
 
 
 def fused_experts_class(origin: Any, gate: GateOfExperts) -> type[nn.Module]:
     """The fused class for modules of experts of class ``origin``, which have this gate."""
-    made_by = fused_experts_class, gate
-    return _known(origin, made_by) or _derive(FusedExperts, origin, made_by, fused_norm_gate=gate)
+    return _derive(FusedExperts, origin, (fused_experts_class, gate), fused_norm_gate=gate)
 
 
 def fused_loss_class(origin: Any) -> type[nn.Module]:
     """The fused class for language models of class ``origin``."""
-    made_by = (fused_loss_class,)
-    return _known(origin, made_by) or _derive(
-        FusedLoss,
-        origin,
-        made_by,
-        fused_norm_head_class=fused_head_class(nn.Linear),
-        forward=fused_forward(origin),
-    )
+    forward, head = partial(fused_forward, origin), fused_head_class(nn.Linear)
+    return _derive(FusedLoss, origin, (fused_loss_class,), forward, fused_norm_head_class=head)
 
 
 def fused_head_class(origin: Any) -> type[nn.Module]:
     """The fused class for heads of language models, which are linears of class ``origin``."""
-    made_by = (fused_head_class,)
-    return _known(origin, made_by) or _derive(FusedHead, origin, made_by)
+    return _derive(FusedHead, origin, (fused_head_class,))
 
 
-def _known(origin: Any, made_by: tuple[Any, ...], **members: Any) -> Any:
-    """The class that ``_derive`` made of these before, with these members; None without one.
+def _derive(
+    base: type, origin: Any, made_by: tuple[Any, ...], forward: Callable[[], Any] | None = None, **members: Any
+) -> Any:
+    """A class of both with these members, the one that was made before, if an instance of it lives.
 
-    It lives as long as an instance does: the list of a class's subclasses does not hold them.
+    ``made_by``: a function that makes it of ``origin``, and its arguments. ``forward``: makes its forward, if it is not
+    that of ``base``.
     """
     members = {"fused_norm_made_by": made_by, **members}
-    for derived in origin.__subclasses__():
-        if all(vars(derived).get(name) == value for name, value in members.items()) and are_plain_calls(inside=derived):
-            return derived
-    return None
-
-
-def _derive(base: type, origin: Any, made_by: tuple[Any, ...], **members: Any) -> type[nn.Module]:
-    """A class of both with these members; ``made_by``: a function that makes it of ``origin``, and its arguments."""
+    for known in origin.__subclasses__():  # this list does not hold them
+        if all(vars(known).get(name) == value for name, value in members.items()) and are_plain_calls(inside=known):
+            return known
     make, *arguments = made_by
 
     def reduce_ex(self: nn.Module, protocol: int) -> Any:
@@ -150,15 +134,16 @@ def _derive(base: type, origin: Any, made_by: tuple[Any, ...], **members: Any) -
             return constructor, (origin, *values[1:]), *state
         return _rebuild, (make, origin, arguments), *state
 
-    names = {name: getattr(origin, name) for name in ("__module__", "__qualname__", "__doc__")}
-    facts = {"origin": origin, "origin_forward": origin.forward, "origin_code": RunningCode(origin.forward)}
-    facts["made_by"] = made_by
+    members |= {name: getattr(origin, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {
-        **names,
+        "fused_norm_origin": origin,
+        "fused_norm_origin_forward": origin.forward,
+        "fused_norm_origin_code": RunningCode(origin.forward),
         "kernel_layer_name": _NoHubKernel(),
-        **{f"fused_norm_{name}": fact for name, fact in facts.items()},
         "__reduce_ex__": reduce_ex,
     }
+    if forward is not None:
+        members["forward"] = forward()
     derived = type(origin)(origin.__name__, (base, origin), members)
     derived.fused_norm_forward = derived.forward
     return derived

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import product, takewhile
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ from ..kernels.operator import Operator
 from .activation_recognition import FORMULAS, Activation, Formula, recognise_activation
 from .code_fingerprint import own_attributes, value_of
 from .fused_norm_module import is_disabled, run_fused, warn_once
-from .hooks import are_plain_calls, defined_function, name_of_function
+from .hooks import Fused, are_plain_calls, defined_function, name_of_function
 from .probe import DTYPES, UnrecognisedError, cpu_replica, plain_pytorch, same_values
 from .running_code import RunningCode
 from .source import cells_of
@@ -80,11 +80,9 @@ class GateOfExperts:
         return ", ".join(filter(None, parts)) + " between grouped products"
 
 
-class FusedExperts(nn.Module):
+class FusedExperts(Fused):
     """Base of the classes put on modules of experts; a subclass also derives from the module's own class."""
 
-    fused_norm_origin: ClassVar[Any]
-    fused_norm_origin_forward: ClassVar[Any]
     fused_norm_gate: ClassVar[GateOfExperts]
 
     def forward(
@@ -102,21 +100,17 @@ class FusedExperts(nn.Module):
         Returns:
             [T, H], in the dtype of the hidden states.
         """
-        by_name = dict(zip(_ARGUMENTS, (hidden_states, top_k_index, top_k_weights), strict=True))
-        given: list[Any] = []
-        for value in by_name.values():
-            if value is None:
-                break
-            given.append(value)
-        stock = self.fused_norm_origin.forward
-        if len(given) < len(_ARGUMENTS):  # some have other names, or are left out
-            rest = {name: by_name[name] for name in _ARGUMENTS[len(given) :] if by_name[name] is not None}
-            return stock(self, *given, *args, **rest, **named)
+        stock, given = self.fused_norm_origin.forward, (hidden_states, top_k_index, top_k_weights)
+        # Some have other names, or are left out.
+        if hidden_states is None or top_k_index is None or top_k_weights is None:
+            first = list(takewhile(lambda value: value is not None, given))
+            rest = zip(_ARGUMENTS[len(first) :], given[len(first) :], strict=True)
+            return stock(self, *first, *args, **{name: value for name, value in rest if value is not None}, **named)
         if torch.compiler.is_compiling() or is_disabled():
             return stock(self, *given, *args, **named)
         reason = why_stock(self)
-        if reason is None:
-            reason = None if not args and not named and _are_plain(*given) else _OTHER_ARGUMENTS
+        if reason is None and (args or named):
+            reason = _OTHER_ARGUMENTS
         if reason is None:
             y, reason = _run(self, *given)
             if reason is None:
@@ -183,28 +177,23 @@ def grouped_mm() -> Any:
     return defined_function(_MOE, "grouped_mm_experts_forward")
 
 
-def _are_plain(hidden: Any, index: Any, weights: Any) -> bool:
-    """Return whether the arguments of a call are plain tensors, of shapes that fit."""
-    if any(type(tensor) is not Tensor for tensor in (hidden, index, weights)):
-        return False
-    fit: bool = hidden.dim() == index.dim() == 2 and hidden.shape[0] == index.shape[0]
-    return fit and index.shape == weights.shape
-
-
-def _run(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Any, str | None]:
+def _run(experts: Any, hidden: Any, index: Any, weights: Any) -> tuple[Any, str | None]:
     """The output of experts by kernels, and None; or None, and why the stock function has to run."""
+    if any(type(tensor) is not Tensor for tensor in (hidden, index, weights)):
+        return None, _OTHER_ARGUMENTS
+    if not (hidden.dim() == index.dim() == 2 and hidden.shape[0] == index.shape[0] and index.shape == weights.shape):
+        return None, _OTHER_ARGUMENTS
     reason: str | None = None
 
-    def fused(operator: Operator, otherwise: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def fused(operator: Operator, otherwise: Callable[..., Tensor] | None, *arguments: Any) -> Tensor:
         nonlocal reason
         y, obstacle = run_fused(operator, *arguments)
         if obstacle is None:
             return y
         reason = obstacle
+        if otherwise is None:
+            raise _NotTakenError
         return otherwise(*arguments)
-
-    def permuted(*arguments: Any) -> Tensor:
-        raise _NotTakenError
 
     def gated(both: Tensor, absent: Tensor | None, *options: Any) -> Tensor:
         return experts._apply_gate(both if absent is None else both.masked_fill(absent.unsqueeze(-1), 0.0))
@@ -215,7 +204,7 @@ def _run(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[
         return fused(EXPERT_UNPERMUTE, reference.expert_unpermute, x, weights, *rest)
 
     gate: GateOfExperts = experts.fused_norm_gate
-    permute, bias = partial(fused, EXPERT_PERMUTE, permuted), partial(fused, EXPERT_BIAS, reference.expert_bias)
+    permute, bias = partial(fused, EXPERT_PERMUTE, None), partial(fused, EXPERT_BIAS, reference.expert_bias)
     steps = Steps(permute, bias, partial(fused, EXPERT_GATE, gated), unpermute)
     try:
         y = outputs(experts, gate.function, steps, gate.options_of(experts) or (), hidden, index, weights)
@@ -290,15 +279,17 @@ def recognise_experts(experts: Any, origin: Any, known: KnownGates) -> GateOfExp
     if reason := _structure_obstacle(experts):
         raise UnrecognisedError(reason)
     function = grouped_mm()
-    held = tuple(_activations_of(experts))
-    for name, _ in held:
-        act = getattr(experts, name)
+    own = own_attributes(experts)
+    functions = {name: value for name, value in own.items() if isinstance(value, (FunctionType, BuiltinFunctionType))}
+    members = {**experts._modules, **functions}
+    held = tuple((name, recognise_activation(member)) for name, member in members.items())
+    for name, act in members.items():
         if isinstance(act, nn.Module) and not are_plain_calls(act):
             raise UnrecognisedError(f"other code sees the calls of its {name}")
     if "_apply_gate" in vars(experts):
         raise UnrecognisedError("its gate was replaced on the instance")
     method = origin._apply_gate
-    plain = {name: value for name, value in own_attributes(experts).items() if name != "config"}
+    plain = {name: value for name, value in own.items() if name != "config"}
     values = {name: value_of(value) for name, value in plain.items() if name not in dict(held)}
     formulas = tuple((name, activation.formula) for name, activation in held)
     key = origin, method, formulas, tuple(values.items())
@@ -314,18 +305,6 @@ def recognise_experts(experts: Any, origin: Any, known: KnownGates) -> GateOfExp
     if isinstance(computed, str):
         raise UnrecognisedError(computed)
     return GateOfExperts(*computed, method, RunningCode(method), held, function, RunningCode(function))
-
-
-def _activations_of(experts: nn.Module) -> Iterator[tuple[str, Activation]]:
-    """The activations that a module holds, by name.
-
-    Raises:
-        UnrecognisedError: if there is one that is not known here.
-    """
-    functions = (FunctionType, BuiltinFunctionType)
-    own = {name: value for name, value in own_attributes(experts).items() if isinstance(value, functions)}
-    for name, activation in (*experts._modules.items(), *own.items()):
-        yield name, recognise_activation(activation)
 
 
 _TOKENS, _EXPERTS, _TOP_K, _WIDTH, _INNER = 12, 3, 2, 16, 8

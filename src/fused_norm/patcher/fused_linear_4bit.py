@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_4bit import LINEAR_4BIT
-from .four_bit import packed_weight, stock_class_of, why_unreadable
+from .four_bit import packed_weight, why_unreadable
 from .fused_norm_module import is_disabled, run_fused, warn_once
-from .hooks import are_plain_calls, replaced_forward, replaced_linear
+from .hooks import Fused, are_plain_calls, replaced_forward, replaced_linear, stock_class
 from .linear_values import AdapterInput, Summands
 
 
-class FusedLinear4bit(nn.Module):
+class FusedLinear4bit(Fused):
     """Base of the classes put on 4-bit linears without an adapter; a subclass also derives from bitsandbytes' class."""
 
-    fused_norm_origin: ClassVar[Any]
     fused_norm_is_quantised: ClassVar[bool] = True
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +61,7 @@ def why_linear_is_stock(linear: Any) -> str | None:
     """
     reason = _changed_class(linear) if isinstance(linear, FusedLinear4bit) else None
     reason = why_unreadable(linear, is_called=True) if reason is None else reason
-    return reason or (None if reason is None else replaced_forward(stock_class_of(linear)) or "")
+    return reason or (None if reason is None else replaced_forward(stock_class(linear)) or "")
 
 
 def _changed_class(linear: FusedLinear4bit) -> str | None:

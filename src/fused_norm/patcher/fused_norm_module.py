@@ -26,8 +26,7 @@ from ..kernels.norm import ADD_RMS_NORM, RMS_NORM
 from ..kernels.operator import Operator, norm_spec
 from ..spec import Casting, GatedNormSpec, NormSpec
 from . import hooks
-from .hooks import are_plain_calls
-from .running_code import RunningCode
+from .hooks import Fused, are_plain_calls
 
 logger = logging.getLogger("fused_norm")
 
@@ -59,16 +58,13 @@ def is_disabled() -> bool:
     return _disabled_depth > 0
 
 
-class FusedNorm(nn.Module):
+class FusedNorm(Fused):
     """Base of the classes put on norm instances; a subclass also derives from the instance's own class.
 
     Called with a tensor it is that norm. Called with a residual as well it returns the norm of their sum, and the sum;
     with a scale too, the tensor is multiplied by it first.
     """
 
-    fused_norm_origin: ClassVar[type[nn.Module]]
-    fused_norm_origin_forward: ClassVar[Any]
-    fused_norm_origin_code: ClassVar[RunningCode]
     fused_norm_spec: ClassVar[NormSpec]
     fused_norm_eps_name: ClassVar[str]
     fused_norm_replaced: ClassVar[Casting | None]
@@ -176,10 +172,7 @@ def spec_and_weights(*norms: FusedNorm) -> tuple[Any, ...]:
 
 
 def run_fused(
-    operator: Operator,
-    *arguments: Any,
-    replaces: Any = "stock code",
-    unless: Callable[..., str | None] | None = None,
+    operator: Operator, *arguments: Any, replaces: Any = "stock code", unless: Callable[..., str | None] | None = None
 ) -> tuple[Any, str | None]:
     """The outputs of an operator in place of stock code, and None; or None, and why stock code has to run.
 
@@ -197,16 +190,12 @@ def run_fused(
         spec = arguments[operator.tensor_count]
         if spec is None:
             return None, "its eps is not a finite number of at least 0"
-        if spec.casting == "none" and _is_under_autocast(arguments[0]):
+        if spec.casting == "none" and isinstance(arguments[0], Tensor) and autocast_dtype(arguments[0]) is not None:
             return None, "autocast changes what an uncast norm rounds to"
     outputs = operator.run_cached(replaces, *arguments)
     if outputs is not None:
         return outputs, None
     return operator.try_fused(*arguments, replaces=replaces, unless=unless)
-
-
-def _is_under_autocast(x: Any) -> bool:
-    return isinstance(x, Tensor) and autocast_dtype(x) is not None
 
 
 @functools.lru_cache(maxsize=256)

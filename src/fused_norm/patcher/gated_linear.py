@@ -26,7 +26,9 @@ def fused_norm_gated(block: Any, activation: Formula, act: Any, linear: Any, **f
 
     ``factors``: gate and up in their order in stock code; each is a tensor, or a pair of a linear and what it reads.
     """
-    products = _dtype_of_products(factors["gate"])
+    read = factors["gate"][1] if type(factors["gate"]) is tuple else factors["gate"]
+    read = read.x if type(read) is AdapterInput else read
+    products = None if torch.compiler.is_compiling() or type(read) is not Tensor else autocast_dtype(read)
     dtype, wide = _dtype_read_by(linear, products)
     summands = None if recomputes_linears() else products
     computed = {name: _computed(factor, summands) for name, factor in factors.items()}
@@ -74,13 +76,6 @@ def fused_norm_product(
     gate, up = (_sum(Summands(*summands)) for summands in ((gate, gate_added), (up, up_added)))
     y = act(gate) * up
     return y if wide else y.to(dtype)
-
-
-def _dtype_of_products(factor: Any) -> torch.dtype | None:
-    """Autocast's dtype for a factor, which may be a linear and what it reads; None without autocast."""
-    x = factor[1] if type(factor) is tuple else factor
-    x = x.x if type(x) is AdapterInput else x
-    return None if torch.compiler.is_compiling() or type(x) is not Tensor else autocast_dtype(x)
 
 
 def _dtype_read_by(linear: Any, dtype: torch.dtype | None) -> tuple[torch.dtype | None, int]:

@@ -1,13 +1,14 @@
 """Hooks, replaced forwards and modes of PyTorch: what other code would notice if a module were not called.
 
 A kernel takes the place of a module's call only if nothing else happens at that call than the module's own forward.
+``Fused``, the base of the classes whose calls do that, is here too.
 """
 
 from __future__ import annotations
 
 import sys
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,6 +32,25 @@ _MODULE_CALL = nn.Module.__call__
 
 latest_mode: str | None = None
 """The reason that the latest forward gave for a mode; of all threads, as a backward may run in another one."""
+
+
+class Fused(nn.Module):
+    """Base of the fused classes; each also derives from the class of the instances that it is put on.
+
+    Attributes:
+        fused_norm_origin: that class.
+        fused_norm_origin_forward: its forward when the fused class was made.
+        fused_norm_origin_code: the code of that forward then.
+    """
+
+    fused_norm_origin: ClassVar[Any]
+    fused_norm_origin_forward: ClassVar[Any]
+    fused_norm_origin_code: ClassVar[RunningCode]
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module in the stock model."""
+    return module.fused_norm_origin if isinstance(module, Fused) else type(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -88,9 +108,8 @@ def are_plain_calls(*modules: Any, inside: Any = None) -> bool:
 def is_idle_dropout(module: Any) -> bool:
     """Return whether a module is a dropout that returns what it is given, and nobody would miss its call."""
     kind = type(module)
-    if kind is nn.Dropout:
-        return not (module.training and module.p) and are_plain_calls(module) and is_genuine(kind)
-    return kind is nn.Identity and are_plain_calls(module) and is_genuine(kind)
+    is_idle = kind is nn.Identity or (kind is nn.Dropout and not (module.training and module.p))
+    return is_idle and are_plain_calls(module) and is_genuine(kind)
 
 
 def function_mode() -> str | None:

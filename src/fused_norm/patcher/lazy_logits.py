@@ -9,7 +9,7 @@ those are. So code that is given lazy logits, the user's too, computes what it w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from types import FunctionType
 from typing import Any
@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels.autocast import autocast_dtype, set_autocast
 from .logit_steps import Step, plain_functions, rows_by, step_of, transformation_by
@@ -60,6 +60,7 @@ for _name, _function in vars(functional).items():
 _OWN = frozenset(GENUINE.values())
 
 
+@dataclass(eq=False)
 class Family:
     """All lazy logits of one call of a head.
 
@@ -69,9 +70,9 @@ class Family:
         is_copied: a view that is watched was read as a copy, so that a write into it would not reach the others.
     """
 
-    def __init__(self) -> None:
-        self.members: WeakSet[LazyLogits] = WeakSet()
-        self.is_watched = self.is_copied = False
+    members: WeakSet[LazyLogits] = field(default_factory=WeakSet)
+    is_watched: bool = False
+    is_copied: bool = False
 
 
 @dataclass(eq=False)
@@ -84,6 +85,7 @@ class Projection:
         loss: computes the cross entropy of rows of x: takes these and a ``CrossEntropy``.
         noted: is told that logits of this call were read, and by what.
         is_running: the model's forward has not returned, so that nobody has stepped or sharded weights.
+        arguments: x, weight and bias.
     """
 
     x: Tensor
@@ -95,19 +97,12 @@ class Projection:
     is_running: bool = False
 
     def __post_init__(self) -> None:
-        self._versions = [_version(one) for one in self._tensors]
+        self.arguments = self.x, self.weight, self.bias
+        self._tensors = [tensor for tensor in self.arguments if tensor is not None]
+        self._versions = list(map(_version, self._tensors))
         # Autograd does not count what optimizers of other libraries write, and what sharding gathers.
         may_be_written = self.weight.requires_grad or _is_distributed()
         self._sample = _sample(self.weight) if may_be_written else None
-
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x, weight and bias."""
-        return self.x, self.weight, self.bias
-
-    @property
-    def _tensors(self) -> list[Tensor]:
-        return [one for one in self.arguments if one is not None]
 
     def compute(self) -> Tensor:
         """The logits.
@@ -124,7 +119,7 @@ class Projection:
         Raises:
             RuntimeError: if they would not, because hidden states or weights were written to or freed.
         """
-        changed = [_version(one) for one in self._tensors] != self._versions
+        changed = list(map(_version, self._tensors)) != self._versions
         changed = changed or any(one.untyped_storage().nbytes() == 0 for one in self._tensors if one.numel())
         if self._sample is not None and not self.is_running:
             changed = changed or not torch.equal(self._sample, _sample(self.weight))
@@ -187,7 +182,8 @@ class LazyTensor(Tensor):
     ) -> Any:
         # Code that calls PyTorch's C++ without its Python functions comes here, below autograd.
         name = func.overloadpacket.__name__
-        return func(*_real(args, name, detached=True), **_real(kwargs or {}, name, detached=True))
+        args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.read(name).detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class LazyLogits(LazyTensor):
@@ -204,28 +200,23 @@ class LazyLogits(LazyTensor):
         """The logits of a call of a head."""
         x, weight = projection.x, projection.weight
         like = torch.empty((*x.shape[:-1], len(weight)), dtype=projection.dtype or x.dtype, device="meta")
-        is_connected = torch.is_grad_enabled() and any(one.requires_grad for one in projection._tensors)
-        return cls._made(projection, (), None, like, is_connected)
+        in_graph = torch.is_grad_enabled() and any(one.requires_grad for one in projection._tensors)
+        return cls._made(projection, (), None, like, in_graph)
 
     def then(self, step: Step) -> LazyLogits:
         """The lazy logits that a step makes of these."""
         with plain_functions(), torch.no_grad():
             like = step.run(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"))
-        is_connected = torch.is_grad_enabled() and self.requires_grad and step.name != "detach"
+        in_graph = torch.is_grad_enabled() and self.requires_grad and step.name != "detach"
         steps = (*self._steps, step._replace(shape=like.shape))
-        return self._made(self._projection, steps, self, like, is_connected)
+        return self._made(self._projection, steps, self, like, in_graph)
 
     @classmethod
     def _made(
-        cls,
-        projection: Projection,
-        steps: tuple[Step, ...],
-        parent: LazyLogits | None,
-        like: Tensor,
-        is_connected: bool,
+        cls, projection: Projection, steps: tuple[Step, ...], parent: LazyLogits | None, like: Tensor, in_graph: bool
     ) -> LazyLogits:
         with plain_functions():
-            if is_connected:
+            if in_graph:
                 lazy: LazyLogits = _Lazy.apply(like, steps, projection.dtype, parent, *projection.arguments)
             else:
                 lazy = cls(like, projection.x.device)
@@ -237,13 +228,13 @@ class LazyLogits(LazyTensor):
     def read(self, reader: str) -> Tensor:
         if self._real is None:
             with plain_functions():
-                is_connected = self.requires_grad
+                in_graph = self.requires_grad
             if self._parent is None:
                 self._projection.noted(reader)
             # In the grad mode of the forward, whatever the reader's is.
-            is_in_inference = torch.is_inference_mode_enabled() and not is_connected
-            with torch.inference_mode(is_in_inference), torch.set_grad_enabled(is_connected):
-                if is_connected and (self._parent is None or self._family.is_watched):
+            is_in_inference = torch.is_inference_mode_enabled() and not in_graph
+            with torch.inference_mode(is_in_inference), torch.set_grad_enabled(in_graph):
+                if in_graph and (self._parent is None or self._family.is_watched):
                     with plain_functions():
                         self._real = _Read.apply(self)
                 else:
@@ -258,7 +249,8 @@ class LazyLogits(LazyTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        func = _genuine(func)
+        if isinstance(func, FunctionType) and func not in _OWN:  # other code may have put it under a name of PyTorch's
+            func = next((own for name, own in GENUINE.items() if vars(functional)[name] is func), func)
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             name = func.__self__.__name__
@@ -276,7 +268,12 @@ class LazyLogits(LazyTensor):
             if loss is not None:
                 return loss
         elif func is torch.autograd.grad and len(args) > 1:
-            return _gradients(*args, **kwargs)
+            outputs, inputs, *rest = args
+            for one in tree_leaves(inputs):  # the fused loss leaves their place in the graph out unless asked
+                if isinstance(one, LazyLogits):
+                    one._family.is_watched = True
+            with plain_functions():
+                return func(_real(outputs, name), inputs, *_real(rest, name), **_real(kwargs, name))
         if (
             name in _WRITES
             or (name.endswith("_") and not name.endswith("__"))
@@ -461,15 +458,6 @@ def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
     return loss
 
 
-def _genuine(func: Any) -> Any:
-    """PyTorch's function in the place of one that other code has put under its name."""
-    if isinstance(func, FunctionType) and func not in _OWN:
-        for known, function in GENUINE.items():
-            if vars(functional)[known] is func:
-                return function
-    return func
-
-
 def _is_count(value: Any) -> bool:
     """Return whether a value is a number of items, or a tensor of one."""
     if isinstance(value, LazyTensor):
@@ -479,15 +467,6 @@ def _is_count(value: Any) -> bool:
     )
 
 
-def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad`` of lazy logits, whose place in the graph the fused loss leaves out unless asked."""
-    for one in [inputs] if isinstance(inputs, Tensor) else inputs:
-        if isinstance(one, LazyLogits):
-            one._family.is_watched = True
-    with plain_functions():
-        return torch.autograd.grad(_real(outputs, "grad"), inputs, *_real(args, "grad"), **_real(kwargs, "grad"))
-
-
 def _read_families(tree: Any, reader: str) -> None:
     """Read all that is made of the lazy logits in a tree, which are about to be written to.
 
@@ -495,7 +474,7 @@ def _read_families(tree: Any, reader: str) -> None:
         RuntimeError: if the write would be seen in other logits of a model that is not patched, and not in these.
     """
 
-    def read(value: Any) -> Any:
+    for value in tree_leaves(tree):
         if isinstance(value, LazyLogits):
             for one in list(value._family.members):
                 one.read(reader)
@@ -504,21 +483,11 @@ def _read_families(tree: Any, reader: str) -> None:
                     f"{reader} writes into logits, a view of which a hook or autograd.grad has asked a gradient of: "
                     "write before, or patch the model with apply_fused_norm(model, loss=False)"
                 )
-        return value
-
-    tree_map(read, tree)
 
 
-def _real(tree: Any, reader: str, *, detached: bool = False) -> Any:
+def _real(tree: Any, reader: str) -> Any:
     """The tree with real tensors in the place of lazy ones."""
-
-    def real(value: Any) -> Any:
-        if not isinstance(value, LazyTensor):
-            return value
-        found = value.read(reader)
-        return found.detach() if detached else found
-
-    return tree_map(real, tree)
+    return tree_map_only(LazyTensor, lambda lazy: lazy.read(reader), tree)
 
 
 def _is_of_sharding(hook: Any) -> bool:

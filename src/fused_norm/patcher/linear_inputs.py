@@ -136,17 +136,16 @@ def _wide_consumers(linears: Sequence[Any], tensors: Sequence[Any], dtype: torch
         return None
     wide = consumer = 0
     for linear in linears:
-        base = linear
-        if type(linear) is not Linear:
-            if not linear_reads_in(linear, dtype):
-                return None
-            base = linear if isinstance(linear, FusedLinear4bit) else linear.base_layer
-            if base is not linear:
-                consumer += 1
-                if not adapter_reads_in(linear, dtype):
-                    if recomputes():  # of a norm in two dtypes nothing is
-                        return None
-                    wide |= 1 << consumer
+        base: Any = linear
+        if type(linear) is not Linear and not linear_reads_in(linear, dtype):
+            return None
+        if isinstance(linear, FusedAdapter):
+            base = linear.base_layer
+            consumer += 1
+            if not adapter_reads_in(linear, dtype):
+                if recomputes():  # of a norm in two dtypes nothing is
+                    return None
+                wide |= 1 << consumer
         if type(base) is Linear and type(base.weight) not in (Parameter, Tensor):
             return None
         consumer += 1

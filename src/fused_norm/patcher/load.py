@@ -26,8 +26,6 @@ from .patch_report import PatchReport
 
 logger = logging.getLogger("fused_norm")
 
-_HOOKED = ("from_pretrained", "_from_config")
-
 
 def from_pretrained(
     auto_class: Any, *args: Any, fused_norm: FuseOptions | Mapping[str, Any] | None = None, **kwargs: Any
@@ -49,7 +47,12 @@ def from_pretrained(
         ValueError: contradictory options. Nothing has been loaded.
         FusedNormError: as ``apply_fused_norm``.
     """
-    scope = _Scope(_as_options(fused_norm), parent=_current_scope())
+    options: Any = {} if fused_norm is None else fused_norm
+    if isinstance(options, Mapping):
+        options = FuseOptions(**options)
+    if not isinstance(options, FuseOptions):
+        raise TypeError(f"fused_norm must be FuseOptions, a mapping of options or None, not {type(options).__name__}")
+    scope = _Scope(options, parent=_hooks.current_scope())
     return scope.build(functools.partial(auto_class.from_pretrained, *args, **kwargs))
 
 
@@ -79,7 +82,7 @@ def on_load(
         ValueError: contradictory options.
         FusedNormError: from inside the block, as ``apply_fused_norm``.
     """
-    scope = _Scope(FuseOptions(**options), parent=_current_scope(), notify=notify, everywhere=everywhere)
+    scope = _Scope(FuseOptions(**options), parent=_hooks.current_scope(), notify=notify, everywhere=everywhere)
     _hooks.acquire(scope)
     token = _innermost.set(scope)
     try:
@@ -137,14 +140,6 @@ _building: ContextVar[bool] = ContextVar("fused_norm_building", default=False)
 _patched_by: WeakKeyDictionary[nn.Module, _Scope] = WeakKeyDictionary()
 
 
-def _current_scope() -> _Scope | None:
-    """The innermost open block of this context, or else the latest one that covers the process."""
-    scope = _innermost.get()
-    while scope is not None and not scope.open:
-        scope = scope.parent
-    return scope or _hooks.process_scope()
-
-
 class _Hooks:
     """The wrappers on methods of others: there while at least one block is open in any thread."""
 
@@ -153,7 +148,13 @@ class _Hooks:
         self._scopes: list[_Scope] = []
         self._installed: dict[tuple[type, str], tuple[Any, Any]] = {}
 
-    def process_scope(self) -> _Scope | None:
+    def current_scope(self) -> _Scope | None:
+        """The innermost open block of this context, or else the latest one that covers the process."""
+        scope = _innermost.get()
+        while scope is not None and not scope.open:
+            scope = scope.parent
+        if scope is not None:
+            return scope
         with self._lock:
             return next((scope for scope in reversed(self._scopes) if scope.everywhere), None)
 
@@ -163,7 +164,7 @@ class _Hooks:
 
         with self._lock:
             if not self._scopes:
-                for name in _HOOKED:
+                for name in ("from_pretrained", "_from_config"):
                     self._wrap(PreTrainedModel, name, _patching_what_it_returns)
             self._scopes.append(scope)
 
@@ -207,7 +208,7 @@ def _patching_what_it_returns(original: Any) -> classmethod[Any, Any, Any]:
     @functools.wraps(getattr(original, "__func__", original))
     def build(cls: type, *args: Any, **kwargs: Any) -> Any:
         load = functools.partial(original.__get__(None, cls), *args, **kwargs)
-        scope = None if _building.get() else _current_scope()
+        scope = None if _building.get() else _hooks.current_scope()
         return load() if scope is None else scope.build(load)
 
     return classmethod(build)
@@ -228,13 +229,3 @@ def _patching_what_it_changes(original: Any) -> Any:
         return result
 
     return inject
-
-
-def _as_options(options: FuseOptions | Mapping[str, Any] | None) -> FuseOptions:
-    if options is None:
-        return FuseOptions()
-    if isinstance(options, FuseOptions):
-        return options
-    if isinstance(options, Mapping):
-        return FuseOptions(**options)
-    raise TypeError(f"fused_norm must be FuseOptions, a mapping of options or None, not {type(options).__name__}")

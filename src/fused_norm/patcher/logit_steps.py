@@ -7,7 +7,6 @@ the logits of which rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,13 +40,20 @@ def step_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step 
     if name in ("float", "to", "detach", "contiguous"):
         return _cast_of(lazy, name, func, args, kwargs)
     if name in ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide") and not kwargs:
-        is_number = len(args) == 1 and type(args[0]) in (int, float) and args[0] != 0
-        kind = "mul" if "mul" in name else "div"
-        return Step(kind, partial(_scaled, kind, args[0]), args[0]) if is_number else None
+        if len(args) != 1 or type(args[0]) not in (int, float) or args[0] == 0:
+            return None
+        (number,) = args
+        return Step("mul", lambda x: x * number, number) if "mul" in name else Step("div", lambda x: x / number, number)
     if name == "tanh" and not args and not kwargs:
         return Step("tanh", torch.tanh)
-    if name in _VIEWS:
-        return _view_of(lazy, func, args, kwargs)
+    if name in _VIEWS:  # another shape in which rows stay rows
+        step = Step("view", lambda x: func(x, *args, **kwargs))
+        try:
+            with plain_functions(), torch.no_grad():
+                like = step.run(torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device="meta"))
+        except (RuntimeError, TypeError, ValueError):
+            return None  # the real function raises the real error
+        return step if like.dim() and like.shape[-1] == lazy.shape[-1] and like.dtype == lazy.dtype else None
     if name == "__getitem__" and len(args) == 1:
         return _rows_of(lazy, args[0])
     return None
@@ -77,17 +83,6 @@ def _cast_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step
     return Step("float", lambda x: x.to(dtype)) if dtype == torch.float32 else None
 
 
-def _view_of(lazy: Tensor, func: Any, args: Any, kwargs: Any) -> Step | None:
-    """Another shape in which rows stay rows."""
-    step = Step("view", lambda x: func(x, *args, **kwargs))
-    try:
-        with plain_functions(), torch.no_grad():
-            like = step.run(torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device="meta"))
-    except (RuntimeError, TypeError, ValueError):
-        return None  # the real function raises the real error
-    return step if like.dim() and like.shape[-1] == lazy.shape[-1] and like.dtype == lazy.dtype else None
-
-
 def _rows_of(lazy: Tensor, index: Any) -> Step | None:
     """A selection of rows: by slices, numbers and masks of dimensions before the last."""
     parts = index if isinstance(index, tuple) else (index,)
@@ -101,23 +96,12 @@ def _rows_of(lazy: Tensor, index: Any) -> Step | None:
             fixed.append(part)
         else:
             return None
-    leading = lazy.dim() - 1
-    used = sum(part is not Ellipsis for part in fixed)
-    if Ellipsis in [part for part in fixed if not isinstance(part, Tensor)]:
-        after = len(fixed) - 1 - next(n for n, part in enumerate(fixed) if part is Ellipsis)
-        if used > leading + 1 or (after and fixed[-1] != slice(None)):
-            return None
-    elif used > leading + 1 or (used == leading + 1 and (isinstance(fixed[-1], Tensor) or fixed[-1] != slice(None))):
+    ellipses = sum(part is Ellipsis for part in fixed)
+    used = len(fixed) - ellipses
+    reaches_columns = (ellipses > 1 or fixed[-1] is not Ellipsis) if ellipses else used == lazy.dim()
+    if used > lazy.dim() or (reaches_columns and (isinstance(fixed[-1], Tensor) or fixed[-1] != slice(None))):
         return None
-    return Step("rows", partial(_selected, tuple(fixed)))
-
-
-def _scaled(kind: str, number: float, x: Tensor) -> Tensor:
-    return x * number if kind == "mul" else x / number
-
-
-def _selected(index: tuple[Any, ...], x: Tensor) -> Tensor:
-    return x[tuple(part.to(x.device) if isinstance(part, Tensor) else part for part in index)]
+    return Step("rows", lambda x: x[tuple(part.to(x.device) if isinstance(part, Tensor) else part for part in fixed)])
 
 
 def transformation_by(steps: Sequence[Step]) -> dict[str, Any] | None:

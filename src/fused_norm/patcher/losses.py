@@ -25,7 +25,7 @@ from ..kernels.operator import dispatch_modes
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from .fused_norm_module import is_disabled, warn_once
-from .hooks import are_plain_calls, has_hooks, replaced_linear
+from .hooks import Fused, are_plain_calls, has_hooks, replaced_linear
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 from .running_code import RunningCode
 
@@ -33,29 +33,29 @@ _CROSS_ENTROPY = RunningCode(functional.cross_entropy)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class FusedLoss(nn.Module):
+class FusedLoss(Fused):
     """Base of the classes put on language models; a subclass also derives from the model's own class."""
 
-    fused_norm_origin: ClassVar[Any]
-    fused_norm_origin_forward: ClassVar[Any]
     fused_norm_head_class: ClassVar[type[nn.Module]]
 
 
-class FusedHead(nn.Module):
+class FusedHead(Fused):
     """Base of the class put on the head of a language model; a subclass also derives from ``nn.Linear``."""
 
-    fused_norm_origin: ClassVar[Any]
-    fused_norm_origin_forward: ClassVar[Any]
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, x: Any) -> Any:
         """Logits [..., V] of hidden states [..., H]: lazy ones while a model that this is the head of wants a loss."""
-        call = _current_call(self)
+        call = next((call for call in reversed(_calls.stack) if call.head is self), None)
         if call is not None:
             reason = _why_real(self, x)
             if reason is None:
-                return call.logits(self, x)
+                projection = Projection(
+                    x, self.weight, self.bias, autocast_dtype(x), call._loss, call._noted, is_running=True
+                )
+                call.projections.append(projection)
+                return LazyLogits.of(projection)
             call.reason = reason
         return self.fused_norm_origin.forward(self, x)
 
@@ -95,6 +95,7 @@ class LossCall:
         labels: those that the model is given, with their number on its way to the host.
         is_fused: the operator has computed a loss.
         reason: why it has not, or None.
+        projections: calls of the head while it runs.
     """
 
     def __init__(self, head: FusedHead, labels: Tensor) -> None:
@@ -102,13 +103,7 @@ class LossCall:
         self.labels = labels if labels.is_meta else CountedLabels.of(labels)
         self.is_fused = False
         self.reason: str | None = None
-        self._projections: list[Projection] = []
-
-    def logits(self, head: FusedHead, x: Tensor) -> LazyLogits:
-        """The head's lazy logits."""
-        projection = Projection(x, head.weight, head.bias, autocast_dtype(x), self._loss, self._noted, is_running=True)
-        self._projections.append(projection)
-        return LazyLogits.of(projection)
+        self.projections: list[Projection] = []
 
     def _loss(self, x: Tensor, how: CrossEntropy) -> Tensor:
         target, max_labels = how.target, None
@@ -121,15 +116,6 @@ class LossCall:
     def _noted(self, reader: str) -> None:
         if not self.is_fused and self.reason is None:
             self.reason = f"its logits are read by {reader}, before its loss or for another loss than a cross entropy"
-
-    def __enter__(self) -> None:
-        _calls.stack.append(self)
-
-    def __exit__(self, *_: object) -> None:
-        _calls.stack.pop()
-        for projection in self._projections:
-            projection.is_running = False
-        self._projections.clear()
 
 
 class _Calls(threading.local):
@@ -196,10 +182,6 @@ def _selects(name: str, args: Any, kwargs: Any) -> bool:
     return name in ("contiguous", "view", "reshape", "flatten", "to", "long", "clone", "detach", "squeeze", "cuda")
 
 
-def _current_call(head: FusedHead) -> LossCall | None:
-    return next((call for call in reversed(_calls.stack) if call.head is head), None)
-
-
 def fused_forward(origin: Any) -> Callable[..., Any]:
     """A forward of models of class ``origin`` that is their own; if it gets labels the head's logits are lazy."""
     names = tuple(inspect.signature(origin.forward).parameters)[1:]
@@ -210,7 +192,7 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
         labels = args[place] if len(args) > place else kwargs.get("labels")
         if labels is None or torch.compiler.is_compiling() or is_disabled() or not are_plain_calls(inside=type(self)):
             return origin.forward(self, *args, **kwargs)
-        reason = why_real_logits(self) or _why_not_now(labels)
+        reason = _why_real_logits(self, labels)
         if reason is not None:
             warn_once(origin, reason)
             return origin.forward(self, *args, **kwargs)
@@ -219,8 +201,14 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
             args = (*args[:place], call.labels, *args[place + 1 :])
         else:
             kwargs["labels"] = call.labels
-        with call:
+        _calls.stack.append(call)
+        try:
             output = _with_real_sums(origin.forward(self, *args, **kwargs))
+        finally:
+            _calls.stack.pop()
+            for projection in call.projections:
+                projection.is_running = False
+            call.projections.clear()
         if not call.is_fused:
             warn_once(origin, call.reason)
         return output
@@ -249,8 +237,8 @@ def why_seen(head: Any) -> str | None:
     return None
 
 
-def why_real_logits(model: Any) -> str | None:
-    """The reason why the head of a model has to return real logits, or None."""
+def _why_real_logits(model: Any, labels: Any) -> str | None:
+    """The reason why the head of a model has to return real logits in a call with these labels, or None."""
     head = model.get_output_embeddings()
     own = vars(head)
     if type(head) is nn.Linear and "forward" not in own:  # a new one, as resize_token_embeddings makes
@@ -264,7 +252,11 @@ def why_real_logits(model: Any) -> str | None:
         return "its head is offloaded, and has no weights between its calls"
     if not are_plain_calls(inside=type(head)) or type(head).forward is not FusedHead.forward:
         return "the forward of linears was replaced"
-    return None
+    if type(labels) is not Tensor or labels.dtype != torch.int64:
+        return "its labels are no plain tensor of int64"
+    if dispatch_modes() or is_transformed():
+        return "a mode or a transform of PyTorch watches its call"
+    return replaced_function() or (None if runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}")
 
 
 def _why_real(head: FusedHead, x: Any) -> str | None:
@@ -282,15 +274,6 @@ def _why_real(head: FusedHead, x: Any) -> str | None:
     if autocast_dtype(x) is None and any(tensor.dtype != x.dtype for tensor in tensors):
         return f"its head is {head.weight.dtype}, and the hidden states are {x.dtype}"
     return None
-
-
-def _why_not_now(labels: Any) -> str | None:
-    """The reason for real logits in a call with these labels: who watches it, or what was replaced."""
-    if type(labels) is not Tensor or labels.dtype != torch.int64:
-        return "its labels are no plain tensor of int64"
-    if dispatch_modes() or is_transformed():
-        return "a mode or a transform of PyTorch watches its call"
-    return replaced_function() or (None if runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}")
 
 
 def replaced_function() -> str | None:

@@ -6,8 +6,8 @@ import json
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from ..options import RecomputeLevel
@@ -139,26 +139,25 @@ class PatchReport:
         return f"{name}: fused {fused}; kept {len(self.kept)}{recompute}"
 
     def __str__(self) -> str:
-        rows = [("fused", row.module, row.what, row.kind, row.path) for row in self.fused]
+        rows: list[tuple[str, ...]] = [("fused", row.module, row.what, row.kind, row.path) for row in self.fused]
         rows += [("kept", row.module, row.reason or "", row.kind, row.path) for row in self.kept]
         others = [row for row in (*(self.recompute or ()), *self.consumers) if row.reason is not None]
         rows += [(f"no {row.kind} in", row.module, row.reason or "", row.kind, row.path) for row in others]
-        return "\n".join([_in_80_columns(self.summary()), *_grouped(rows)])
+        # A line for each status, module and what, and below it one for each kind and path, with numbers in it as ``*``.
+        groups: dict[str, dict[tuple[str, str], list[str]]] = {}
+        for status, module, what, kind, path in rows:
+            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+            group = groups.setdefault(f"{status} {module}: {what}", {})
+            group.setdefault((kind, pattern), []).append(path)
+        width = max((len(row[3]) for row in rows), default=0)
+        lines = [_in_80_columns(self.summary())]
+        for head, group in groups.items():
+            lines.append(_in_80_columns(head))
+            for (kind, pattern), paths in group.items():
+                lines.append(f"  {len(paths):>4} {kind:<{width}}  {pattern if len(paths) > 1 else paths[0]}")
+        return "\n".join(lines)
 
 
-def _grouped(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """A line for each status, module and what, and below it one for each kind and path, with numbers in it as ``*``."""
-    groups: dict[str, dict[tuple[str, str], list[str]]] = {}
-    for status, module, what, kind, path in rows:
-        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
-        group = groups.setdefault(f"{status} {module}: {what}", {})
-        group.setdefault((kind, pattern), []).append(path)
-    width = max((len(kind) for group in groups.values() for kind, _ in group), default=0)
-    for head, group in groups.items():
-        yield _in_80_columns(head)
-        for (kind, pattern), paths in group.items():
-            yield f"  {len(paths):>4} {kind:<{width}}  {pattern if len(paths) > 1 else paths[0]}"
-
-
-def _in_80_columns(text: str) -> str:
-    return textwrap.fill(text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+_in_80_columns = partial(
+    textwrap.fill, width=80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+)

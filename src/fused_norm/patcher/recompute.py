@@ -88,7 +88,7 @@ def call_recomputing(
         with saved_tensors_hooks(register.pack, _unpack), calls.by(register):
             return forward(layer, *args, **kwargs)
     finally:
-        register.forget()
+        register._outputs.clear()  # autograd holds its hooks as long as the graph
 
 
 def recomputes() -> bool:
@@ -109,7 +109,7 @@ def _is_possible() -> bool:
     autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():
         return False
-    if _hooks_in_use() is not None:
+    if autograd._top_saved_tensors_default_hooks(True) is not None:
         _explain(_OTHER_HOOKS)
         return False
     if torch._C._current_graph_task_id() != -1:
@@ -149,22 +149,22 @@ class _SavedTensorHook:
         """Call the operator, whose backward keeps tensors as they are, but for outputs of linears; note its outputs."""
         if operator in _LINEARS:
             return operator.results_of(*arguments)
-        hooks = _hooks_in_use()
+        autograd: Any = torch._C._autograd
+        hooks = autograd._top_saved_tensors_default_hooks(True)  # a pair of functions, or None
         is_first = hooks is not None and hooks[0] == self.pack
         reads_linears = operator in self._consumers
         saved: list[Tensor] = []
-        if is_first and not reads_linears:  # it keeps tensors as they are, sooner if no hook sees them
-            autograd: Any = torch._C._autograd
+        is_unseen = is_first and not reads_linears  # it keeps tensors as they are, sooner if no hook sees them
+        if is_unseen:
             autograd._pop_saved_tensors_default_hooks()
-            try:
-                results = operator.results_of(*arguments)
-            finally:
-                autograd._push_saved_tensors_default_hooks(*hooks)
         else:
             self._operator, self._saved_by_operator = operator, saved
-            try:
-                results = operator.results_of(*arguments)
-            finally:
+        try:
+            results = operator.results_of(*arguments)
+        finally:
+            if is_unseen:
+                autograd._push_saved_tensors_default_hooks(*hooks)
+            else:
                 self._operator, self._saved_by_operator = None, []
         handed_out = operator.group_outputs(results)
         outputs = tuple([tensors[0] for tensors in handed_out])
@@ -180,20 +180,25 @@ class _SavedTensorHook:
         arguments = operator.as_saved(arguments, saved)
         recompute = operator.recompute(arguments, (*outputs, *kept))
         if reads_linears:
-            linears = [self._recomputed(one) if _is_computed(one) else None for one in arguments[:2]]
+            linears = [
+                self._recomputed(one) if type(one) is Tensor and not one.is_leaf else None for one in arguments[:2]
+            ]
             if operator is ROPE and None not in linears:  # it keeps neither, so that both have to be known
                 recompute = Recompute(operator, arguments)
             if recompute is not None:
                 first = [one if recipe is None else recipe for one, recipe in zip(arguments, linears, strict=False)]
                 recompute = recompute._replace(arguments=(*first, *arguments[2:]))
-        if recompute is not None and not any(map(_is_gathered_for_its_module, recompute.arguments)):
-            again = recompute.operator
-            recipe = Recipe.of(lambda *operands: Recompute(again, operands).outputs(), *recompute.arguments)
-            feeds_linears = recompute.operator is RECOMPUTED_NORM and bool(self._consumers)
-            recomputed = _Recomputable(recipe, feeds_linears=feeds_linears)
-            for place, tensors in enumerate(handed_out[: len(recompute.operator.outputs)]):
-                for output in tensors:
-                    self._outputs[output.grad_fn, output.output_nr] = _Output(recomputed, place, output)
+        # DeepSpeed's ZeRO-3 has taken weights with a ``ds_id`` apart, and they are whole only while their module runs.
+        if recompute is None or any(
+            isinstance(one, nn.Parameter) and hasattr(one, "ds_id") for one in recompute.arguments
+        ):
+            return results
+        again = recompute.operator
+        recipe = Recipe.of(lambda *operands: Recompute(again, operands).outputs(), *recompute.arguments)
+        recomputed = _Recomputable(recipe, feeds_linears=again is RECOMPUTED_NORM and bool(self._consumers))
+        for place, tensors in enumerate(handed_out[: len(again.outputs)]):
+            for output in tensors:
+                self._outputs[output.grad_fn, output.output_nr] = _Output(recomputed, place, output)
         return results
 
     def pack(self, tensor: Tensor) -> Recipe | Kept:
@@ -203,7 +208,8 @@ class _SavedTensorHook:
             self._saved_by_operator.append(tensor)
         if base is not None and base.is_leaf:  # such as a weight, transposed
             return Kept(tensor.detach(), tensor._version)
-        if self._outputs and _is_computed(tensor) and (operator is None or operator in self._consumers):
+        is_computed = type(tensor) is Tensor and not tensor.is_leaf
+        if self._outputs and is_computed and (operator is None or operator in self._consumers):
             recipe = self._recomputed(tensor)
             if recipe is not None:
                 return recipe
@@ -233,7 +239,7 @@ class _SavedTensorHook:
         made_version = 1 if LINEAR_4BIT.owns(node) else 0  # PyTorch counts a product that it writes into a tensor
         if tensor._version != made_version or (self._operator is None and tensor.dim() == 2):
             return None
-        matrix = LinearOutputs(self._norm_output).of(node)
+        matrix = LinearOutputs(self._outputs).of(node)
         whole = tensor if tensor._base is None else tensor._base
         if matrix is None or not matrix.is_of_norm or whole.numel() != matrix.rows * matrix.columns:
             return None
@@ -247,15 +253,6 @@ class _SavedTensorHook:
 
         output = self._outputs[node, 0] = _Output(_Recomputable(Recipe(outputs, reads)), 0, whole)
         return output
-
-    def _norm_output(self, node: Any, number: int, columns: int, dtype: torch.dtype) -> Matrix | None:
-        """Rows of so many columns of a norm's output, in a dtype; None if it is no norm that is recomputed."""
-        output = self._outputs.get((node, number))
-        return None if output is None else output.rows_of_norm(columns, dtype)
-
-    def forget(self) -> None:
-        """Let go of all outputs: autograd holds its hooks as long as the graph."""
-        self._outputs.clear()
 
 
 class _Output:
@@ -286,10 +283,11 @@ class _Output:
                 return None
         if source._version != self._version or source.untyped_storage()._cdata != self._storage.cdata:
             return None
-        if not self._recomputable.is_possible():
+        call = self._recomputable
+        if [read._version for read in call._reads] != call._versions or any(map(_is_freed, call._reads)):
             return None
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return self._recomputable.recipe_for_view((self._place, tensor.dtype), *layout, tensor)
+        return call.recipe_for_view((self._place, tensor.dtype), *layout, tensor)
 
     def rows_of_norm(self, columns: int, dtype: torch.dtype) -> Matrix | None:
         """The output of a norm, as rows, in a dtype; None for another output, or one that was written into."""
@@ -325,11 +323,6 @@ class _Recomputable:
         self._waiting: dict[_Place, int] = {}
         self._made: dict[_Place, Tensor] = {}
         self._stream: Any = None
-
-    def is_possible(self) -> bool:
-        """Return whether all that is needed is there, and unchanged."""
-        versions = [tensor._version for tensor in self._reads]
-        return versions == self._versions and not any(map(_is_freed, self._reads))
 
     def recipe_for_view(
         self, place: _Place, size: Any, strides: Any, offset: Any, saved: Tensor | None = None
@@ -382,10 +375,6 @@ def _unpack(saved: Recipe | Kept) -> Tensor:
     return tensor
 
 
-def _is_computed(tensor: Any) -> bool:
-    return type(tensor) is Tensor and not tensor.is_leaf
-
-
 def _modified(tensor: Tensor, version: int, shape: Sequence[int]) -> RuntimeError:
     """The error that autograd raises if a tensor that it saves was written into; nobody looks at what hooks save."""
     return RuntimeError(
@@ -404,16 +393,6 @@ def _without_memory(tensor: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
-
-
-def _hooks_in_use() -> Any:
-    """The hooks that see what this thread saves for a backward, a pair of functions; None without any."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _is_gathered_for_its_module(argument: Any) -> bool:
-    """Return whether a weight is there only while its own module runs: DeepSpeed's ZeRO-3 has taken it apart."""
-    return isinstance(argument, nn.Parameter) and hasattr(argument, "ds_id")
 
 
 def _is_freed(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ The same library call with operands of the same shapes and memory orders makes t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -48,10 +48,7 @@ class Recipe(NamedTuple):
         reads: list[Tensor] = []
         for one in detached:
             reads += one.reads if type(one) is Recipe else [one] if isinstance(one, Tensor) else []
-        return cls(
-            lambda: function(*[one.value() if type(one) is Recipe else one for one in detached]),
-            tuple(reads),
-        )
+        return cls(lambda: function(*[one.value() if type(one) is Recipe else one for one in detached]), tuple(reads))
 
 
 class Kept(NamedTuple):
@@ -82,14 +79,14 @@ class LinearOutputs:
     Saved-tensor hooks are at work while the graph grows, and pack what nodes keep as ``Kept``, or as a recipe.
 
     Args:
-        norm_output: returns an output of a node, by its number, in so many columns and this dtype; None unless it is a
-            norm's.
+        outputs: those that are recomputed, by node and number; ``rows_of_norm`` returns one in so many columns and a
+            dtype, None unless it is a norm's.
     """
 
-    __slots__ = ("_norm_output",)
+    __slots__ = ("_outputs",)
 
-    def __init__(self, norm_output: Callable[[Any, int, int, torch.dtype], Matrix | None]) -> None:
-        self._norm_output = norm_output
+    def __init__(self, outputs: Mapping[tuple[Any, int], Any]) -> None:
+        self._outputs = outputs
 
     def of(self, node: Any) -> Matrix | None:
         """Return how to compute the output of ``node``; None if the graph does not tell."""
@@ -97,25 +94,20 @@ class LinearOutputs:
         return None if read is None else read(self, node)
 
     def _product(self, node: Any) -> Matrix | None:
-        kept = node._raw_saved_self, node._raw_saved_mat2
-        sizes = node._saved_self_sym_sizes, node._saved_mat2_sym_sizes
-        return self._factors(node.next_functions[0], kept, sizes)
-
-    def _product_with_bias(self, node: Any) -> Matrix | None:
-        (bias, _), edge, _ = node.next_functions
-        if bias is not None and bias.name() == CAST:
-            bias, _ = bias.next_functions[0]
-        if bias is None or bias.name() != _LEAF or (node._saved_alpha, node._saved_beta) != (1, 1):
-            return None
-        kept = node._raw_saved_mat1, node._raw_saved_mat2
-        sizes = node._saved_mat1_sym_sizes, node._saved_mat2_sym_sizes
-        return self._factors(edge, kept, sizes, bias.variable)
-
-    def _factors(self, edge: Any, kept: Any, sizes: Any, *bias: Tensor) -> Matrix | None:
-        """``x @ weight + bias`` of the x that comes by ``edge``; ``kept``: what the node keeps of x and weight."""
-        (rows, width), (_, columns) = sizes
-        raw_x, raw_weight = kept
-        weight = _kept(raw_weight)
+        """``x @ weight``, or ``bias + x @ weight``."""
+        bias: list[Tensor] = []
+        if node.name() == "MmBackward0":
+            edge, _ = node.next_functions
+            raw_x, (rows, width) = node._raw_saved_self, node._saved_self_sym_sizes
+        else:
+            (leaf, _), edge, _ = node.next_functions
+            if leaf is not None and leaf.name() == CAST:
+                leaf, _ = leaf.next_functions[0]
+            if leaf is None or leaf.name() != _LEAF or (node._saved_alpha, node._saved_beta) != (1, 1):
+                return None
+            bias.append(leaf.variable)
+            raw_x, (rows, width) = node._raw_saved_mat1, node._saved_mat1_sym_sizes
+        weight, columns = _kept(node._raw_saved_mat2), node._saved_mat2_sym_sizes[1]
         if weight is None:
             return None
         kept_x = _kept(raw_x)  # before what the graph tells, of which a cast may have been written into since
@@ -131,7 +123,8 @@ class LinearOutputs:
         node, number = _behind_views(edge)
         if node is not None and node.name() == CAST:
             node, number = node.next_functions[0]
-        return None if node is None else self._norm_output(node, number, columns, dtype)
+        output = self._outputs.get((node, number))  # without a node there is none
+        return None if output is None else output.rows_of_norm(columns, dtype)
 
     def _product_in_4_bits(self, node: Any) -> Matrix | None:
         """A product by bitsandbytes, whose node is the ``ctx`` of its ``MatMul4Bit``."""
@@ -156,8 +149,8 @@ class LinearOutputs:
         *_, b, h = [_kept(one) for one in node._raw_saved_tensors]
         if found is None or b is None or h is None:
             return None
-        recipe = Recipe.of(partial(_added, scale=operator.scalars_of(node)[0]), found.recipe, h.flatten(0, -2), b)
-        return found._replace(recipe=recipe)
+        operands = found.recipe, h.flatten(0, -2), b, operator.scalars_of(node)[0]
+        return found._replace(recipe=Recipe.of(LORA_ADD.output_of, *operands))
 
     def _linear_of_4_bits(self, node: Any) -> Matrix | None:
         """The output of a linear with a weight of 4 bits, which keeps nothing of its input."""
@@ -200,7 +193,7 @@ class LinearOutputs:
 
     _READ: ClassVar[dict[str, Callable[..., Matrix | None]]] = {
         "MmBackward0": _product,
-        "AddmmBackward0": _product_with_bias,
+        "AddmmBackward0": _product,
         "LoraAddBackward": _sum_with_adapter,
         "LoraAddDroppedBackward": _sum_with_adapter,
         CAST: _cast,
@@ -212,10 +205,6 @@ class LinearOutputs:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias.to(weight.dtype), x, weight)
-
-
-def _added(base: Tensor, h: Tensor, b: Tensor, *, scale: float) -> Tensor:
-    return LORA_ADD.output_of(base, h, b, scale)
 
 
 def _linear_in_4_bits(x: Tensor, weight: Tensor, state: Any) -> Any:
