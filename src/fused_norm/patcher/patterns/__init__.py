@@ -13,27 +13,26 @@ from torch import nn
 
 from ..activation_recognition import Activation
 from ..block import Block
-from ..convolution_recognition import ConvolutionFunction
+from ..convolution_recognition import ConvolutionFunction, recognise_convolution
 from ..dataflow import flow_of
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
-from ..rotation_recognition import Rotation
-from ..source import Helper, SourceError, cached_by_forward, compiled, helpers_of, source_of
+from ..rotation_recognition import Rotation, recognise_rotation
+from ..source import Helper, SourceError, cached_by_forward, compiled, global_of, helpers_of, source_of
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .attentions import find_attentions
 from .calls import Callee, EditedForward, Missed
 from .consumers import ConsumedNorm, Inputs, find_consumed_norms, find_inputs
 from .convolutions import (
     Convolution,
-    convolutions_of,
     decide_convolutions,
     decide_missed_convolutions,
     find_convolutions,
 )
 from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
-from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations, rotation_of
+from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations
 
 
 @dataclass
@@ -147,18 +146,21 @@ def functions_of(
     A function that is no longer one is left out and called as it is.
     """
     patterns = patterns_of(layer)
-    calls = []
+    rotation_calls, rotations, convolutions = [], [], []
     for rewrite in rewrites:
         if rewrite.pattern == "rotations":
             call = patterns.rotations[rewrite.index]
-            calls.append((call.rotate, call.arguments))
+            rotation_calls.append((call.rotate, call.arguments))
         elif "rotation" in rewrite.parts:
-            calls.append((patterns.heads[rewrite.index].rotate or "", 4))
-    rotations = []
-    for name, arguments in dict.fromkeys(calls):
+            rotation_calls.append((patterns.heads[rewrite.index].rotate or "", 4))
+        elif rewrite.pattern == "convolutions" and patterns.convolutions[rewrite.index].callee.is_function:
+            with contextlib.suppress(UnrecognisedError):
+                name = patterns.convolutions[rewrite.index].callee.name
+                convolutions.append(recognise_convolution(global_of(layer, name)))
+    for name, arguments in dict.fromkeys(rotation_calls):
         with contextlib.suppress(UnrecognisedError):
-            rotations.append(rotation_of(layer, name, arguments))
-    return tuple(rotations), convolutions_of(layer, patterns.convolutions, rewrites)
+            rotations.append(recognise_rotation(global_of(layer, name), arguments))
+    return tuple(rotations), tuple(dict.fromkeys(convolutions))
 
 
 def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ class Attention(Match):
 def find_attentions(flow: Dataflow) -> dict[ast.Call, Attention]:
     """The attentions in a forward, by the calls of the rotations before them."""
     attentions = {}
-    for statement in (statement for body in flow.bodies for statement in body):
+    for statement in flow.body_of:
         match statement:
             case ast.Assign([ast.Tuple([ast.Name(q), ast.Name(k)])], ast.Call(ast.Name(), [_, _, _, _, *_]) as rotate):
                 if (attention := _attention_after(flow, statement, q, k)) is not None:

@@ -206,33 +206,24 @@ def find_inputs(layer: Any) -> list[Inputs]:
         SourceError: if the source cannot be read, or is not what runs.
     """
     definition, flow = source_of(layer).definition, flow_of(layer)
-    arguments = [*definition.args.posonlyargs, *definition.args.args][1:]
-    decorator = _decorator_of(layer.forward)
-    return [_inputs(definition, flow, argument.arg, decorator) for argument in arguments]
-
-
-def _decorator_of(forward: Any) -> str | None:
-    """A decorator that gets the arguments of a forward and may look into a tensor among them; None without one."""
-    while hasattr(forward, "__wrapped__"):
+    forward, decorator = layer.forward, None
+    while decorator is None and hasattr(forward, "__wrapped__"):
         module = forward.__globals__["__name__"]
-        if module != "transformers.utils.deprecation":  # which looks at names
-            return f"a decorator from {module}"
+        if module != "transformers.utils.deprecation":  # it looks at names; others may look into a tensor
+            decorator = f"a decorator from {module}"
         forward = forward.__wrapped__
-    return None
-
-
-def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str, decorator: str | None) -> Inputs:
-    argument = flow.arguments[name]
-    calls, other = [], "a function inside" if flow.is_captured(name) else decorator
-    for load in flow.reads(argument):
-        user = flow.parents[load]
-        call = call_of_own(user, flow.own) if flow.definition_of(load) is argument else None
-        if call is not None and flow.innermost(call, (*_REPEATED, *_CONTEXTS)) is None:
-            calls.append(call)
-        elif not (isinstance(user, ast.Attribute) and user.attr in _METADATA):
-            other = other or ast.unparse(user)
-    order = list(flow.calls)
-    return Inputs(definition, name, sorted(calls, key=order.index), other)
+    order, found = list(flow.calls), []
+    for name in [argument.arg for argument in (*definition.args.posonlyargs, *definition.args.args)][1:]:
+        calls, other = [], "a function inside" if flow.is_captured(name) else decorator
+        for load in flow.reads(flow.arguments[name]):
+            user = flow.parents[load]
+            call = call_of_own(user, flow.own) if flow.definition_of(load) is flow.arguments[name] else None
+            if call is not None and flow.innermost(call, (*_REPEATED, *_CONTEXTS)) is None:
+                calls.append(call)
+            elif not (isinstance(user, ast.Attribute) and user.attr in _METADATA):
+                other = other or ast.unparse(user)
+        found.append(Inputs(definition, name, sorted(calls, key=order.index), other))
+    return found
 
 
 def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
@@ -265,7 +256,7 @@ def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
 def find_consumed_norms(flow: Dataflow, taken: list[ast.Call]) -> list[ConsumedNorm]:
     """The calls of what may be norms, each alone in a statement, except those that are ``taken`` by adds."""
     norms = []
-    for statement in (statement for body in flow.bodies for statement in body):
+    for statement in flow.body_of:
         match statement:
             case ast.Assign([ast.Name()], value) if (call := call_of_own(value, flow.own)) and call not in taken:
                 later = () if flow.innermost(call, _REPEATED) else _later(flow, statement, call.args[0])

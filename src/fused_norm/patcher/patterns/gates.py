@@ -162,8 +162,7 @@ def find_gates(flow: Dataflow) -> list[Gate]:
     """The products of something with what may be an activation."""
     gates = (
         _gate(flow, statement, product, factor, other)
-        for body in flow.bodies
-        for statement in body
+        for statement in flow.body_of
         for product in _products(statement)
         for factor, other in permutations((product.left, product.right))
         if not _only_scales(other, flow)
