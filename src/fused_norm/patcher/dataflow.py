@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ _VIEWS: Mapping[type, tuple[str, ...]] = {
 }
 """The fields of an expression whose value, arithmetic or memory it has."""
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +88,9 @@ class Dataflow:
         self._by_node: dict[ast.AST, Definition] = {}
         self._definitions: dict[ast.Name, frozenset[Definition]] = {}
         self._loads: dict[Definition, dict[ast.Name, None]] = {}
-        self._conditions: dict[ast.AST, Conditions] = {}
-        self._current: Conditions = ()
         self._inside: Names = {}  # what the expressions of the statement assign
-        inner = [node for node in ast.walk(definition) if isinstance(node, _FUNCTIONS) and node is not definition]
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        inner = [node for node in ast.walk(definition) if isinstance(node, functions) and node is not definition]
         self._captured = {node.id for function in inner for node in ast.walk(function) if isinstance(node, ast.Name)}
         self.parents = {inner: node for node in ast.walk(definition) for inner in ast.iter_child_nodes(node)}
         self.arguments = {name: Definition(name, value, None) for name, value in _arguments(definition.args)}
@@ -135,8 +135,20 @@ class Dataflow:
         return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.own
 
     def conditions(self, *nodes: ast.AST) -> Conditions:
-        """The conditions on settings of the module under which calls, sums and products are computed."""
-        return tuple(dict.fromkeys(condition for node in nodes for condition in self._conditions.get(node, ())))
+        """The conditions on settings of the module under which nodes are reached; none for those of inner functions."""
+        conditions: list[tuple[str, bool]] = []
+        for node in nodes:
+            inside: list[Conditions] = []
+            while (parent := self.parents.get(node)) is not None:
+                if isinstance(parent, (ast.If, ast.IfExp)) and node is not parent.test:
+                    body = parent.body if isinstance(parent.body, list) else [parent.body]
+                    inside.insert(0, self._settings(parent.test, node in body))
+                elif isinstance(parent, _DEFINITIONS) and parent in self.parents:
+                    inside = []
+                    break
+                node = parent
+            conditions += itertools.chain(*inside)
+        return tuple(dict.fromkeys(conditions))
 
     def between(self, first: ast.stmt | None, last: ast.stmt) -> list[ast.stmt] | None:
         """The statements between two of the same body; None if ``first`` is not before ``last`` in that body."""
@@ -161,7 +173,17 @@ class Dataflow:
 
     def is_number(self, node: ast.AST | None) -> bool:
         """Return whether a value is a number by the source, or of a global name, which no tensor of a model has."""
-        return all(_is_number(source) for source, is_end in self._sources(node, _ARITHMETIC, ()).items() if is_end)
+        for source, is_end in self._sources(node, _ARITHMETIC, ()).items():
+            match source:
+                case _ if not is_end:
+                    pass
+                case ast.Constant(int() | float()) | ast.Subscript(value=ast.Attribute(attr="shape")) | ast.Name():
+                    pass
+                case ast.Call(func=ast.Attribute(attr="size" | "dim" | "numel") | ast.Name("len" | "int" | "float")):
+                    pass
+                case _:
+                    return False
+        return True
 
     def may_change(self, tensor: ast.expr, parts: Iterable[ast.AST]) -> bool:
         """Return whether code may write into a tensor: by any edit in place, or in a call that takes the tensor.
@@ -245,17 +267,13 @@ class Dataflow:
                 return names
             case ast.AugAssign():
                 self._read(statement.value, names)
-                self._conditions[statement] = self._current
                 if isinstance(statement.target, ast.Name):
                     self._note(statement.target, names)
                 return self._store(statement.target, statement, statement, names | self._inside)
             case ast.If():
                 self._read(statement.test, names)
                 names = names | self._inside
-                return _joined(
-                    self._under(statement.test, True, statement.body, names),
-                    self._under(statement.test, False, statement.orelse, names),
-                )
+                return _joined(self._run(statement.body, names), self._run(statement.orelse, names))
             case ast.For() | ast.AsyncFor() | ast.While():
                 return self._loop(statement, names)
             case ast.With() | ast.AsyncWith():
@@ -303,13 +321,6 @@ class Dataflow:
             after = _joined(after, self._run(case.body, inside | self._inside))
         return after
 
-    def _under(self, test: ast.expr, truth: bool, body: list[ast.stmt], names: Names) -> Names:
-        """Walk through an arm of an ``if``."""
-        outside, self._current = self._current, (*self._current, *self._settings(test, truth))
-        after = self._run(body, names)
-        self._current = outside
-        return after
-
     def _settings(self, test: ast.expr, truth: bool) -> Conditions:
         """Return the conditions that follow if a test has this outcome."""
         match test:
@@ -336,14 +347,6 @@ class Dataflow:
 
     def _read(self, node: ast.AST, names: Names) -> None:
         """Note the loads and calls in an expression."""
-        if isinstance(node, ast.IfExp):
-            self._read(node.test, names)
-            outside = self._current
-            for arm, truth in ((node.body, True), (node.orelse, False)):
-                self._current = (*outside, *self._settings(node.test, truth))
-                self._read(arm, names)
-            self._current = outside
-            return
         for part in ast.iter_child_nodes(node):
             self._read(part, names)
         match node:
@@ -352,10 +355,7 @@ class Dataflow:
             case ast.NamedExpr():
                 definition = self._define(node.target, node.target.id, node.value, None)
                 self._inside = self._inside | {node.target.id: frozenset([definition])}
-            case ast.BinOp():
-                self._conditions[node] = self._current
             case ast.Call():
-                self._conditions[node] = self._current
                 self.calls[node] = None
 
     def _note(self, load: ast.Name, names: Names) -> None:
@@ -411,15 +411,6 @@ def may_hold(conditions: Conditions, module: Any) -> bool:
     return True
 
 
-def _is_number(node: ast.AST | None) -> bool:
-    match node:
-        case ast.Constant(int() | float()) | ast.Subscript(value=ast.Attribute(attr="shape")) | ast.Name():
-            return True
-        case ast.Call(func=ast.Attribute(attr="size" | "dim" | "numel") | ast.Name("len" | "int" | "float")):
-            return True
-    return False
-
-
 def _arguments(arguments: ast.arguments) -> Iterator[tuple[str, ast.AST | None]]:
     """The names of a function's arguments, each with a constant if its annotation or default is a number."""
     positional = [*arguments.posonlyargs, *arguments.args]
@@ -440,7 +431,7 @@ def bodies_of(node: ast.AST) -> Iterator[list[ast.stmt]]:
         if isinstance(body, list):
             yield body
             for statement in body:
-                if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                if not isinstance(statement, _DEFINITIONS):
                     yield from bodies_of(statement)
     for inner in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
         yield from bodies_of(inner)
