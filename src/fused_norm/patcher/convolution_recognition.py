@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -133,7 +132,10 @@ def _ignored_by_convolution(function: Any) -> frozenset[str]:
     It is called on small tensors, and says nothing meanwhile.
     """
     call = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
-    with _without_warnings_of("transformers"):
+    logger = logging.getLogger("transformers")  # its slow convolution warns of itself, and is what a kernel replaces
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
         for activation in (*SILU, None):
             cases, simple = partial(_cases, call, activation), (torch.float32,) * 2
             of_bits = (case for dtypes in _PAIRS for case in cases(dtypes))
@@ -149,18 +151,8 @@ def _ignored_by_convolution(function: Any) -> frozenset[str]:
             for name in _IGNORED
             if Recognizer[Any](_cases(call, "silu", simple, handed_on=(name,)), _formula).agrees(("silu", None))
         )
-
-
-@contextmanager
-def _without_warnings_of(package: str) -> Iterator[None]:
-    """Keep a package's logger quiet: its slow convolution warns of itself, and is what a kernel replaces."""
-    logger = logging.getLogger(package)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
 
 
 def _cases(
