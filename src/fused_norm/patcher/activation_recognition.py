@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.glu import Activation as GluActivation
+from ..kernels.glu import Activation as Formula
 from .code_fingerprint import fingerprint, own_attributes
 from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, cpu_replica
 from .running_code import RunningCode
-
-Formula = GluActivation
 
 FORMULAS: Mapping[Formula, Callable[[Tensor], Tensor]] = MappingProxyType(
     {

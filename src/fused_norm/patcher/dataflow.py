@@ -72,7 +72,8 @@ class Dataflow:
     """The definitions and uses of a function's names, its calls and its statements.
 
     Attributes:
-        own: the name of the function's first argument, the instance.
+        definition: the function's.
+        own: the name of its first argument, the instance.
         bodies: every list of statements that belongs to the function itself, in order.
         body_of: the body that contains a statement, by statement.
         calls: every call, in the order of evaluation.
@@ -81,7 +82,7 @@ class Dataflow:
     """
 
     def __init__(self, definition: ast.FunctionDef, own: str) -> None:
-        self.own = own
+        self.definition, self.own = definition, own
         self.bodies = list(bodies_of(definition))
         self.calls: dict[ast.Call, None] = {}
         self.body_of = {statement: body for body in self.bodies for statement in body}
@@ -275,7 +276,13 @@ class Dataflow:
                 names = names | self._inside
                 return _joined(self._run(statement.body, names), self._run(statement.orelse, names))
             case ast.For() | ast.AsyncFor() | ast.While():
-                return self._loop(statement, names)
+                for _ in range(2):  # the second turn reads what the first one leaves in names
+                    self._read(statement.test if isinstance(statement, ast.While) else statement.iter, names)
+                    inside = names | self._inside
+                    if not isinstance(statement, ast.While):
+                        inside = self._store(statement.target, None, statement, inside)
+                    names = _joined(names, self._run(statement.body, inside))
+                return _joined(names, self._run(statement.orelse, names))
             case ast.With() | ast.AsyncWith():
                 for item in statement.items:
                     self._read(item.context_expr, names)
@@ -294,18 +301,6 @@ class Dataflow:
             if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "add_":
                 names = self._store(part.func.value, part, statement, names)
         return names | self._inside
-
-    def _loop(self, loop: ast.For | ast.AsyncFor | ast.While, names: Names) -> Names:
-        for _ in range(2):  # the second turn reads what the first one leaves in names
-            inside = names
-            if isinstance(loop, ast.While):
-                self._read(loop.test, names)
-                inside = names | self._inside
-            else:
-                self._read(loop.iter, names)
-                inside = self._store(loop.target, None, loop, names | self._inside)
-            names = _joined(names, self._run(loop.body, inside))
-        return _joined(names, self._run(loop.orelse, names))
 
     def _match(self, statement: ast.Match, names: Names) -> Names:
         self._read(statement.subject, names)
@@ -333,10 +328,8 @@ class Dataflow:
     def _is_of_settings(self, test: ast.expr) -> bool:
         """Return whether a test only reads attributes of the module and compares them with constants."""
         match test:
-            case ast.Attribute(ast.Name(own), name):
-                return own == self.own and name not in _CHANGING
-            case ast.Attribute(value, name):
-                return name not in _CHANGING and self._is_of_settings(value)
+            case ast.Attribute(value, name) if name not in _CHANGING:
+                return self.is_own(test) or self._is_of_settings(value)
             case ast.UnaryOp(op=ast.Not()):
                 return self._is_of_settings(test.operand)
             case ast.BoolOp():

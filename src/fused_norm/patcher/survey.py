@@ -50,10 +50,8 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
             other code has built on its fused class.
     """
     everywhere = dict(model.named_modules(remove_duplicate=False))
-    paths: dict[int, str] = {}
-    for path, module in everywhere.items():
-        paths.setdefault(id(module), path)
-    modules = {path: everywhere[path] for path in paths.values()}
+    modules = dict(model.named_modules())  # by their first paths
+    paths = {id(module): path for path, module in modules.items()}
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
     experts = {path: module for path, module in modules.items() if is_experts(module)}
     blocks = {

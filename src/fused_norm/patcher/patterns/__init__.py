@@ -91,24 +91,24 @@ def patterns_of(layer: Any) -> Patterns:
     Raises:
         SourceError: if the source cannot be read, or is not what runs.
     """
-    source, flow = source_of(layer), flow_of(layer)
+    flow = flow_of(layer)
     attentions = find_attentions(flow)
     adds, heads, gates = find_adds(flow), find_heads(flow, attentions), find_gates(flow)
     rotated = {pair.rotation[1]: index for index, pair in enumerate(heads) if pair.rotation is not None}
-    rotations = find_rotations(source.definition, flow, rotated, attentions)
+    rotations = find_rotations(flow, rotated, attentions)
     consumed_norms = find_consumed_norms(flow, [add.after.call for add in adds if add.after is not None])
-    missed = find_missed_adds(flow, adds), find_missed_gates(source.definition, flow, gates)
-    convolutions = find_convolutions(source.definition, flow)
+    missed = find_missed_adds(flow, adds), find_missed_gates(flow, gates)
+    convolutions = find_convolutions(flow)
     return Patterns(adds, consumed_norms, find_inputs(layer), heads, rotations, gates, convolutions, *missed)
 
 
 @cached_by_forward
 def _missed_in(helper: Helper) -> tuple[list[RotationCall], list[Convolution], list[Missed]]:
     """The rotations and convolutions in a method, and products with what may be an activation in it or a function."""
-    definition, flow = source_of(helper).definition, flow_of(helper)
-    gates = find_missed_gates(definition, flow, [])
+    flow = flow_of(helper)
+    gates = find_missed_gates(flow, [])
     if helper.is_method:
-        return find_rotations(definition, flow, {}, {}), find_convolutions(definition, flow), gates
+        return find_rotations(flow, {}, {}), find_convolutions(flow), gates
     return [], [], [replace(gate, conditions=()) for gate in gates]  # a function has no settings of a module
 
 

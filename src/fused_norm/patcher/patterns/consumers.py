@@ -44,7 +44,7 @@ from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
 from ..hooks import are_plain_calls
 from ..rewrite import Rewrite
-from ..source import SourceError, cached_by_forward, names_in, source_of
+from ..source import SourceError, cached_by_forward, names_in
 from .calls import EditedForward, Match, call_of_own, callee_name
 
 _INPUTS = "_fused_norm_inputs"
@@ -64,13 +64,11 @@ class Inputs(Match):
     """An argument of a forward, and what reads it there.
 
     Attributes:
-        definition: the forward.
         name: the argument's name.
         calls: the calls ``self.<name>(argument)`` of modules, in the order of evaluation.
         other: the source of the first other use, or None.
     """
 
-    definition: ast.FunctionDef
     name: str
     calls: list[ast.Call]
     other: str | None
@@ -109,9 +107,9 @@ class Inputs(Match):
         """Give every consumer an input of its own."""
         for index, call in enumerate(call for call in self.calls if callee_name(call) in rewrite.parts):
             call.args[0] = forward.code(f"{_INPUTS}[{index}]")
-        start = 0 if ast.get_docstring(self.definition) is None else 1
+        start = 0 if ast.get_docstring(forward.definition) is None else 1
         source = f"{self.name}, {_INPUTS} = self.fused_norm_inputs({self.name})"
-        self.definition.body.insert(start, forward.code(source))
+        forward.definition.body.insert(start, forward.code(source))
 
 
 @dataclass(repr=False)
@@ -205,7 +203,8 @@ def find_inputs(layer: Any) -> list[Inputs]:
     Raises:
         SourceError: if the source cannot be read, or is not what runs.
     """
-    definition, flow = source_of(layer).definition, flow_of(layer)
+    flow = flow_of(layer)
+    arguments = flow.definition.args
     forward, decorator = layer.forward, None
     while decorator is None and hasattr(forward, "__wrapped__"):
         module = forward.__globals__["__name__"]
@@ -213,7 +212,7 @@ def find_inputs(layer: Any) -> list[Inputs]:
             decorator = f"a decorator from {module}"
         forward = forward.__wrapped__
     order, found = list(flow.calls), []
-    for name in [argument.arg for argument in (*definition.args.posonlyargs, *definition.args.args)][1:]:
+    for name in [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1:]:
         calls, other = [], "a function inside" if flow.is_captured(name) else decorator
         for load in flow.reads(flow.arguments[name]):
             user = flow.parents[load]
@@ -222,7 +221,7 @@ def find_inputs(layer: Any) -> list[Inputs]:
                 calls.append(call)
             elif not (isinstance(user, ast.Attribute) and user.attr in _METADATA):
                 other = other or ast.unparse(user)
-        found.append(Inputs(definition, name, sorted(calls, key=order.index), other))
+        found.append(Inputs(name, sorted(calls, key=order.index), other))
     return found
 
 

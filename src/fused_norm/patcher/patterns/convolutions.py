@@ -129,9 +129,9 @@ def decide_missed_convolutions(
                 return
 
 
-def find_convolutions(definition: ast.FunctionDef, flow: Dataflow) -> list[Convolution]:
+def find_convolutions(flow: Dataflow) -> list[Convolution]:
     """The calls of functions with such a name, and of modules whose result is cut to a length at once."""
-    calls = (_convolution(node, flow) for node in ast.walk(definition) if isinstance(node, ast.Call))
+    calls = (_convolution(node, flow) for node in ast.walk(flow.definition) if isinstance(node, ast.Call))
     return [convolution for convolution in calls if convolution is not None]
 
 

@@ -158,11 +158,11 @@ def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list
 def _head_norm(statement: ast.stmt, own: str) -> HeadNorm | None:
     """The norm that a statement computes, perhaps with ``.transpose(1, 2)``, and nothing else."""
     match statement:
-        case ast.Assign([ast.Name(name)], value):
-            match value:
-                case ast.Call(ast.Attribute(normed, "transpose"), [ast.Constant(1), ast.Constant(2)], []):
-                    value = normed
-            call = call_of_own(value, own)
+        case ast.Assign(
+            [ast.Name(name)],
+            ast.Call(ast.Attribute(normed, "transpose"), [ast.Constant(1), ast.Constant(2)], []) | normed,
+        ):
+            call = call_of_own(normed, own)
             return HeadNorm(statement, call, name) if call and QK_NAME.fullmatch(callee_name(call)) else None
     return None
 

@@ -103,13 +103,13 @@ def decide_rotations(
 def decide_missed_rotations(
     rotations: Sequence[RotationCall], block: Block, function: Any, reason: str
 ) -> Iterator[Site]:
-    """The rows of rotations in a ``function``, or in the forward of a class, that are not fused for a ``reason``."""
+    """The rows of rotations in a ``function`` that the forward calls, which are not fused for a ``reason``."""
     for rotation in rotations:
         with suppress(UnrecognisedError):
             if rotation.arguments and may_hold(rotation.conditions, block.module):
                 recognise_rotation(global_of(function, rotation.rotate), rotation.arguments)
                 row = block.own_row("rope", already=False)
-                yield row.skipped(f"its {rotation.rotate} {reason}", in_helper=function is not block.origin)
+                yield row.skipped(f"its {rotation.rotate} {reason}", in_helper=True)
 
 
 def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) -> Site:
@@ -135,11 +135,11 @@ def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) ->
 
 
 def find_rotations(
-    definition: ast.FunctionDef, flow: Dataflow, after: Mapping[ast.Call, int], attentions: Mapping[ast.Call, Attention]
+    flow: Dataflow, after: Mapping[ast.Call, int], attentions: Mapping[ast.Call, Attention]
 ) -> list[RotationCall]:
     """The calls of rotary embeddings, by name, and any calls ``after`` norms of queries and keys, with their index."""
     rotations = []
-    for call in ast.walk(definition):
+    for call in ast.walk(flow.definition):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
             takes_angles = len(call.args) >= min(_ARGUMENTS) or {"cos", "sin"} <= {word.arg for word in call.keywords}
             if call in after or (takes_angles and ROTATION_NAME.search(call.func.id)):
