@@ -88,10 +88,8 @@ def recognise_convolution(function: Any) -> ConvolutionFunction:
     reached = fingerprint(function)
     if reached.native is not None:
         raise UnrecognisedError(f"{short_name(function)} runs {reached.native}, a kernel already")
-    try:
-        ignored = _outcomes.get_or_compute(reached, None, lambda: _ignored_by_convolution(function))
-    except UnrecognisedError:
-        raise UnrecognisedError(f"{short_name(function)} computes no causal convolution") from None
+    reason = f"{short_name(function)} computes no causal convolution"
+    ignored = _outcomes.get_or_compute(reached, None, lambda: _ignored_by_convolution(function), reason)
     forward = function if isinstance(function, FunctionType) else type(function).forward
     return ConvolutionFunction(function, RunningCode(forward), ignored)
 

@@ -114,9 +114,9 @@ def _check_structure(module: nn.Module) -> None:
         raise UnrecognisedError(f"its weight has shape {tuple(_shape(weight))}, not one dimension")
     if "is_cuda" in names_in(type(module)):
         raise UnrecognisedError("its forward asks whether it runs on CUDA, and may compute something else there")
-    parameters = _parameters_of_forward(module)
     if _is_gated(module):
         return
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     if len(parameters) != 1 or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         names = ", ".join(map(str, parameters)) or "nothing"
         raise UnrecognisedError(f"its forward takes {names}, not just the tensor to normalise")
@@ -124,13 +124,9 @@ def _check_structure(module: nn.Module) -> None:
         raise UnrecognisedError(f"its forward calls its input `{parameters[0].name}`, as a fused norm calls another")
 
 
-def _parameters_of_forward(module: nn.Module) -> list[inspect.Parameter]:
-    return list(inspect.signature(type(module).forward).parameters.values())[1:]
-
-
 def _is_gated(module: nn.Module) -> bool:
     """Return whether a norm's forward takes two tensors, and calls the second one ``gate``."""
-    parameters = _parameters_of_forward(module)
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     plain = all(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
     return plain and len(parameters) == 2 and parameters[1].name == "gate"
 

@@ -149,11 +149,9 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     code = fingerprint(function)
     if code.native is not None:  # a foreign kernel may write out of bounds for shapes that it does not expect
         raise UnrecognisedError(f"{short_name(function)} runs {code.native}, which is not tried")
-    try:
-        rotation = _outcomes.get_or_compute(code, arguments, lambda: _compare(function, arguments))
-    except UnrecognisedError:
-        what = "one tensor" if arguments == 3 else "q and k"
-        raise UnrecognisedError(f"{short_name(function)} does not compute a rotation of pairs of {what}") from None
+    what = "one tensor" if arguments == 3 else "q and k"
+    reason = f"{short_name(function)} does not compute a rotation of pairs of {what}"
+    rotation = _outcomes.get_or_compute(code, arguments, lambda: _compare(function, arguments), reason)
     forward = function if isinstance(function, FunctionType) else type(function).forward
     return replace(rotation, function=function, running=RunningCode(forward))
 

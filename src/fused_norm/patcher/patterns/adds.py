@@ -40,7 +40,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 from textwrap import shorten
 from typing import Any
 
@@ -316,12 +316,14 @@ def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add |
     if after is None and inner is None:
         return None
     scale = None
-    for operand, other in ((branch, residual), (residual, branch)):
-        if inner is None and scale is None:
-            factors = operands_of(operand, ast.Mult, (), flow)
-            for factor, scaled in zip(factors[::-1], factors, strict=True):
-                if flow.is_own(factor) and scale is None:
-                    residual, branch, scale = other, scaled, factor
+    if inner is None:
+        products = (
+            (other, scaled, factor)
+            for operand, other in ((branch, residual), (residual, branch))
+            for scaled, factor in permutations(operands_of(operand, ast.Mult, (), flow), 2)
+            if flow.is_own(factor)
+        )
+        residual, branch, scale = next(products, (residual, branch, None))
     consumer = None if after is None else consumer_of(flow, after.call)
     conditions = flow.conditions(value), () if after is None else flow.conditions(after.call)
     operands = residual, branch, residual is value.right
@@ -346,24 +348,23 @@ def _norm_before(
     return None if call is None else NormCall(previous, call)
 
 
-def _norm_after(statements: list[ast.stmt], total: str, own: str, stored: set[str] | None = None) -> NormCall | None:
+def _norm_after(
+    statements: list[ast.stmt], total: str, own: str, stored: set[str], condition: ast.expr | None = None
+) -> NormCall | None:
     """The call of a norm that takes ``total`` before these statements compute anything else; they may copy names.
 
-    ``stored``: the names that have another value than before the sum, which the test of an ``if`` around the norm must
-    not read; None inside an ``if``.
+    It may be in an ``if``, whose test becomes its condition, if that reads no name that was ``stored`` by then.
     """
     for statement in statements:
         match statement:
             case ast.Assign(targets, ast.Name()) if all(isinstance(to, ast.Name) and to.id != total for to in targets):
-                if stored is not None:
-                    stored.update(target.id for target in targets if isinstance(target, ast.Name))
+                stored.update(target.id for target in targets if isinstance(target, ast.Name))
                 continue
-            case ast.If(test) if stored is not None and computes_nothing(test) and not mentions(test, *stored):
-                for arm, condition in ((statement.body, test), (statement.orelse, ast.UnaryOp(ast.Not(), test))):
-                    if (norm := _norm_after(arm, total, own)) is not None:
-                        norm.condition = condition
-                        return norm
-                return None
+            case ast.If(test, body, other) if (
+                condition is None and computes_nothing(test) and not mentions(test, *stored)
+            ):
+                negated = ast.UnaryOp(ast.Not(), test)
+                return _norm_after(body, total, own, stored, test) or _norm_after(other, total, own, stored, negated)
             case ast.Assign(targets, ast.expr() as value):
                 pass
             case ast.Return(ast.expr() as value):
@@ -375,5 +376,5 @@ def _norm_after(statements: list[ast.stmt], total: str, own: str, stored: set[st
             return None
         if call is value and not all(isinstance(target, ast.Name) for target in targets):
             return None
-        return NormCall(statement, call)
+        return NormCall(statement, call, condition)
     return None
