@@ -125,10 +125,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Any, activation: str | None) -> t
 
 
 def _ignored_by_convolution(function: Any) -> frozenset[str]:
-    """Compare a function with the convolution, and return the arguments that it ignores.
-
-    It is called on small tensors, and says nothing meanwhile.
-    """
+    """Compare a function with the convolution on small tensors, and return the arguments that it ignores."""
     call = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
     logger = logging.getLogger("transformers")  # its slow convolution warns of itself, and is what a kernel replaces
     level = logger.level

@@ -222,11 +222,8 @@ class Dataflow:
     ) -> dict[ast.AST | None, bool]:
         """Everything that a value may come from, each with whether it comes from nothing else; None if unknown.
 
-        Args:
-            node: the value.
-            fields: of kinds of expressions, the fields that a value passes through.
-            methods: those that may return what they are called on; None for all but the module's own.
-            with_whole: a part that was unpacked comes from the whole.
+        ``fields``: of kinds of expressions, the fields that a value passes through; ``methods``: those that may return
+        what they are called on, None for all but the module's own; ``with_whole``: a part of a tuple comes from it all.
         """
         seen: dict[ast.AST | None, bool] = {}
         nodes = [node]
