@@ -124,10 +124,8 @@ def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) ->
     except UnrecognisedError as error:
         if isinstance(function, nn.Module):  # with another forward bound to it, as `kernelize` does
             function = getattr(vars(function).get("forward"), "__func__", None)
-        if (
-            isinstance(function, FunctionType)
-            and function.__module__.partition(".")[0] != block.origin.__module__.partition(".")[0]
-        ):
+        package = block.origin.__module__.partition(".")[0]
+        if isinstance(function, FunctionType) and function.__module__.partition(".")[0] != package:
             owner = f"{function.__module__}.{function.__qualname__}"
             row = row.skipped(f"{rotate} was replaced, by {owner}", "overridden")
         return row.skipped(str(error))
