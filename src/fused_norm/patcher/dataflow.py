@@ -176,14 +176,12 @@ class Dataflow:
         """Return whether a value is a number by the source, or of a global name, which no tensor of a model has."""
         for source, is_end in self._sources(node, _ARITHMETIC, ()).items():
             match source:
-                case _ if not is_end:
-                    pass
                 case ast.Constant(int() | float()) | ast.Subscript(value=ast.Attribute(attr="shape")) | ast.Name():
-                    pass
+                    continue
                 case ast.Call(func=ast.Attribute(attr="size" | "dim" | "numel") | ast.Name("len" | "int" | "float")):
-                    pass
-                case _:
-                    return False
+                    continue
+            if is_end:
+                return False
         return True
 
     def may_change(self, tensor: ast.expr, parts: Iterable[ast.AST]) -> bool:

@@ -24,12 +24,7 @@ from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .attentions import find_attentions
 from .calls import Callee, EditedForward, Missed
 from .consumers import ConsumedNorm, Inputs, find_consumed_norms, find_inputs
-from .convolutions import (
-    Convolution,
-    decide_convolutions,
-    decide_missed_convolutions,
-    find_convolutions,
-)
+from .convolutions import Convolution, decide_convolutions, decide_missed_convolutions, find_convolutions
 from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
 from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations
