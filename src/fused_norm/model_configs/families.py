@@ -433,7 +433,7 @@ _FAMILIES = (
         qk_norms=_QK_NORMS,
         mlp="mlp.shared_expert",
         newer_sites=(_EXPERTS,),
-        layers_of_type={"linear_attention": _LINEAR_ATTENTION | {"newer_sites": (("linear_attn", "conv"), _EXPERTS)}},
+        layers_of_type={"linear_attention": {**_LINEAR_ATTENTION, "newer_sites": (("linear_attn", "conv"), _EXPERTS)}},
         tiny=_tiny(
             **_DELTA_NET_SIZES,
             moe_intermediate_size=40,
