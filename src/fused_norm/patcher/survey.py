@@ -90,8 +90,10 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         surveyed.norm_sites[path] = site = _survey_norm(path, module, surveyed)
         gated = isinstance(site.spec, GatedNormSpec)
         if options.casting_at(path) is not None and (gated or site.reason is not None):
-            why = "which a norm with a gate does not take" if gated else f"but it stays stock: {site.reason}"
-            raise FusedNormError(f"casting gives {path} other rounding points, {why}")
+            refused = f"casting gives {path} other rounding points, but it stays stock: {site.reason}"
+            if gated:
+                refused = f"casting gives {path} other rounding points, which a norm with a gate does not take"
+            raise FusedNormError(refused)
     holders = _holders(everywhere, surveyed)
     decided = dict.fromkeys([*holders, *blocks])
     for path in decided:
