@@ -16,9 +16,8 @@ from transformers.models.helium.modeling_helium import apply_rotary_pos_emb as b
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as full
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rounding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as full_of_qwen3
 
-from fused_norm.patcher.patterns import rotation_of
 from fused_norm.patcher.probe import UnrecognisedError
 from fused_norm.patcher.rotation_recognition import (
     full_cos_sin,
@@ -51,7 +50,7 @@ def test_the_half_rotation_is_known_in_every_dtype() -> None:
         rotation.dtypes
     )
     assert not rotation.partial
-    assert rotation_of(Qwen3Attention, "apply_rotary_pos_emb").dtypes == rotation.dtypes
+    assert recognise_rotation(full_of_qwen3).dtypes == rotation.dtypes
 
 
 def test_a_rotation_of_the_first_elements_is_partial() -> None:

@@ -14,10 +14,6 @@ __all__ = ["FAMILIES", "Family", "Shape", "build", "families_here", "tiny_config
 
 
 def __getattr__(name: str) -> Any:
-    if name in (
-        "build",
-        "families_here",
-        "tiny_config",
-    ):  # They need torch, and the table is read for the help of commands.
+    if name in ("build", "families_here", "tiny_config"):  # they need torch; commands read the table for their help
         return getattr(importlib.import_module(".tiny_models", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

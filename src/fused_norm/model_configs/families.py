@@ -192,311 +192,256 @@ _LINEAR_ATTENTION: Mapping[str, Any] = MappingProxyType(
 )
 """A gated delta net: no rotation, and a norm with a gate."""
 
-_DELTA_NETS: Mapping[str, Any] = MappingProxyType(
+_DELTA_NET_SIZES: Mapping[str, Any] = MappingProxyType(
     {
-        "spec": _GEMMA_SPEC,
-        "specs": {"linear_attn.norm": GatedNormSpec("llama", eps=1e-6)},
-        "qk_norms": _QK_NORMS,
-        "layers_of_type": {"linear_attention": _LINEAR_ATTENTION},
+        "head_dim": 24,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 20,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
     }
 )
-
-_SPARSE_DELTA_NETS: Mapping[str, Any] = MappingProxyType(
-    {
-        **_DELTA_NETS,
-        "newer_sites": (_EXPERTS,),
-        "layers_of_type": {
-            "linear_attention": {**_LINEAR_ATTENTION, "newer_sites": (("linear_attn", "conv"), _EXPERTS)}
-        },
-    }
-)
-"""Layers of Qwen3.5: most have a gated delta net, every fourth one an attention."""
 
 
 def _tiny(**kwargs: Any) -> Mapping[str, Any]:
-    sizes = {"vocab_size": _VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return MappingProxyType(sizes | kwargs)
-
-
-def _tiny_delta_nets(**kwargs: Any) -> Mapping[str, Any]:
-    return _tiny(
-        hidden_size=72,
-        head_dim=24,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=20,
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-6,
-        **kwargs,
-    )
+    sizes = {"vocab_size": _VOCAB, "hidden_size": 72, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return MappingProxyType(sizes | heads | kwargs)
 
 
 # Widths are no powers of two, so that a kernel's masks have something to mask; eps is the one the released models use.
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        family.model_type: family
-        for family in (
-            Family(
-                model_type="llama",
-                spec=NormSpec("llama", eps=1e-5),
-                tiny=_tiny(hidden_size=72, intermediate_size=136, tie_word_embeddings=False, rms_norm_eps=1e-5),
-                shapes=(
-                    Shape("meta-llama/Llama-3.2-1B", 2048, 16, 32, 8, 64, 8192, 128256, True),
-                    Shape("meta-llama/Llama-3.2-3B", 3072, 28, 24, 8, 128, 8192, 128256, True),
-                    Shape("meta-llama/Llama-3.1-8B", 4096, 32, 32, 8, 128, 14336, 128256, False),
-                    Shape("meta-llama/Llama-3.1-70B", 8192, 80, 64, 8, 128, 28672, 128256, False),
-                ),
-            ),
-            Family(
-                model_type="mistral",
-                spec=NormSpec("llama", eps=1e-5),
-                tiny=_tiny(
-                    hidden_size=72,
-                    head_dim=20,
-                    intermediate_size=136,
-                    sliding_window=16,
-                    tie_word_embeddings=False,
-                    rms_norm_eps=1e-5,
-                ),
-                shapes=(
-                    Shape("mistralai/Mistral-7B-v0.1", 4096, 32, 32, 8, 128, 14336, 32000, False),
-                    Shape("mistralai/Mistral-7B-v0.3", 4096, 32, 32, 8, 128, 14336, 32768, False),
-                ),
-            ),
-            Family(
-                model_type="granite",  # its layers multiply a branch before they add it
-                spec=NormSpec("llama", eps=1e-5),
-                tiny=_tiny(
-                    hidden_size=72,
-                    intermediate_size=136,
-                    tie_word_embeddings=True,
-                    rms_norm_eps=1e-5,
-                    residual_multiplier=0.22,
-                ),
-                shapes=(),
-            ),
-            Family(
-                model_type="qwen3",
-                spec=NormSpec("llama", eps=1e-6),
-                qk_norms=_QK_NORMS,
-                tiny=_tiny(
-                    hidden_size=72, head_dim=24, intermediate_size=136, tie_word_embeddings=True, rms_norm_eps=1e-6
-                ),
-                shapes=(
-                    Shape("Qwen/Qwen3-0.6B", 1024, 28, 16, 8, 128, 3072, 151936, True),
-                    Shape("Qwen/Qwen3-1.7B", 2048, 28, 16, 8, 128, 6144, 151936, True),
-                    Shape("Qwen/Qwen3-4B", 2560, 36, 32, 8, 128, 9728, 151936, True),
-                    Shape("Qwen/Qwen3-8B", 4096, 36, 32, 8, 128, 12288, 151936, False),
-                    Shape("Qwen/Qwen3-14B", 5120, 40, 40, 8, 128, 17408, 151936, False),
-                    Shape("Qwen/Qwen3-32B", 5120, 64, 64, 8, 128, 25600, 151936, False),
-                ),
-            ),
-            Family(
-                model_type="qwen3_moe",
-                spec=NormSpec("llama", eps=1e-6),
-                qk_norms=_QK_NORMS,
-                # The released models have experts in every layer; here the first layer is dense, to cover both.
-                dense_layers=(0,),
-                tiny=_tiny(
-                    hidden_size=72,
-                    head_dim=24,
-                    intermediate_size=136,
-                    moe_intermediate_size=40,
-                    num_experts=4,
-                    num_experts_per_tok=2,
-                    mlp_only_layers=[0],
-                    tie_word_embeddings=False,
-                    rms_norm_eps=1e-6,
-                ),
-                shapes=(
-                    Shape("Qwen/Qwen3-30B-A3B", 2048, 48, 32, 4, 128, 6144, 151936, False),
-                    Shape("Qwen/Qwen3-235B-A22B", 4096, 94, 64, 4, 128, 12288, 151936, False),
-                ),
-            ),
-            Family(
-                model_type="gemma",
-                spec=_GEMMA_SPEC,
-                tiny=_tiny(
-                    hidden_size=72,
-                    head_dim=20,
-                    intermediate_size=136,
-                    num_key_value_heads=1,
-                    tie_word_embeddings=True,
-                    rms_norm_eps=1e-6,
-                ),
-                shapes=(
-                    Shape("google/gemma-2b", 2048, 18, 8, 1, 256, 16384, 256000, True),
-                    Shape("google/gemma-7b", 3072, 28, 16, 16, 256, 24576, 256000, True),
-                ),
-            ),
-            Family(
-                model_type="gemma2",
-                spec=_GEMMA_SPEC,
-                **_FOUR_NORMS,
-                # Soft-capping needs eager attention: scaled_dot_product_attention has none.
-                tiny=_tiny(
-                    hidden_size=72,
-                    head_dim=20,
-                    intermediate_size=136,
-                    query_pre_attn_scalar=20,
-                    sliding_window=16,
-                    attn_logit_softcapping=50.0,
-                    final_logit_softcapping=30.0,
-                    attn_implementation="eager",
-                    tie_word_embeddings=True,
-                    rms_norm_eps=1e-6,
-                ),
-                shapes=(
-                    Shape("google/gemma-2-2b", 2304, 26, 8, 4, 256, 9216, 256000, True),
-                    Shape("google/gemma-2-9b", 3584, 42, 16, 8, 256, 14336, 256000, True),
-                    Shape("google/gemma-2-27b", 4608, 46, 32, 16, 128, 36864, 256000, True),
-                ),
-            ),
-            Family(
-                model_type="gemma3_text",
-                spec=_GEMMA_SPEC,
-                **_FOUR_NORMS,
-                qk_norms=_QK_NORMS,
-                # Every third layer is full: sliding, sliding, full. The released models have every sixth.
-                tiny=_tiny(
-                    num_hidden_layers=3,
-                    hidden_size=72,
-                    head_dim=20,
-                    intermediate_size=136,
-                    query_pre_attn_scalar=20,
-                    sliding_window=16,
-                    sliding_window_pattern=3,
-                    tie_word_embeddings=True,
-                    rms_norm_eps=1e-6,
-                ),
-                shapes=(
-                    Shape("google/gemma-3-1b-pt", 1152, 26, 4, 1, 256, 6912, 262144, True),
-                    Shape("google/gemma-3-4b-pt", 2560, 34, 8, 4, 256, 10240, 262208, True),
-                    Shape("google/gemma-3-12b-pt", 3840, 48, 16, 8, 256, 15360, 262208, True),
-                ),
-            ),
-            Family(
-                model_type="gemma4_text",
-                spec=NormSpec("gemma", eps=1e-6),
-                specs={"self_attn.v_norm": NormSpec("llama", weighted=False, eps=1e-6)},
-                layer_norms=(*_FOUR_NORMS["layer_norms"], "post_per_layer_input_norm"),
-                residual_norms=_FOUR_NORMS["residual_norms"],
-                sandwich_norms=(*_FOUR_NORMS["sandwich_norms"], "post_per_layer_input_norm"),
-                qk_norms=_QK_NORMS,
-                # Queries and keys are rotated one at a time, and the layer has a gate for its per-layer input.
-                more_sites=(("self_attn.v_norm", "norm"), ("self_attn", "rope"), ("", "mlp")),
-                # The last layers take the keys and values of others.
-                last_layers=("num_kv_shared_layers", {"qk_norms": ("q_norm",), "more_sites": (("", "mlp"),)}),
-                variant=("hidden_size_per_layer_input", "enable_moe_block"),
-                joins_residual=False,  # its layers scale what they return in place
-                attention_reads_rotated=False,
-                decoder_norms=("per_layer_projection_norm",),
-                tiny=_tiny(
-                    num_hidden_layers=4,
-                    hidden_size=72,
-                    head_dim=20,
-                    global_head_dim=24,
-                    intermediate_size=136,
-                    layer_types=["sliding_attention", "full_attention"] * 2,
-                    sliding_window=16,
-                    num_kv_shared_layers=2,
-                    hidden_size_per_layer_input=16,
-                    vocab_size_per_layer_input=_VOCAB,
-                    final_logit_softcapping=30.0,
-                    tie_word_embeddings=True,
-                    rms_norm_eps=1e-6,
-                ),
-            ),
-            Family(
-                model_type="olmo3",
-                spec=NormSpec("gemma", eps=1e-6, casts_weight=False),
-                layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-                residual_norms=(),
-                sandwich_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-                qk_norms=_QK_NORMS,
-                joins_residual=False,
-                # At the config's 0.02 the norms of q and k divide by so little that stock gradients overflow in fp16.
-                tiny=_tiny(
-                    hidden_size=72,
-                    intermediate_size=136,
-                    layer_types=["sliding_attention", "full_attention"],
-                    sliding_window=16,
-                    initializer_range=0.2,
-                    tie_word_embeddings=False,
-                    rms_norm_eps=1e-6,
-                    pad_token_id=0,
-                    eos_token_id=1,
-                ),
-            ),
-            Family(
-                model_type="glm4",
-                spec=NormSpec("llama", eps=1e-5),
-                layer_norms=(
-                    "input_layernorm",
-                    "post_self_attn_layernorm",
-                    "post_attention_layernorm",
-                    "post_mlp_layernorm",
-                ),
-                sandwich_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
-                tiny=_tiny(
-                    hidden_size=72,
-                    head_dim=20,
-                    intermediate_size=136,
-                    tie_word_embeddings=False,
-                    rms_norm_eps=1e-5,
-                    pad_token_id=0,
-                    eos_token_id=1,
-                ),
-            ),
-            Family(
-                model_type="ministral3",
-                spec=NormSpec("llama", eps=1e-5),
-                attention_reads_rotated=False,
-                tiny=_tiny(
-                    hidden_size=72,
-                    head_dim=20,
-                    intermediate_size=136,
-                    tie_word_embeddings=False,
-                    rms_norm_eps=1e-5,
-                ),
-            ),
-            Family(
-                model_type="gpt_oss",
-                spec=NormSpec("gemma", eps=1e-5),
-                mlp=None,
-                newer_sites=(_EXPERTS,),
-                tiny=_tiny(
-                    hidden_size=72,
-                    head_dim=20,
-                    intermediate_size=40,
-                    num_local_experts=4,
-                    num_experts_per_tok=2,
-                    layer_types=["sliding_attention", "full_attention"],
-                    sliding_window=16,
-                    tie_word_embeddings=False,
-                    rms_norm_eps=1e-5,
-                    pad_token_id=0,
-                    eos_token_id=1,
-                ),
-            ),
-            Family(
-                model_type="qwen3_5_text",
-                **_DELTA_NETS,
-                tiny=_tiny_delta_nets(intermediate_size=136),
-            ),
-            Family(
-                model_type="qwen3_5_moe_text",
-                **_SPARSE_DELTA_NETS,
-                mlp="mlp.shared_expert",
-                tiny=_tiny_delta_nets(
-                    moe_intermediate_size=40,
-                    shared_expert_intermediate_size=40,
-                    num_experts=4,
-                    num_experts_per_tok=2,
-                ),
-            ),
-        )
-    }
+_FAMILIES = (
+    Family(
+        model_type="llama",
+        spec=NormSpec("llama", eps=1e-5),
+        tiny=_tiny(intermediate_size=136, tie_word_embeddings=False, rms_norm_eps=1e-5),
+        shapes=(
+            Shape("meta-llama/Llama-3.2-1B", 2048, 16, 32, 8, 64, 8192, 128256, True),
+            Shape("meta-llama/Llama-3.2-3B", 3072, 28, 24, 8, 128, 8192, 128256, True),
+            Shape("meta-llama/Llama-3.1-8B", 4096, 32, 32, 8, 128, 14336, 128256, False),
+            Shape("meta-llama/Llama-3.1-70B", 8192, 80, 64, 8, 128, 28672, 128256, False),
+        ),
+    ),
+    Family(
+        model_type="mistral",
+        spec=NormSpec("llama", eps=1e-5),
+        tiny=_tiny(head_dim=20, intermediate_size=136, sliding_window=16, tie_word_embeddings=False, rms_norm_eps=1e-5),
+        shapes=(
+            Shape("mistralai/Mistral-7B-v0.1", 4096, 32, 32, 8, 128, 14336, 32000, False),
+            Shape("mistralai/Mistral-7B-v0.3", 4096, 32, 32, 8, 128, 14336, 32768, False),
+        ),
+    ),
+    Family(
+        model_type="granite",  # its layers multiply a branch before they add it
+        spec=NormSpec("llama", eps=1e-5),
+        tiny=_tiny(intermediate_size=136, tie_word_embeddings=True, rms_norm_eps=1e-5, residual_multiplier=0.22),
+    ),
+    Family(
+        model_type="qwen3",
+        spec=NormSpec("llama", eps=1e-6),
+        qk_norms=_QK_NORMS,
+        tiny=_tiny(head_dim=24, intermediate_size=136, tie_word_embeddings=True, rms_norm_eps=1e-6),
+        shapes=(
+            Shape("Qwen/Qwen3-0.6B", 1024, 28, 16, 8, 128, 3072, 151936, True),
+            Shape("Qwen/Qwen3-1.7B", 2048, 28, 16, 8, 128, 6144, 151936, True),
+            Shape("Qwen/Qwen3-4B", 2560, 36, 32, 8, 128, 9728, 151936, True),
+            Shape("Qwen/Qwen3-8B", 4096, 36, 32, 8, 128, 12288, 151936, False),
+            Shape("Qwen/Qwen3-14B", 5120, 40, 40, 8, 128, 17408, 151936, False),
+            Shape("Qwen/Qwen3-32B", 5120, 64, 64, 8, 128, 25600, 151936, False),
+        ),
+    ),
+    Family(
+        model_type="qwen3_moe",
+        spec=NormSpec("llama", eps=1e-6),
+        qk_norms=_QK_NORMS,
+        # The released models have experts in every layer; here the first layer is dense, to cover both.
+        dense_layers=(0,),
+        tiny=_tiny(
+            head_dim=24,
+            intermediate_size=136,
+            moe_intermediate_size=40,
+            num_experts=4,
+            num_experts_per_tok=2,
+            mlp_only_layers=[0],
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-6,
+        ),
+        shapes=(
+            Shape("Qwen/Qwen3-30B-A3B", 2048, 48, 32, 4, 128, 6144, 151936, False),
+            Shape("Qwen/Qwen3-235B-A22B", 4096, 94, 64, 4, 128, 12288, 151936, False),
+        ),
+    ),
+    Family(
+        model_type="gemma",
+        spec=_GEMMA_SPEC,
+        tiny=_tiny(
+            head_dim=20, intermediate_size=136, num_key_value_heads=1, tie_word_embeddings=True, rms_norm_eps=1e-6
+        ),
+        shapes=(
+            Shape("google/gemma-2b", 2048, 18, 8, 1, 256, 16384, 256000, True),
+            Shape("google/gemma-7b", 3072, 28, 16, 16, 256, 24576, 256000, True),
+        ),
+    ),
+    Family(
+        model_type="gemma2",
+        spec=_GEMMA_SPEC,
+        **_FOUR_NORMS,
+        # Soft-capping needs eager attention: scaled_dot_product_attention has none.
+        tiny=_tiny(
+            head_dim=20,
+            intermediate_size=136,
+            query_pre_attn_scalar=20,
+            sliding_window=16,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+            attn_implementation="eager",
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-6,
+        ),
+        shapes=(
+            Shape("google/gemma-2-2b", 2304, 26, 8, 4, 256, 9216, 256000, True),
+            Shape("google/gemma-2-9b", 3584, 42, 16, 8, 256, 14336, 256000, True),
+            Shape("google/gemma-2-27b", 4608, 46, 32, 16, 128, 36864, 256000, True),
+        ),
+    ),
+    Family(
+        model_type="gemma3_text",
+        spec=_GEMMA_SPEC,
+        **_FOUR_NORMS,
+        qk_norms=_QK_NORMS,
+        # Every third layer is full: sliding, sliding, full. The released models have every sixth.
+        tiny=_tiny(
+            num_hidden_layers=3,
+            head_dim=20,
+            intermediate_size=136,
+            query_pre_attn_scalar=20,
+            sliding_window=16,
+            sliding_window_pattern=3,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-6,
+        ),
+        shapes=(
+            Shape("google/gemma-3-1b-pt", 1152, 26, 4, 1, 256, 6912, 262144, True),
+            Shape("google/gemma-3-4b-pt", 2560, 34, 8, 4, 256, 10240, 262208, True),
+            Shape("google/gemma-3-12b-pt", 3840, 48, 16, 8, 256, 15360, 262208, True),
+        ),
+    ),
+    Family(
+        model_type="gemma4_text",
+        spec=NormSpec("gemma", eps=1e-6),
+        specs={"self_attn.v_norm": NormSpec("llama", weighted=False, eps=1e-6)},
+        layer_norms=(*_FOUR_NORMS["layer_norms"], "post_per_layer_input_norm"),
+        residual_norms=_FOUR_NORMS["residual_norms"],
+        sandwich_norms=(*_FOUR_NORMS["sandwich_norms"], "post_per_layer_input_norm"),
+        qk_norms=_QK_NORMS,
+        # Queries and keys are rotated one at a time, and the layer has a gate for its per-layer input.
+        more_sites=(("self_attn.v_norm", "norm"), ("self_attn", "rope"), ("", "mlp")),
+        # The last layers take the keys and values of others.
+        last_layers=("num_kv_shared_layers", {"qk_norms": ("q_norm",), "more_sites": (("", "mlp"),)}),
+        variant=("hidden_size_per_layer_input", "enable_moe_block"),
+        joins_residual=False,  # its layers scale what they return in place
+        attention_reads_rotated=False,
+        decoder_norms=("per_layer_projection_norm",),
+        tiny=_tiny(
+            num_hidden_layers=4,
+            head_dim=20,
+            global_head_dim=24,
+            intermediate_size=136,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            sliding_window=16,
+            num_kv_shared_layers=2,
+            hidden_size_per_layer_input=16,
+            vocab_size_per_layer_input=_VOCAB,
+            final_logit_softcapping=30.0,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-6,
+        ),
+    ),
+    Family(
+        model_type="olmo3",
+        spec=NormSpec("gemma", eps=1e-6, casts_weight=False),
+        layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        residual_norms=(),
+        sandwich_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        qk_norms=_QK_NORMS,
+        joins_residual=False,
+        # At the config's 0.02 the norms of q and k divide by so little that stock gradients overflow in fp16.
+        tiny=_tiny(
+            intermediate_size=136,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=16,
+            initializer_range=0.2,
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-6,
+            pad_token_id=0,
+            eos_token_id=1,
+        ),
+    ),
+    Family(
+        model_type="glm4",
+        spec=NormSpec("llama", eps=1e-5),
+        layer_norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        sandwich_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+        tiny=_tiny(
+            head_dim=20,
+            intermediate_size=136,
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-5,
+            pad_token_id=0,
+            eos_token_id=1,
+        ),
+    ),
+    Family(
+        model_type="ministral3",
+        spec=NormSpec("llama", eps=1e-5),
+        attention_reads_rotated=False,
+        tiny=_tiny(head_dim=20, intermediate_size=136, tie_word_embeddings=False, rms_norm_eps=1e-5),
+    ),
+    Family(
+        model_type="gpt_oss",
+        spec=NormSpec("gemma", eps=1e-5),
+        mlp=None,
+        newer_sites=(_EXPERTS,),
+        tiny=_tiny(
+            head_dim=20,
+            intermediate_size=40,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=16,
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-5,
+            pad_token_id=0,
+            eos_token_id=1,
+        ),
+    ),
+    Family(
+        model_type="qwen3_5_text",
+        spec=_GEMMA_SPEC,
+        specs={"linear_attn.norm": GatedNormSpec("llama", eps=1e-6)},
+        qk_norms=_QK_NORMS,
+        layers_of_type={"linear_attention": _LINEAR_ATTENTION},  # of the released models' layers, three out of four
+        tiny=_tiny(**_DELTA_NET_SIZES, intermediate_size=136),
+    ),
+    Family(
+        model_type="qwen3_5_moe_text",
+        spec=_GEMMA_SPEC,
+        specs={"linear_attn.norm": GatedNormSpec("llama", eps=1e-6)},
+        qk_norms=_QK_NORMS,
+        mlp="mlp.shared_expert",
+        newer_sites=(_EXPERTS,),
+        layers_of_type={"linear_attention": {**_LINEAR_ATTENTION, "newer_sites": (("linear_attn", "conv"), _EXPERTS)}},
+        tiny=_tiny(
+            **_DELTA_NET_SIZES,
+            moe_intermediate_size=40,
+            shared_expert_intermediate_size=40,
+            num_experts=4,
+            num_experts_per_tok=2,
+        ),
+    ),
 )
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.model_type: family for family in _FAMILIES})

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
-from ..kernels.glu import Activation as GluActivation
+from ..kernels.glu import Activation as Formula
 from .code_fingerprint import fingerprint, own_attributes
 from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, cpu_replica
 from .running_code import RunningCode
-
-Formula = GluActivation
 
 FORMULAS: Mapping[Formula, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -69,22 +67,26 @@ def recognise_activation(value: Any) -> Activation:
     Raises:
         UnrecognisedError: if it computes none of ``FORMULAS``, or cannot be run to find out.
     """
-    if isinstance(value, (FunctionType, BuiltinFunctionType)):
-        return Activation(_formula_of(value, [value], value.__name__), value, RunningCode(value), None, ())
-    if not isinstance(value, nn.Module):
-        raise UnrecognisedError(f"its activation is a {type(value).__name__}, neither a module nor a function")
-    kind: Any = type(value)
-    if tensors_or_modules := [*value._parameters, *value._buffers, *value._modules]:
-        raise UnrecognisedError(f"its activation {kind.__name__} holds {', '.join(tensors_or_modules)}")
-    own = {name: setting for name, setting in sorted(own_attributes(value).items()) if not name.startswith("_")}
-    for name, setting in own.items():
-        function = setting.func if isinstance(setting, partial) else setting
-        if not isinstance(function, _PLAIN):
-            raise UnrecognisedError(f"its activation {kind.__name__} holds {name}, a {type(function).__name__}")
-    replicas = [cpu_replica(kind, {**own, "training": training}) for training in (True, False)]
-    formula = _formula_of(replicas[0], [partial(kind.forward, replica) for replica in replicas], kind.__name__)
+    kind: Any = None
+    code, calls, own = value, [value], dict[str, Any]()
+    if not isinstance(value, (FunctionType, BuiltinFunctionType)):
+        if not isinstance(value, nn.Module):
+            raise UnrecognisedError(f"its activation is a {type(value).__name__}, neither a module nor a function")
+        kind = type(value)
+        if tensors_or_modules := [*value._parameters, *value._buffers, *value._modules]:
+            raise UnrecognisedError(f"its activation {kind.__name__} holds {', '.join(tensors_or_modules)}")
+        own = {name: setting for name, setting in sorted(own_attributes(value).items()) if not name.startswith("_")}
+        for name, setting in own.items():
+            function = setting.func if isinstance(setting, partial) else setting
+            if not isinstance(function, _PLAIN):
+                raise UnrecognisedError(f"its activation {kind.__name__} holds {name}, a {type(function).__name__}")
+        replicas = [cpu_replica(kind, {**own, "training": training}) for training in (True, False)]
+        code, calls = replicas[0], [partial(kind.forward, replica) for replica in replicas]
+    reason = f"its activation {(kind or value).__name__} computes none of {', '.join(FORMULAS)}"
+    formula = _outcomes.get_or_compute(fingerprint(code), None, lambda: _formula_of(calls), reason)
+    forward = value if kind is None else kind.forward
     settings = tuple((name, _setting(setting)) for name, setting in own.items())
-    return Activation(formula, kind.forward, RunningCode(kind.forward), kind, settings)
+    return Activation(formula, forward, RunningCode(forward), kind, settings)
 
 
 def looks_like_activation(name: str, value: Any) -> bool:
@@ -104,21 +106,15 @@ def _setting(value: Any) -> Any:
     return value
 
 
-def _formula_of(code: Any, calls: Sequence[Callable[..., Any]], name: str) -> Formula:
-    def find() -> Formula:
-        bits, gradients = (
-            Recognizer[Formula](_cases(calls, way), lambda formula, x: FORMULAS[formula](x), gradients=way)
-            for way in (False, True)
-        )
-        matches = [formula for formula in FORMULAS if bits.agrees(formula) and gradients.agrees(formula)]
-        if len(matches) != 1:
-            raise UnrecognisedError
-        return matches[0]
-
-    try:
-        return _outcomes.get_or_compute(fingerprint(code), None, find)
-    except UnrecognisedError:
-        raise UnrecognisedError(f"its activation {name} computes none of {', '.join(FORMULAS)}") from None
+def _formula_of(calls: Sequence[Callable[..., Any]]) -> Formula:
+    bits, gradients = (
+        Recognizer[Formula](_cases(calls, way), lambda formula, x: FORMULAS[formula](x), gradients=way)
+        for way in (False, True)
+    )
+    matches = [formula for formula in FORMULAS if bits.agrees(formula) and gradients.agrees(formula)]
+    if len(matches) != 1:
+        raise UnrecognisedError
+    return matches[0]
 
 
 def _cases(calls: Sequence[Callable[..., Any]], gradients: bool) -> Iterator[Case]:

@@ -404,21 +404,13 @@ def _flags_of_torch() -> Any:
     """The flags that change what operators compute; None if code of others sees operators or modules called."""
     if nn_module._has_any_global_hook() or dispatch_modes() or function_mode() is not None:
         return None
-    return (
-        torch.get_default_dtype(),
-        _precision_of_products(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch._C._get_mkldnn_enabled(),
-    )
-
-
-def _precision_of_products() -> Any:
-    """The precision of products of float32. PyTorch's older interface raises once its newer one was used."""
     try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
+        precision: Any = torch.get_float32_matmul_precision()
+    except RuntimeError:  # PyTorch's older interface, once its newer one was used
         backends: Any = torch.backends
-        return backends.fp32_precision, backends.mkldnn.matmul.fp32_precision, backends.cuda.matmul.fp32_precision
+        precision = backends.fp32_precision, backends.mkldnn.matmul.fp32_precision, backends.cuda.matmul.fp32_precision
+    deterministic, mkldnn = torch.are_deterministic_algorithms_enabled(), torch._C._get_mkldnn_enabled()
+    return torch.get_default_dtype(), precision, deterministic, mkldnn
 
 
 def _name_of(thing: Any) -> str:
@@ -448,21 +440,15 @@ def _changeable_bases(cls: type) -> list[type]:
 def _unusual(base: type, members: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The members of a class that code may use without naming them; of PyTorch's classes, those that others added."""
     stock_members = _OF_TORCH[base] if base is Tensor or base is nn.Module else {}
-
-    def is_stock(name: str, member: Any) -> bool:
+    unusual = []
+    for name, member in members.items():
         stock, code = stock_members.get(name, (_ABSENT, None))
-        return stock is member and (code is None or member.__code__ is code)
-
-    return [
-        (name, member)
-        for name, member in members.items()
-        if name not in _INERT and not _is_of_dynamo(member) and not is_stock(name, member)
-    ]
-
-
-def _is_of_dynamo(member: Any) -> bool:
-    """Return whether Dynamo has put a member on ``nn.Module``, to know modules that a compiled function makes."""
-    return type(member) is FunctionType and member.__globals__.get("__name__") == "torch._dynamo.mutation_guard"
+        is_stock = stock is member and (code is None or member.__code__ is code)
+        # Dynamo puts a function on nn.Module, to know modules that a compiled function makes.
+        place = member.__globals__.get("__name__") if type(member) is FunctionType else None
+        if name not in _INERT and not is_stock and place != "torch._dynamo.mutation_guard":
+            unusual.append((name, member))
+    return unusual
 
 
 def _is_dunder(name: str) -> bool:

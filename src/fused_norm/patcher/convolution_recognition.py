@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -89,10 +88,8 @@ def recognise_convolution(function: Any) -> ConvolutionFunction:
     reached = fingerprint(function)
     if reached.native is not None:
         raise UnrecognisedError(f"{short_name(function)} runs {reached.native}, a kernel already")
-    try:
-        ignored = _outcomes.get_or_compute(reached, None, lambda: _ignored_by_convolution(function))
-    except UnrecognisedError:
-        raise UnrecognisedError(f"{short_name(function)} computes no causal convolution") from None
+    reason = f"{short_name(function)} computes no causal convolution"
+    ignored = _outcomes.get_or_compute(reached, None, lambda: _ignored_by_convolution(function), reason)
     forward = function if isinstance(function, FunctionType) else type(function).forward
     return ConvolutionFunction(function, RunningCode(forward), ignored)
 
@@ -128,12 +125,12 @@ def _convolve(x: Tensor, weight: Tensor, bias: Any, activation: str | None) -> t
 
 
 def _ignored_by_convolution(function: Any) -> frozenset[str]:
-    """Compare a function with the convolution, and return the arguments that it ignores.
-
-    It is called on small tensors, and says nothing meanwhile.
-    """
+    """Compare a function with the convolution on small tensors, and return the arguments that it ignores."""
     call = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
-    with _without_warnings_of("transformers"):
+    logger = logging.getLogger("transformers")  # its slow convolution warns of itself, and is what a kernel replaces
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
         for activation in (*SILU, None):
             cases, simple = partial(_cases, call, activation), (torch.float32,) * 2
             of_bits = (case for dtypes in _PAIRS for case in cases(dtypes))
@@ -149,18 +146,8 @@ def _ignored_by_convolution(function: Any) -> frozenset[str]:
             for name in _IGNORED
             if Recognizer[Any](_cases(call, "silu", simple, handed_on=(name,)), _formula).agrees(("silu", None))
         )
-
-
-@contextmanager
-def _without_warnings_of(package: str) -> Iterator[None]:
-    """Keep a package's logger quiet: its slow convolution warns of itself, and is what a kernel replaces."""
-    logger = logging.getLogger(package)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
 
 
 def _cases(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ _VIEWS: Mapping[type, tuple[str, ...]] = {
 }
 """The fields of an expression whose value, arithmetic or memory it has."""
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,8 @@ class Dataflow:
     """The definitions and uses of a function's names, its calls and its statements.
 
     Attributes:
-        own: the name of the function's first argument, the instance.
+        definition: the function's.
+        own: the name of its first argument, the instance.
         bodies: every list of statements that belongs to the function itself, in order.
         body_of: the body that contains a statement, by statement.
         calls: every call, in the order of evaluation.
@@ -80,17 +82,16 @@ class Dataflow:
     """
 
     def __init__(self, definition: ast.FunctionDef, own: str) -> None:
-        self.own = own
+        self.definition, self.own = definition, own
         self.bodies = list(bodies_of(definition))
         self.calls: dict[ast.Call, None] = {}
         self.body_of = {statement: body for body in self.bodies for statement in body}
         self._by_node: dict[ast.AST, Definition] = {}
         self._definitions: dict[ast.Name, frozenset[Definition]] = {}
         self._loads: dict[Definition, dict[ast.Name, None]] = {}
-        self._conditions: dict[ast.AST, Conditions] = {}
-        self._current: Conditions = ()
         self._inside: Names = {}  # what the expressions of the statement assign
-        inner = [node for node in ast.walk(definition) if isinstance(node, _FUNCTIONS) and node is not definition]
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        inner = [node for node in ast.walk(definition) if isinstance(node, functions) and node is not definition]
         self._captured = {node.id for function in inner for node in ast.walk(function) if isinstance(node, ast.Name)}
         self.parents = {inner: node for node in ast.walk(definition) for inner in ast.iter_child_nodes(node)}
         self.arguments = {name: Definition(name, value, None) for name, value in _arguments(definition.args)}
@@ -135,8 +136,20 @@ class Dataflow:
         return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.own
 
     def conditions(self, *nodes: ast.AST) -> Conditions:
-        """The conditions on settings of the module under which calls, sums and products are computed."""
-        return tuple(dict.fromkeys(condition for node in nodes for condition in self._conditions.get(node, ())))
+        """The conditions on settings of the module under which nodes are reached; none for those of inner functions."""
+        conditions: list[tuple[str, bool]] = []
+        for node in nodes:
+            inside: list[Conditions] = []
+            while (parent := self.parents.get(node)) is not None:
+                if isinstance(parent, (ast.If, ast.IfExp)) and node is not parent.test:
+                    body = parent.body if isinstance(parent.body, list) else [parent.body]
+                    inside.insert(0, self._settings(parent.test, node in body))
+                elif isinstance(parent, _DEFINITIONS) and parent in self.parents:
+                    inside = []
+                    break
+                node = parent
+            conditions += itertools.chain(*inside)
+        return tuple(dict.fromkeys(conditions))
 
     def between(self, first: ast.stmt | None, last: ast.stmt) -> list[ast.stmt] | None:
         """The statements between two of the same body; None if ``first`` is not before ``last`` in that body."""
@@ -161,7 +174,15 @@ class Dataflow:
 
     def is_number(self, node: ast.AST | None) -> bool:
         """Return whether a value is a number by the source, or of a global name, which no tensor of a model has."""
-        return all(_is_number(source) for source, is_end in self._sources(node, _ARITHMETIC, ()).items() if is_end)
+        for source, is_end in self._sources(node, _ARITHMETIC, ()).items():
+            match source:
+                case ast.Constant(int() | float()) | ast.Subscript(value=ast.Attribute(attr="shape")) | ast.Name():
+                    continue
+                case ast.Call(func=ast.Attribute(attr="size" | "dim" | "numel") | ast.Name("len" | "int" | "float")):
+                    continue
+            if is_end:
+                return False
+        return True
 
     def may_change(self, tensor: ast.expr, parts: Iterable[ast.AST]) -> bool:
         """Return whether code may write into a tensor: by any edit in place, or in a call that takes the tensor.
@@ -199,11 +220,8 @@ class Dataflow:
     ) -> dict[ast.AST | None, bool]:
         """Everything that a value may come from, each with whether it comes from nothing else; None if unknown.
 
-        Args:
-            node: the value.
-            fields: of kinds of expressions, the fields that a value passes through.
-            methods: those that may return what they are called on; None for all but the module's own.
-            with_whole: a part that was unpacked comes from the whole.
+        ``fields``: of kinds of expressions, the fields that a value passes through; ``methods``: those that may return
+        what they are called on, None for all but the module's own; ``with_whole``: a part of a tuple comes from it all.
         """
         seen: dict[ast.AST | None, bool] = {}
         nodes = [node]
@@ -245,19 +263,21 @@ class Dataflow:
                 return names
             case ast.AugAssign():
                 self._read(statement.value, names)
-                self._conditions[statement] = self._current
                 if isinstance(statement.target, ast.Name):
                     self._note(statement.target, names)
                 return self._store(statement.target, statement, statement, names | self._inside)
             case ast.If():
                 self._read(statement.test, names)
                 names = names | self._inside
-                return _joined(
-                    self._under(statement.test, True, statement.body, names),
-                    self._under(statement.test, False, statement.orelse, names),
-                )
+                return _joined(self._run(statement.body, names), self._run(statement.orelse, names))
             case ast.For() | ast.AsyncFor() | ast.While():
-                return self._loop(statement, names)
+                for _ in range(2):  # the second turn reads what the first one leaves in names
+                    self._read(statement.test if isinstance(statement, ast.While) else statement.iter, names)
+                    inside = names | self._inside
+                    if not isinstance(statement, ast.While):
+                        inside = self._store(statement.target, None, statement, inside)
+                    names = _joined(names, self._run(statement.body, inside))
+                return _joined(names, self._run(statement.orelse, names))
             case ast.With() | ast.AsyncWith():
                 for item in statement.items:
                     self._read(item.context_expr, names)
@@ -277,18 +297,6 @@ class Dataflow:
                 names = self._store(part.func.value, part, statement, names)
         return names | self._inside
 
-    def _loop(self, loop: ast.For | ast.AsyncFor | ast.While, names: Names) -> Names:
-        for _ in range(2):  # the second turn reads what the first one leaves in names
-            inside = names
-            if isinstance(loop, ast.While):
-                self._read(loop.test, names)
-                inside = names | self._inside
-            else:
-                self._read(loop.iter, names)
-                inside = self._store(loop.target, None, loop, names | self._inside)
-            names = _joined(names, self._run(loop.body, inside))
-        return _joined(names, self._run(loop.orelse, names))
-
     def _match(self, statement: ast.Match, names: Names) -> Names:
         self._read(statement.subject, names)
         names = after = names | self._inside
@@ -303,13 +311,6 @@ class Dataflow:
             after = _joined(after, self._run(case.body, inside | self._inside))
         return after
 
-    def _under(self, test: ast.expr, truth: bool, body: list[ast.stmt], names: Names) -> Names:
-        """Walk through an arm of an ``if``."""
-        outside, self._current = self._current, (*self._current, *self._settings(test, truth))
-        after = self._run(body, names)
-        self._current = outside
-        return after
-
     def _settings(self, test: ast.expr, truth: bool) -> Conditions:
         """Return the conditions that follow if a test has this outcome."""
         match test:
@@ -322,10 +323,8 @@ class Dataflow:
     def _is_of_settings(self, test: ast.expr) -> bool:
         """Return whether a test only reads attributes of the module and compares them with constants."""
         match test:
-            case ast.Attribute(ast.Name(own), name):
-                return own == self.own and name not in _CHANGING
-            case ast.Attribute(value, name):
-                return name not in _CHANGING and self._is_of_settings(value)
+            case ast.Attribute(value, name) if name not in _CHANGING:
+                return self.is_own(test) or self._is_of_settings(value)
             case ast.UnaryOp(op=ast.Not()):
                 return self._is_of_settings(test.operand)
             case ast.BoolOp():
@@ -336,14 +335,6 @@ class Dataflow:
 
     def _read(self, node: ast.AST, names: Names) -> None:
         """Note the loads and calls in an expression."""
-        if isinstance(node, ast.IfExp):
-            self._read(node.test, names)
-            outside = self._current
-            for arm, truth in ((node.body, True), (node.orelse, False)):
-                self._current = (*outside, *self._settings(node.test, truth))
-                self._read(arm, names)
-            self._current = outside
-            return
         for part in ast.iter_child_nodes(node):
             self._read(part, names)
         match node:
@@ -352,10 +343,7 @@ class Dataflow:
             case ast.NamedExpr():
                 definition = self._define(node.target, node.target.id, node.value, None)
                 self._inside = self._inside | {node.target.id: frozenset([definition])}
-            case ast.BinOp():
-                self._conditions[node] = self._current
             case ast.Call():
-                self._conditions[node] = self._current
                 self.calls[node] = None
 
     def _note(self, load: ast.Name, names: Names) -> None:
@@ -411,15 +399,6 @@ def may_hold(conditions: Conditions, module: Any) -> bool:
     return True
 
 
-def _is_number(node: ast.AST | None) -> bool:
-    match node:
-        case ast.Constant(int() | float()) | ast.Subscript(value=ast.Attribute(attr="shape")) | ast.Name():
-            return True
-        case ast.Call(func=ast.Attribute(attr="size" | "dim" | "numel") | ast.Name("len" | "int" | "float")):
-            return True
-    return False
-
-
 def _arguments(arguments: ast.arguments) -> Iterator[tuple[str, ast.AST | None]]:
     """The names of a function's arguments, each with a constant if its annotation or default is a number."""
     positional = [*arguments.posonlyargs, *arguments.args]
@@ -440,7 +419,7 @@ def bodies_of(node: ast.AST) -> Iterator[list[ast.stmt]]:
         if isinstance(body, list):
             yield body
             for statement in body:
-                if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                if not isinstance(statement, _DEFINITIONS):
                     yield from bodies_of(statement)
     for inner in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
         yield from bodies_of(inner)

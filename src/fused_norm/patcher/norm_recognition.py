@@ -114,9 +114,9 @@ def _check_structure(module: nn.Module) -> None:
         raise UnrecognisedError(f"its weight has shape {tuple(_shape(weight))}, not one dimension")
     if "is_cuda" in names_in(type(module)):
         raise UnrecognisedError("its forward asks whether it runs on CUDA, and may compute something else there")
-    parameters = _parameters_of_forward(module)
     if _is_gated(module):
         return
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     if len(parameters) != 1 or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         names = ", ".join(map(str, parameters)) or "nothing"
         raise UnrecognisedError(f"its forward takes {names}, not just the tensor to normalise")
@@ -124,13 +124,9 @@ def _check_structure(module: nn.Module) -> None:
         raise UnrecognisedError(f"its forward calls its input `{parameters[0].name}`, as a fused norm calls another")
 
 
-def _parameters_of_forward(module: nn.Module) -> list[inspect.Parameter]:
-    return list(inspect.signature(type(module).forward).parameters.values())[1:]
-
-
 def _is_gated(module: nn.Module) -> bool:
     """Return whether a norm's forward takes two tensors, and calls the second one ``gate``."""
-    parameters = _parameters_of_forward(module)
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     plain = all(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
     return plain and len(parameters) == 2 and parameters[1].name == "gate"
 
@@ -154,19 +150,18 @@ def _width(module: nn.Module) -> int:
 def _compare_with_formulas(module: nn.Module) -> Recognised:
     matches: dict[NormSpec, str] = {}
     names = [name for name, value in vars(module).items() if issubclass(type(value), float)]
-    if not names:
-        raise UnrecognisedError(_SUBTRACTS_MEAN if _ignores_offsets(module) else "has no eps among its attributes")
     for name in names:
         eps = getattr(module, name)
         recognizer = Recognizer[tuple[NormSpec, NormFunctions]](_cases(module, name, eps), _formula)
-        for spec in _gated_candidates(module, eps) if _is_gated(module) else _candidates(module, eps):
+        for spec in _candidates(module, eps):
             # Under these castings the root is rounded, and so it matters which root it is.
             rounds_root = spec.casting in ("rounded_rstd", "none")
             variants = [variant for variant in _RSQRT_VARIANTS if variant.apply_root is torch.mul or not rounds_root]
             if any(recognizer.agrees((spec, variant)) for variant in variants):
                 matches[spec] = name
     if not matches:
-        raise UnrecognisedError(_SUBTRACTS_MEAN if _ignores_offsets(module) else "computes none of the known formulas")
+        reason = "computes none of the known formulas" if names else "has no eps among its attributes"
+        raise UnrecognisedError(_SUBTRACTS_MEAN if _ignores_offsets(module) else reason)
     if len(matches) > 1:
         raise UnrecognisedError(f"several formulas fit it: {'; '.join(map(str, matches))}")
     ((spec, name),) = matches.items()
@@ -187,26 +182,26 @@ def _ignores_offsets(module: nn.Module) -> bool:
 
 
 def _candidates(module: nn.Module, eps: float) -> Iterator[NormSpec]:
-    """Every meaning of a norm. The norm may ignore a weight that is a buffer, which others may read."""
-    if module._parameters.get("weight") is None:
+    """Every meaning of a norm. Some attribute of one with a gate is the number or the width of its groups."""
+    width, weighted = _width(module), _weight_of(module) is not None
+    if _is_gated(module):
+        numbers = {value for value in vars(module).values() if type(value) is int and value > 0 and width % value == 0}
+        groups = sorted({1} | numbers | {width // number for number in numbers})
+        castings: tuple[Casting, ...] = ("llama", "gemma")
+        for casting, activation, norm_first, count in itertools.product(castings, GATES, (True, False), groups):
+            for zero_centered in (False, True) if weighted else (False,):
+                if weighted or norm_first or casting == "llama":  # after the gate, without a weight, gemma is llama
+                    group_width = width if count > 1 else 0
+                    yield GatedNormSpec(
+                        casting, zero_centered, weighted, eps, activation, norm_first, count, group_width
+                    )
+        return
+    if module._parameters.get("weight") is None:  # a weight that is a buffer may be for others to read
         yield from (NormSpec(casting, weighted=False, eps=eps) for casting in _WEIGHTLESS_CASTINGS)
-    if _weight_of(module) is not None:
+    if weighted:
         for casting, zero_centered in itertools.product(CASTINGS, (False, True)):
             if zero_centered or casting != "rounded_gamma":  # there is nothing to round, and it is gemma
                 yield NormSpec(casting, zero_centered=zero_centered, eps=eps)
-
-
-def _gated_candidates(module: nn.Module, eps: float) -> Iterator[GatedNormSpec]:
-    """Every meaning of a norm with a gate. Some attribute is the number or the width of its groups."""
-    width, weighted = _width(module), _weight_of(module) is not None
-    numbers = {value for value in vars(module).values() if type(value) is int and value > 0 and width % value == 0}
-    groups = sorted({1} | numbers | {width // number for number in numbers})
-    castings: tuple[Casting, ...] = ("llama", "gemma")
-    for casting, activation, norm_first, count in itertools.product(castings, GATES, (True, False), groups):
-        for zero_centered in (False, True) if weighted else (False,):
-            if weighted or norm_first or casting == "llama":  # after the gate, without a weight, gemma is llama
-                group_width = width if count > 1 else 0
-                yield GatedNormSpec(casting, zero_centered, weighted, eps, activation, norm_first, count, group_width)
 
 
 def _has_gradients_of(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:

@@ -40,7 +40,7 @@ class Outcomes(Generic[T]):
     def __init__(self) -> None:
         self._outcomes: dict[Any, tuple[T | None, str]] = {}
 
-    def get_or_compute(self, code: Fingerprint, depends_on: Any, find: Callable[[], T]) -> T:
+    def get_or_compute(self, code: Fingerprint, depends_on: Any, find: Callable[[], T], reason: str = "") -> T:
         """Return the result of ``find``, or that of an earlier call for code with the same key.
 
         If the code has no key, its own fingerprint remembers the result.
@@ -49,9 +49,10 @@ class Outcomes(Generic[T]):
             code: the fingerprint of the code in question.
             depends_on: what the result depends on besides the code.
             find: runs the code to find out.
+            reason: the message of the error if there is no result, in place of that of ``find``.
 
         Raises:
-            UnrecognisedError: as ``find`` does, or did.
+            UnrecognisedError: if ``find`` does, or did.
         """
         outcomes, key = self._outcomes, (code.key, depends_on)
         if code.key is None:
@@ -65,9 +66,9 @@ class Outcomes(Generic[T]):
             if len(outcomes) >= _MOST_OUTCOMES:
                 outcomes.clear()
             outcomes[key] = result
-        outcome, reason = result
+        outcome, found_reason = result
         if outcome is None:
-            raise UnrecognisedError(reason)
+            raise UnrecognisedError(reason or found_reason)
         return outcome
 
 

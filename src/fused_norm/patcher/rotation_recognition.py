@@ -70,13 +70,6 @@ def unindexed_cos_sin(angles: Tensor, positions: Any) -> Tensor:
     return angles
 
 
-_FORMS: dict[int, tuple[AngleForm, ...]] = {
-    0: (full_cos_sin, half_cos_sin),
-    1: (indexed_cos_sin, mrope_cos_sin, unindexed_cos_sin),
-}
-"""By the number of arguments after sin."""
-
-
 @dataclass(frozen=True)
 class Rotation:
     """A function ``rotate(q, k, cos, sin)`` that computes a rotation of pairs, or ``rotate(x, cos, sin)``.
@@ -156,11 +149,9 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     code = fingerprint(function)
     if code.native is not None:  # a foreign kernel may write out of bounds for shapes that it does not expect
         raise UnrecognisedError(f"{short_name(function)} runs {code.native}, which is not tried")
-    try:
-        rotation = _outcomes.get_or_compute(code, arguments, lambda: _compare(function, arguments))
-    except UnrecognisedError:
-        what = "one tensor" if arguments == 3 else "q and k"
-        raise UnrecognisedError(f"{short_name(function)} does not compute a rotation of pairs of {what}") from None
+    what = "one tensor" if arguments == 3 else "q and k"
+    reason = f"{short_name(function)} does not compute a rotation of pairs of {what}"
+    rotation = _outcomes.get_or_compute(code, arguments, lambda: _compare(function, arguments), reason)
     forward = function if isinstance(function, FunctionType) else type(function).forward
     return replace(rotation, function=function, running=RunningCode(forward))
 
@@ -170,9 +161,9 @@ def _compare(function: Any, arguments: int) -> Rotation:
     # A forward is called by itself: no hook may see the samples.
     rotate = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
     tensors = min(arguments - 2, 2)
-    forms = [(form, False) for form in _FORMS[arguments - 2 - tensors]]
-    if arguments <= 4:
-        forms.append((full_cos_sin, True))
+    forms: list[tuple[AngleForm, bool]] = [(full_cos_sin, False), (half_cos_sin, False), (full_cos_sin, True)]
+    if arguments == 5:  # one after sin
+        forms = [(indexed_cos_sin, False), (mrope_cos_sin, False), (unindexed_cos_sin, False)]
     for form, tokens_first in forms:
         cases = partial(_cases, rotate, tensors, form, tokens_first)
         recognizer = Recognizer[_Pairs](cases(_PAIRS[0]), _rotated)

@@ -131,7 +131,7 @@ def _definition_in(text: str, code: CodeType) -> tuple[ast.FunctionDef, str] | N
     """The function that code was compiled from, and the name of the class around it; None if the text has another."""
     definitions, codes = _parsed(text, code.co_flags & _FUTURE_FLAGS)
     line = code.co_firstlineno
-    is_there = any(other.co_firstlineno == line and _same_code(other, code) for other in codes)
+    is_there = any(other.co_firstlineno == line and _fields(other) == _fields(code) for other in codes)
     return definitions.get(line) if is_there else None
 
 
@@ -159,7 +159,9 @@ def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..
     """
     function, _ = _unwrap(layer.forward)
     around = source_of(layer).around
-    _blank_defaults(definition.args)
+    both: tuple[list[Any], list[Any]] = definition.args.defaults, definition.args.kw_defaults
+    for defaults in both:  # they would be evaluated again, and might have other values by now
+        defaults[:] = [node if node is None or _is_literal(node) else ast.Constant(None) for node in defaults]
     tree = ast.parse(f"class {around}: pass")
     assert isinstance(tree.body[0], ast.ClassDef)
     tree.body[0].body = [definition]
@@ -188,13 +190,6 @@ def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..
 def source_of_rewritten(layer: type[nn.Module]) -> str:
     """Return the source of a class's forward that ``compiled`` has made."""
     return "".join(linecache.getlines(_unwrap(layer.forward)[0].__code__.co_filename))
-
-
-def _blank_defaults(arguments: ast.arguments) -> None:
-    """Replace by None the defaults that would be evaluated again, and might have other values by now."""
-    both: tuple[list[Any], list[Any]] = arguments.defaults, arguments.kw_defaults
-    for defaults in both:
-        defaults[:] = [node if node is None or _is_literal(node) else ast.Constant(None) for node in defaults]
 
 
 def _is_literal(node: ast.expr) -> bool:
@@ -350,11 +345,12 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _same_code(a: CodeType, b: CodeType) -> bool:
-    """Return whether two code objects were compiled from the same source."""
-
-    def fields(code: CodeType) -> list[Any]:
-        constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
-        return [constants, *(getattr(code, f"co_{name}") for name in _CODE_FIELDS)]
-
-    return [fields(code) for code in _codes(a)] == [fields(code) for code in _codes(b)]
+def _fields(code: CodeType) -> list[Any]:
+    """What code objects that were compiled from the same source have in common, and those inside them."""
+    return [
+        [
+            *(getattr(part, f"co_{name}") for name in _CODE_FIELDS),
+            *(repr(constant) for constant in part.co_consts if not isinstance(constant, CodeType)),
+        ]
+        for part in _codes(code)
+    ]

@@ -50,10 +50,8 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
             other code has built on its fused class.
     """
     everywhere = dict(model.named_modules(remove_duplicate=False))
-    paths: dict[int, str] = {}
-    for path, module in everywhere.items():
-        paths.setdefault(id(module), path)
-    modules = {path: everywhere[path] for path in paths.values()}
+    modules = dict(model.named_modules())  # by their first paths
+    paths = {id(module): path for path, module in modules.items()}
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
     experts = {path: module for path, module in modules.items() if is_experts(module)}
     blocks = {
@@ -130,7 +128,8 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
 def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
     """The row of a norm; its class is planned."""
     origin: Any = stock_class(norm)
-    kind = _kind_of(path)
+    names = itertools.takewhile(lambda name: not name.isdigit(), reversed(path.split(".")))  # up to a layer's index
+    kind: Kind = "qk" if any(map(QK_NAME.fullmatch, names)) else "norm"
     site = Site(path, kind, origin.__name__)
     override = forward_override_reason(norm)
     if isinstance(norm, FusedNorm) and has_derived_class(norm) and not are_plain_calls(inside=type(norm)):
@@ -219,12 +218,6 @@ def _recognise(norm: nn.Module, origin: Any) -> Recognised:
         vars(stock).update(attributes)
         norm = stock
     return recognise(norm)
-
-
-def _kind_of(path: str) -> Kind:
-    """``qk`` if the norm, or a wrapper around it, has such a name; a layer's index ends the search."""
-    names = itertools.takewhile(lambda name: not name.isdigit(), reversed(path.split(".")))
-    return "qk" if any(map(QK_NAME.fullmatch, names)) else "norm"
 
 
 def _holders(modules: Mapping[str, nn.Module], surveyed: SurveyedModel) -> dict[str, None]:

@@ -13,27 +13,21 @@ from torch import nn
 
 from ..activation_recognition import Activation
 from ..block import Block
-from ..convolution_recognition import ConvolutionFunction
+from ..convolution_recognition import ConvolutionFunction, recognise_convolution
 from ..dataflow import flow_of
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
-from ..rotation_recognition import Rotation
-from ..source import Helper, SourceError, cached_by_forward, compiled, helpers_of, source_of
+from ..rotation_recognition import Rotation, recognise_rotation
+from ..source import Helper, SourceError, cached_by_forward, compiled, global_of, helpers_of, source_of
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds
 from .attentions import find_attentions
 from .calls import Callee, EditedForward, Missed
 from .consumers import ConsumedNorm, Inputs, find_consumed_norms, find_inputs
-from .convolutions import (
-    Convolution,
-    convolutions_of,
-    decide_convolutions,
-    decide_missed_convolutions,
-    find_convolutions,
-)
+from .convolutions import Convolution, decide_convolutions, decide_missed_convolutions, find_convolutions
 from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
 from .heads import Heads, find_heads
-from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations, rotation_of
+from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations
 
 
 @dataclass
@@ -92,24 +86,24 @@ def patterns_of(layer: Any) -> Patterns:
     Raises:
         SourceError: if the source cannot be read, or is not what runs.
     """
-    source, flow = source_of(layer), flow_of(layer)
+    flow = flow_of(layer)
     attentions = find_attentions(flow)
     adds, heads, gates = find_adds(flow), find_heads(flow, attentions), find_gates(flow)
     rotated = {pair.rotation[1]: index for index, pair in enumerate(heads) if pair.rotation is not None}
-    rotations = find_rotations(source.definition, flow, rotated, attentions)
+    rotations = find_rotations(flow, rotated, attentions)
     consumed_norms = find_consumed_norms(flow, [add.after.call for add in adds if add.after is not None])
-    missed = find_missed_adds(flow, adds), find_missed_gates(source.definition, flow, gates)
-    convolutions = find_convolutions(source.definition, flow)
+    missed = find_missed_adds(flow, adds), find_missed_gates(flow, gates)
+    convolutions = find_convolutions(flow)
     return Patterns(adds, consumed_norms, find_inputs(layer), heads, rotations, gates, convolutions, *missed)
 
 
 @cached_by_forward
 def _missed_in(helper: Helper) -> tuple[list[RotationCall], list[Convolution], list[Missed]]:
     """The rotations and convolutions in a method, and products with what may be an activation in it or a function."""
-    definition, flow = source_of(helper).definition, flow_of(helper)
-    gates = find_missed_gates(definition, flow, [])
+    flow = flow_of(helper)
+    gates = find_missed_gates(flow, [])
     if helper.is_method:
-        return find_rotations(definition, flow, {}, {}), find_convolutions(definition, flow), gates
+        return find_rotations(flow, {}, {}), find_convolutions(flow), gates
     return [], [], [replace(gate, conditions=()) for gate in gates]  # a function has no settings of a module
 
 
@@ -147,18 +141,21 @@ def functions_of(
     A function that is no longer one is left out and called as it is.
     """
     patterns = patterns_of(layer)
-    calls = []
+    rotation_calls, rotations, convolutions = [], [], []
     for rewrite in rewrites:
         if rewrite.pattern == "rotations":
             call = patterns.rotations[rewrite.index]
-            calls.append((call.rotate, call.arguments))
+            rotation_calls.append((call.rotate, call.arguments))
         elif "rotation" in rewrite.parts:
-            calls.append((patterns.heads[rewrite.index].rotate or "", 4))
-    rotations = []
-    for name, arguments in dict.fromkeys(calls):
+            rotation_calls.append((patterns.heads[rewrite.index].rotate or "", 4))
+        elif rewrite.pattern == "convolutions" and patterns.convolutions[rewrite.index].callee.is_function:
+            with contextlib.suppress(UnrecognisedError):
+                name = patterns.convolutions[rewrite.index].callee.name
+                convolutions.append(recognise_convolution(global_of(layer, name)))
+    for name, arguments in dict.fromkeys(rotation_calls):
         with contextlib.suppress(UnrecognisedError):
-            rotations.append(rotation_of(layer, name, arguments))
-    return tuple(rotations), convolutions_of(layer, patterns.convolutions, rewrites)
+            rotations.append(recognise_rotation(global_of(layer, name), arguments))
+    return tuple(rotations), tuple(dict.fromkeys(convolutions))
 
 
 def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:

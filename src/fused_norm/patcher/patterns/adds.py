@@ -40,7 +40,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import dropwhile, pairwise
+from itertools import pairwise, permutations
 from textwrap import shorten
 from typing import Any
 
@@ -206,7 +206,11 @@ class Add(Match):
 
 def decide_missed_add(missed: Missed, block: Block) -> Iterator[Site]:
     """The rows of an add that reaches a norm in a way that is not fused; none if it never does."""
-    norms = [norm for norm in _named(missed.callee.name, block) if block.holds_norm(norm)]
+    norms, (holder, _, number) = [missed.callee.name], missed.callee.name.partition(".")
+    if number == "*" or number.startswith("-"):  # any of a list, or one counted from its end
+        norms = [f"{holder}.{name}" for name in getattr(block.member(holder), "_modules", ())]
+        norms = norms if number == "*" else norms[int(number) :][:1]
+    norms = [norm for norm in norms if block.holds_norm(norm)]
     if not may_hold(missed.conditions, block.module) or _adds_number(missed.attributes, block):
         return
     if missed.function is not None and norms and not returns_sum(global_of(block.origin, missed.function)):
@@ -216,15 +220,6 @@ def decide_missed_add(missed: Missed, block: Block) -> Iterator[Site]:
         yield row.skipped(f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten")
 
 
-def _named(norm: str, block: Block) -> list[str]:
-    """The norms that the name in a ``Missed`` may mean."""
-    holder, _, number = norm.partition(".")
-    if number != "*" and not number.startswith("-"):
-        return [norm]
-    norms = [f"{holder}.{name}" for name in getattr(block.member(holder), "_modules", ())]
-    return norms if number == "*" else norms[int(number) :][:1]
-
-
 def _adds_number(attributes: tuple[str, ...], block: Block) -> bool:
     return any(isinstance(block.member(name), (int, float)) for name in attributes)
 
@@ -232,10 +227,9 @@ def _adds_number(attributes: tuple[str, ...], block: Block) -> bool:
 def find_adds(flow: Dataflow) -> list[Add]:
     """The adds that can be fused with a norm before or after them, in order."""
     adds: list[Add] = []
-    for body in flow.bodies:
-        for statement in body:
-            add = _add_in(flow, statement, [add.after for add in adds if add.after is not None])
-            adds += [] if add is None else [add]
+    for statement in flow.body_of:
+        add = _add_in(flow, statement, [add.after for add in adds if add.after is not None])
+        adds += [] if add is None else [add]
     return adds
 
 
@@ -248,26 +242,18 @@ def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[Missed]:
         if norm is None:
             continue
         for origin in flow.origins(argument, _SAME_TENSOR):
-            operands, function = _summed(origin, flow)
+            function: str | None = None
+            operands = operands_of(origin, ast.Add, _ADD, flow)
+            match origin:
+                case ast.Call(ast.Name("sum"), [ast.Tuple() | ast.List()]):
+                    operands = [origin]
+                case ast.Call(ast.Name(function)):  # which may add
+                    operands = [origin]
             if operands and origin not in fused.get(call, ()) and not any(map(flow.is_number, operands)):
-                attributes, conditions = _attributes(flow, *operands), flow.conditions(origin, call)
+                attributes = tuple(operand.attr for operand in operands if flow.is_own(operand))
+                conditions = flow.conditions(origin, call)
                 missed.append(Missed(ast.unparse(origin), Callee(norm), conditions, function, attributes))
     return list(dict.fromkeys(missed))
-
-
-def _attributes(flow: Dataflow, *operands: ast.expr) -> tuple[str, ...]:
-    """The attributes of the module among operands."""
-    return tuple(operand.attr for operand in operands if flow.is_own(operand))
-
-
-def _summed(node: ast.AST, flow: Dataflow) -> tuple[Sequence[ast.expr], str | None]:
-    """The operands of an add; of a call of a function that may add, that call and the function's name."""
-    match node:
-        case ast.Call(ast.Name("sum"), [ast.Tuple() | ast.List()]):
-            return [node], None
-        case ast.Call(ast.Name(function)):
-            return [node], function
-    return operands_of(node, ast.Add, _ADD, flow), None
 
 
 def _norm_called(flow: Dataflow, call: ast.Call) -> tuple[str | None, ast.expr | None]:
@@ -296,19 +282,21 @@ def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add |
         case _:
             return None
     choice = None
-    if isinstance(value, ast.IfExp) and total:
-        choice = _sum_first(value)
-        value = choice.body if isinstance(choice.orelse, ast.Name) else None
+    match value:
+        case ast.IfExp(_, ast.BinOp(op=ast.Add()), ast.Name()) if total:
+            choice = value
+        case ast.IfExp(test, ast.Name() as name, ast.BinOp(op=ast.Add()) as added) if total:
+            choice = ast.IfExp(ast.UnaryOp(ast.Not(), test), added, name)
+    value = value if choice is None else choice.body
     if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
         return None
     residual, branch = value.left, value.right
-    attributes = _attributes(flow, residual, branch)
+    attributes = tuple(operand.attr for operand in (residual, branch) if flow.is_own(operand))
     if any(norm.call in (residual, branch) for norm in taken) or any(map(flow.is_number, (residual, branch))):
         return None
     inner = before = None
     if choice is None:
-        body = flow.body_of[statement]
-        previous = next((earlier for earlier, later in pairwise(body) if later is statement), None)
+        previous = next((earlier for earlier, later in pairwise(flow.body_of[statement]) if later is statement), None)
         if any(previous is norm.statement for norm in taken):
             previous = None
         for operand, other in ((branch, residual), (residual, branch)):
@@ -321,18 +309,21 @@ def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add |
             inner = None
         if inner is not None and inner.statement is statement:
             before = _norm_before(flow, inner.call.args[0], residual, previous, total)
-    after = _norm_after(flow, statement, total)
+    stored = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    after = _norm_after(flow.after(statement), total, flow.own, stored)
     if after is not None and after.condition is not None and choice is not None:
         after = None
     if after is None and inner is None:
         return None
     scale = None
-    for operand, other in ((branch, residual), (residual, branch)):
-        if inner is None and scale is None:
-            factors = operands_of(operand, ast.Mult, (), flow)
-            for factor, scaled in zip(factors[::-1], factors, strict=True):
-                if flow.is_own(factor) and scale is None:
-                    residual, branch, scale = other, scaled, factor
+    if inner is None:
+        products = (
+            (other, scaled, factor)
+            for operand, other in ((branch, residual), (residual, branch))
+            for scaled, factor in permutations(operands_of(operand, ast.Mult, (), flow), 2)
+            if flow.is_own(factor)
+        )
+        residual, branch, scale = next(products, (residual, branch, None))
     consumer = None if after is None else consumer_of(flow, after.call)
     conditions = flow.conditions(value), () if after is None else flow.conditions(after.call)
     operands = residual, branch, residual is value.right
@@ -357,56 +348,33 @@ def _norm_before(
     return None if call is None else NormCall(previous, call)
 
 
-def _sum_first(choice: ast.IfExp) -> ast.IfExp:
-    """``a + b if test else c``, also if it is written ``c if not test else a + b``."""
-    if isinstance(choice.body, ast.BinOp) and isinstance(choice.body.op, ast.Add):
-        return choice
-    return ast.IfExp(ast.UnaryOp(ast.Not(), choice.test), choice.orelse, choice.body)
+def _norm_after(
+    statements: list[ast.stmt], total: str, own: str, stored: set[str], condition: ast.expr | None = None
+) -> NormCall | None:
+    """The call of a norm that takes ``total`` before these statements compute anything else; they may copy names.
 
-
-def _norm_after(flow: Dataflow, statement: ast.stmt, total: str) -> NormCall | None:
-    """The call of a norm that takes the sum of a statement before anything but copies is executed."""
-    rest = flow.after(statement)
-    following = _after_copies(rest, total)
-    if not following or not isinstance(following[0], ast.If):
-        return _norm_first(following, total, flow.own)
-    test = following[0].test
-    before = [node for part in (statement, *rest[: len(rest) - len(following)]) for node in ast.walk(part)]
-    stored = {node.id for node in before if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    if not computes_nothing(test) or mentions(test, *stored):
-        return None
-    for arm, condition in ((following[0].body, test), (following[0].orelse, ast.UnaryOp(ast.Not(), test))):
-        norm = _norm_first(_after_copies(arm, total), total, flow.own)
-        if norm is not None:
-            norm.condition = condition
-            return norm
-    return None
-
-
-def _after_copies(statements: list[ast.stmt], total: str) -> list[ast.stmt]:
-    """The statements without copies between names at their beginning; ``total`` is not a target of these."""
-
-    def is_copy(statement: ast.stmt) -> bool:
+    It may be in an ``if``, whose test becomes its condition, if that reads no name that was ``stored`` by then.
+    """
+    for statement in statements:
         match statement:
-            case ast.Assign(targets, ast.Name()):
-                return all(isinstance(target, ast.Name) and target.id != total for target in targets)
-        return False
-
-    return list(dropwhile(is_copy, statements))
-
-
-def _norm_first(statements: list[ast.stmt], total: str, own: str) -> NormCall | None:
-    """``self.<norm>(total)``, if it is the first thing that these statements compute."""
-    match statements:
-        case [ast.Assign(targets, ast.expr() as value) as statement, *_]:
-            pass
-        case [ast.Return(ast.expr() as value) as statement, *_]:
-            targets = []
-        case _:
+            case ast.Assign(targets, ast.Name()) if all(isinstance(to, ast.Name) and to.id != total for to in targets):
+                stored.update(target.id for target in targets if isinstance(target, ast.Name))
+                continue
+            case ast.If(test, body, other) if (
+                condition is None and computes_nothing(test) and not mentions(test, *stored)
+            ):
+                negated = ast.UnaryOp(ast.Not(), test)
+                return _norm_after(body, total, own, stored, test) or _norm_after(other, total, own, stored, negated)
+            case ast.Assign(targets, ast.expr() as value):
+                pass
+            case ast.Return(ast.expr() as value):
+                targets = []
+            case _:
+                return None
+        call = call_of_own(next(computed(value), None), own)
+        if call is None or not is_name(call.args[0], total):
             return None
-    call = call_of_own(next(computed(value), None), own)
-    if call is None or not is_name(call.args[0], total):
-        return None
-    if call is value and not all(isinstance(target, ast.Name) for target in targets):
-        return None
-    return NormCall(statement, call)
+        if call is value and not all(isinstance(target, ast.Name) for target in targets):
+            return None
+        return NormCall(statement, call, condition)
+    return None

@@ -88,7 +88,7 @@ class Attention(Match):
 def find_attentions(flow: Dataflow) -> dict[ast.Call, Attention]:
     """The attentions in a forward, by the calls of the rotations before them."""
     attentions = {}
-    for statement in (statement for body in flow.bodies for statement in body):
+    for statement in flow.body_of:
         match statement:
             case ast.Assign([ast.Tuple([ast.Name(q), ast.Name(k)])], ast.Call(ast.Name(), [_, _, _, _, *_]) as rotate):
                 if (attention := _attention_after(flow, statement, q, k)) is not None:
@@ -112,7 +112,8 @@ def _attention_after(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> At
     assert isinstance(value, ast.Name)
     further = next((keyword.value for keyword in call.keywords if keyword.arg is None), ast.Tuple([], ast.Load()))
     body = flow.body_of[rotation]
-    assigned = [target for statement in body[: body.index(rotation)] for target in getattr(statement, "targets", ())]
+    before = body[: body.index(rotation)]
+    assigned = [target for statement in before for target in getattr(statement, "targets", ())]
     if (
         all(_looks_up(flow, statement, function) for statement in lookups)
         and not any(mentions(statement, function) for statement in (rotation, *updates))
@@ -121,21 +122,18 @@ def _attention_after(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> At
         and all(_is_argument(flow, name) for name in (cache, mask, further) if isinstance(name, ast.Name))
     ):
         asked = [cache, mask, ast.Name(k, ast.Load()), value, further]
-        values = _values(flow, rotation, updates, k, value, function)
+        values = _values(flow, before, updates, k, value, function)
         return Attention(rotation, lookups, function, asked, values)
     return None
 
 
 def _values(
-    flow: Dataflow, rotation: ast.Assign, updates: Sequence[ast.stmt], k: str, value: ast.expr, function: str
+    flow: Dataflow, before: list[ast.stmt], updates: Sequence[ast.stmt], k: str, value: ast.Name, function: str
 ) -> tuple[ast.Assign, ast.Call] | None:
-    """The statement before a rotation that computes the values, after k, and the call of the linear; None if unclear.
+    """The statement ``before`` a rotation that computes the values, after k, and the call of the linear, or None.
 
     Nothing but the cache and the attention may read them, and the attention function must not be named before.
     """
-    assert isinstance(value, ast.Name)
-    body = flow.body_of[rotation]
-    before = body[: body.index(rotation)]
     for statement in reversed(before):
         if mentions(statement, function):
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -118,16 +118,6 @@ def operands_of(
     return []
 
 
-class _Fill(ast.NodeTransformer):
-    """Puts nodes in the place of names."""
-
-    def __init__(self, nodes: Mapping[str, ast.expr]) -> None:
-        self._nodes = nodes
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self._nodes.get(node.id, node)
-
-
 @dataclass(frozen=True)
 class EditedForward:
     """A copy of a forward's definition, which rewrites edit one after the other.
@@ -145,8 +135,10 @@ class EditedForward:
     def code(self, source: str, **nodes: ast.expr) -> Any:
         """Parse an expression or a statement, with nodes in the place of their names; ``self`` is the instance."""
         (statement,) = ast.parse(source).body
-        filled = _Fill({**nodes, "self": ast.Name(self.own, ast.Load())}).visit(statement)
-        return filled.value if isinstance(filled, ast.Expr) else filled
+        nodes["self"] = ast.Name(self.own, ast.Load())
+        for name in [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id in nodes]:
+            self.replace(name, nodes[name.id], statement)
+        return statement.value if isinstance(statement, ast.Expr) else statement
 
     def insert_before(self, node: ast.AST, *statements: ast.stmt) -> None:
         """Insert statements before the one that is ``node``, or contains it in an expression."""
@@ -163,9 +155,9 @@ class EditedForward:
         body, index = self._place_of(statement)
         del body[index]
 
-    def replace(self, old: ast.expr, new: ast.expr) -> None:
-        """Put ``new`` in every place of ``old``."""
-        for node in ast.walk(self.definition):
+    def replace(self, old: ast.expr, new: ast.expr, code: ast.AST | None = None) -> None:
+        """Put ``new`` in every place of ``old``, in the definition or in other ``code``."""
+        for node in ast.walk(code or self.definition):
             for field, value in ast.iter_fields(node):
                 if value is old:
                     setattr(node, field, new)

@@ -44,7 +44,7 @@ from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
 from ..hooks import are_plain_calls
 from ..rewrite import Rewrite
-from ..source import SourceError, cached_by_forward, names_in, source_of
+from ..source import SourceError, cached_by_forward, names_in
 from .calls import EditedForward, Match, call_of_own, callee_name
 
 _INPUTS = "_fused_norm_inputs"
@@ -64,13 +64,11 @@ class Inputs(Match):
     """An argument of a forward, and what reads it there.
 
     Attributes:
-        definition: the forward.
         name: the argument's name.
         calls: the calls ``self.<name>(argument)`` of modules, in the order of evaluation.
         other: the source of the first other use, or None.
     """
 
-    definition: ast.FunctionDef
     name: str
     calls: list[ast.Call]
     other: str | None
@@ -109,9 +107,9 @@ class Inputs(Match):
         """Give every consumer an input of its own."""
         for index, call in enumerate(call for call in self.calls if callee_name(call) in rewrite.parts):
             call.args[0] = forward.code(f"{_INPUTS}[{index}]")
-        start = 0 if ast.get_docstring(self.definition) is None else 1
+        start = 0 if ast.get_docstring(forward.definition) is None else 1
         source = f"{self.name}, {_INPUTS} = self.fused_norm_inputs({self.name})"
-        self.definition.body.insert(start, forward.code(source))
+        forward.definition.body.insert(start, forward.code(source))
 
 
 @dataclass(repr=False)
@@ -205,34 +203,26 @@ def find_inputs(layer: Any) -> list[Inputs]:
     Raises:
         SourceError: if the source cannot be read, or is not what runs.
     """
-    definition, flow = source_of(layer).definition, flow_of(layer)
-    arguments = [*definition.args.posonlyargs, *definition.args.args][1:]
-    decorator = _decorator_of(layer.forward)
-    return [_inputs(definition, flow, argument.arg, decorator) for argument in arguments]
-
-
-def _decorator_of(forward: Any) -> str | None:
-    """A decorator that gets the arguments of a forward and may look into a tensor among them; None without one."""
-    while hasattr(forward, "__wrapped__"):
+    flow = flow_of(layer)
+    arguments = flow.definition.args
+    forward, decorator = layer.forward, None
+    while decorator is None and hasattr(forward, "__wrapped__"):
         module = forward.__globals__["__name__"]
-        if module != "transformers.utils.deprecation":  # which looks at names
-            return f"a decorator from {module}"
+        if module != "transformers.utils.deprecation":  # it looks at names; others may look into a tensor
+            decorator = f"a decorator from {module}"
         forward = forward.__wrapped__
-    return None
-
-
-def _inputs(definition: ast.FunctionDef, flow: Dataflow, name: str, decorator: str | None) -> Inputs:
-    argument = flow.arguments[name]
-    calls, other = [], "a function inside" if flow.is_captured(name) else decorator
-    for load in flow.reads(argument):
-        user = flow.parents[load]
-        call = call_of_own(user, flow.own) if flow.definition_of(load) is argument else None
-        if call is not None and flow.innermost(call, (*_REPEATED, *_CONTEXTS)) is None:
-            calls.append(call)
-        elif not (isinstance(user, ast.Attribute) and user.attr in _METADATA):
-            other = other or ast.unparse(user)
-    order = list(flow.calls)
-    return Inputs(definition, name, sorted(calls, key=order.index), other)
+    order, found = list(flow.calls), []
+    for name in [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1:]:
+        calls, other = [], "a function inside" if flow.is_captured(name) else decorator
+        for load in flow.reads(flow.arguments[name]):
+            user = flow.parents[load]
+            call = call_of_own(user, flow.own) if flow.definition_of(load) is flow.arguments[name] else None
+            if call is not None and flow.innermost(call, (*_REPEATED, *_CONTEXTS)) is None:
+                calls.append(call)
+            elif not (isinstance(user, ast.Attribute) and user.attr in _METADATA):
+                other = other or ast.unparse(user)
+        found.append(Inputs(name, sorted(calls, key=order.index), other))
+    return found
 
 
 def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
@@ -265,7 +255,7 @@ def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
 def find_consumed_norms(flow: Dataflow, taken: list[ast.Call]) -> list[ConsumedNorm]:
     """The calls of what may be norms, each alone in a statement, except those that are ``taken`` by adds."""
     norms = []
-    for statement in (statement for body in flow.bodies for statement in body):
+    for statement in flow.body_of:
         match statement:
             case ast.Assign([ast.Name()], value) if (call := call_of_own(value, flow.own)) and call not in taken:
                 later = () if flow.innermost(call, _REPEATED) else _later(flow, statement, call.args[0])

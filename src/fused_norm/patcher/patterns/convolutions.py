@@ -25,7 +25,7 @@ from torch import nn
 
 from ..activation_recognition import Activation, recognise_activation
 from ..block import Block
-from ..convolution_recognition import ConvolutionFunction, is_causal_convolution, recognise_convolution
+from ..convolution_recognition import is_causal_convolution, recognise_convolution
 from ..dataflow import Conditions, Dataflow, may_hold
 from ..hooks import has_hooks
 from ..patch_report import Site
@@ -129,9 +129,9 @@ def decide_missed_convolutions(
                 return
 
 
-def find_convolutions(definition: ast.FunctionDef, flow: Dataflow) -> list[Convolution]:
+def find_convolutions(flow: Dataflow) -> list[Convolution]:
     """The calls of functions with such a name, and of modules whose result is cut to a length at once."""
-    calls = (_convolution(node, flow) for node in ast.walk(definition) if isinstance(node, ast.Call))
+    calls = (_convolution(node, flow) for node in ast.walk(flow.definition) if isinstance(node, ast.Call))
     return [convolution for convolution in calls if convolution is not None]
 
 
@@ -175,15 +175,3 @@ def _length_of(cut: ast.expr, is_turned: bool) -> ast.expr | None:
     length = ends[0].upper
     of = length.value if isinstance(length, ast.Subscript) else length  # x.shape[-1], which is looked up earlier then
     return length if shape in known and isinstance(of, (ast.Name, ast.Attribute)) else None
-
-
-def convolutions_of(
-    layer: Any, convolutions: Sequence[Convolution], rewrites: tuple[Rewrite, ...]
-) -> tuple[ConvolutionFunction, ...]:
-    """The functions that ``rewrites`` fuse; one that convolves no longer is left out, and called as it is."""
-    functions = []
-    for rewrite in rewrites:
-        if rewrite.pattern == "convolutions" and convolutions[rewrite.index].callee.is_function:
-            with suppress(UnrecognisedError):
-                functions.append(recognise_convolution(global_of(layer, convolutions[rewrite.index].callee.name)))
-    return tuple(dict.fromkeys(functions))

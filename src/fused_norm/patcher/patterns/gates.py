@@ -160,23 +160,22 @@ def decide_missed_gates(missed: Sequence[Missed], block: Block, function: Any, r
 
 def find_gates(flow: Dataflow) -> list[Gate]:
     """The products of something with what may be an activation."""
-    gates = (
-        _gate(flow, statement, product, factor, other)
-        for body in flow.bodies
-        for statement in body
+    return [
+        gate
+        for statement in flow.body_of
         for product in _products(statement)
         for factor, other in permutations((product.left, product.right))
         if not _only_scales(other, flow)
-    )
-    return [gate for gate in gates if gate is not None]
+        if (gate := _gate(flow, statement, product, factor, other)) is not None
+    ]
 
 
-def find_missed_gates(definition: ast.FunctionDef, flow: Dataflow, gates: list[Gate]) -> list[Missed]:
+def find_missed_gates(flow: Dataflow, gates: list[Gate]) -> list[Missed]:
     """The other products of something with what may be an activation, each once."""
     fused = {(gate.product, gate.factor) for gate in gates}
     missed = [
         Missed(ast.unparse(node), act, flow.conditions(node, call))
-        for node in ast.walk(definition)
+        for node in ast.walk(flow.definition)
         for factor, other in permutations(operands_of(node, ast.Mult, _MULTIPLY, flow), 2)
         if (node, factor) not in fused and not _only_scales(other, flow)
         for call in flow.origins(factor)
@@ -199,15 +198,10 @@ def _products(statement: ast.stmt) -> Iterator[ast.BinOp]:
 
 def _only_scales(factor: ast.expr, flow: Dataflow) -> bool:
     """Return whether a factor is a number, an attribute of the module, which scales, or a mask, which broadcasts."""
-    if flow.is_number(factor):
+    scaled = factor.value if isinstance(factor, ast.Subscript) else factor
+    if flow.is_number(factor) or flow.is_own(scaled) or isinstance(scaled, ast.UnaryOp):
         return True
-    if isinstance(factor, ast.Subscript):
-        factor = factor.value
-    if isinstance(factor, ast.Name):
-        return "mask" in factor.id
-    if isinstance(factor, ast.Attribute):
-        return flow.is_own(factor)
-    return isinstance(factor, ast.UnaryOp)
+    return isinstance(scaled, ast.Name) and "mask" in scaled.id
 
 
 def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.expr, other: ast.expr) -> Gate | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from ...spec import Kind
@@ -133,43 +133,36 @@ class Heads(Match):
 
 def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list[Heads]:
     """The pairs of q and k norms, in order, except those whose names an inner function may read."""
-    return [
-        heads
-        for body in flow.bodies
-        for heads in _heads_in(flow, body, attentions)
-        if not flow.is_captured(*(norm.name for norm in heads.norms))
-    ]
-
-
-def _heads_in(flow: Dataflow, body: list[ast.stmt], attentions: Mapping[ast.Call, Attention]) -> Iterator[Heads]:
-    first: HeadNorm | None = None
-    for statement in body:
-        norm = _head_norm(statement, flow.own)
-        if first is not None and (mentions(statement, first.name) or edits_in_place(statement)):
+    found = []
+    for body in flow.bodies:
+        first: HeadNorm | None = None
+        for statement in body:
+            norm = _head_norm(statement, flow.own)
+            if first is not None and (mentions(statement, first.name) or edits_in_place(statement)):
+                first = None
+            if norm is None:
+                continue
+            # After fusing, the first norm comes after what is between them, and after the argument of the second.
+            between = [] if first is None else flow.between(first.statement, statement) or []
+            if first is None or flow.may_change(first.call.args[0], [*between, *norm.call.args]):
+                first = norm
+                continue
+            if not flow.is_captured(first.name, norm.name):
+                rotation = _rotation(flow, statement, (first.name, norm.name))
+                attention = None if rotation is None else attentions.get(rotation[1])
+                found.append(Heads((first, norm), rotation, attention))
             first = None
-        if norm is None:
-            continue
-        if first is None:
-            first = norm
-            continue
-        # After fusing, the first norm comes after what is between them, and after the argument of the second.
-        between = flow.between(first.statement, statement) or []
-        if flow.may_change(first.call.args[0], [*between, *norm.call.args]):
-            first = norm
-            continue
-        rotation = _rotation(flow, statement, (first.name, norm.name))
-        yield Heads((first, norm), rotation, None if rotation is None else attentions.get(rotation[1]))
-        first = None
+    return found
 
 
 def _head_norm(statement: ast.stmt, own: str) -> HeadNorm | None:
     """The norm that a statement computes, perhaps with ``.transpose(1, 2)``, and nothing else."""
     match statement:
-        case ast.Assign([ast.Name(name)], value):
-            match value:
-                case ast.Call(ast.Attribute(normed, "transpose"), [ast.Constant(1), ast.Constant(2)], []):
-                    value = normed
-            call = call_of_own(value, own)
+        case ast.Assign(
+            [ast.Name(name)],
+            ast.Call(ast.Attribute(normed, "transpose"), [ast.Constant(1), ast.Constant(2)], []) | normed,
+        ):
+            call = call_of_own(normed, own)
             return HeadNorm(statement, call, name) if call and QK_NAME.fullmatch(callee_name(call)) else None
     return None
 

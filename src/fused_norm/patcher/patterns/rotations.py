@@ -32,7 +32,7 @@ from ..dataflow import Conditions, Dataflow, may_hold
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rewrite import Rewrite
-from ..rotation_recognition import Rotation, recognise_rotation
+from ..rotation_recognition import recognise_rotation
 from ..source import global_of
 from .attentions import Attention
 from .calls import EditedForward, Match
@@ -103,13 +103,13 @@ def decide_rotations(
 def decide_missed_rotations(
     rotations: Sequence[RotationCall], block: Block, function: Any, reason: str
 ) -> Iterator[Site]:
-    """The rows of rotations in a ``function``, or in the forward of a class, that are not fused for a ``reason``."""
+    """The rows of rotations in a ``function`` that the forward calls, which are not fused for a ``reason``."""
     for rotation in rotations:
         with suppress(UnrecognisedError):
             if rotation.arguments and may_hold(rotation.conditions, block.module):
-                rotation_of(function, rotation.rotate, rotation.arguments)
+                recognise_rotation(global_of(function, rotation.rotate), rotation.arguments)
                 row = block.own_row("rope", already=False)
-                yield row.skipped(f"its {rotation.rotate} {reason}", in_helper=function is not block.origin)
+                yield row.skipped(f"its {rotation.rotate} {reason}", in_helper=True)
 
 
 def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) -> Site:
@@ -118,49 +118,28 @@ def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) ->
         return row
     if not arguments:
         return row.skipped(f"{rotate} takes other arguments than q, k, cos, sin")
+    function = global_of(block.origin, rotate)
     try:
-        rotation_of(block.origin, rotate, arguments)
+        recognise_rotation(function, arguments)
     except UnrecognisedError as error:
-        owner = _owner_of(global_of(block.origin, rotate), block.origin)
-        row = row if owner is None else row.skipped(f"{rotate} was replaced, by {owner}", "overridden")
+        if isinstance(function, nn.Module):  # with another forward bound to it, as `kernelize` does
+            function = getattr(vars(function).get("forward"), "__func__", None)
+        package = block.origin.__module__.partition(".")[0]
+        if isinstance(function, FunctionType) and function.__module__.partition(".")[0] != package:
+            owner = f"{function.__module__}.{function.__qualname__}"
+            row = row.skipped(f"{rotate} was replaced, by {owner}", "overridden")
         return row.skipped(str(error))
     return row
 
 
-def rotation_of(layer: Any, name: str, arguments: int = 4) -> Rotation:
-    """The rotation that a forward calls by this global name, with so many arguments.
-
-    Raises:
-        SourceError: if the forward is no function.
-        UnrecognisedError: if the name stands for something else.
-    """
-    return recognise_rotation(global_of(layer, name), arguments)
-
-
-def _owner_of(function: Any, origin: type[nn.Module]) -> str | None:
-    """The name of a function that is not of the package of the class which calls it, or None."""
-    if isinstance(function, nn.Module):  # with another forward bound to it, as `kernelize` does
-        function = getattr(vars(function).get("forward"), "__func__", None)
-    if not isinstance(function, FunctionType):
-        return None
-    if function.__module__.partition(".")[0] == origin.__module__.partition(".")[0]:
-        return None
-    return f"{function.__module__}.{function.__qualname__}"
-
-
 def find_rotations(
-    definition: ast.FunctionDef, flow: Dataflow, after: Mapping[ast.Call, int], attentions: Mapping[ast.Call, Attention]
+    flow: Dataflow, after: Mapping[ast.Call, int], attentions: Mapping[ast.Call, Attention]
 ) -> list[RotationCall]:
     """The calls of rotary embeddings, by name, and any calls ``after`` norms of queries and keys, with their index."""
-    return [
-        RotationCall(call, after.get(call), attentions.get(call), flow.conditions(call))
-        for call in ast.walk(definition)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-        if call in after or (ROTATION_NAME.search(call.func.id) and _takes_angles(call))
-    ]
-
-
-def _takes_angles(call: ast.Call) -> bool:
-    """Return whether a call has arguments for cos and sin, by position or by these names."""
-    names = {keyword.arg for keyword in call.keywords}
-    return len(call.args) >= min(_ARGUMENTS) or {"cos", "sin"} <= names
+    rotations = []
+    for call in ast.walk(flow.definition):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            takes_angles = len(call.args) >= min(_ARGUMENTS) or {"cos", "sin"} <= {word.arg for word in call.keywords}
+            if call in after or (takes_angles and ROTATION_NAME.search(call.func.id)):
+                rotations.append(RotationCall(call, after.get(call), attentions.get(call), flow.conditions(call)))
+    return rotations
