@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.kernels.plans import WIDEST_FORWARD
@@ -62,6 +63,14 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], *, exact: b
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, **({"rtol": 0.0, "atol": 0.0} if exact else {}))
 
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+}
+"""Of gates, as modelling code computes them."""
 
 Scales = dict[str, Tensor]
 """What errors are relative to, by the name of a result."""

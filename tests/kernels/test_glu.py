@@ -7,28 +7,20 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fused_norm.kernels import glu
-from fused_norm.kernels.arguments import ACTIVATIONS
+from fused_norm.kernels.arguments import ACTIVATIONS as NAMES
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
 
-from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
+from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
 
-STOCK: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
-
-
-EVERY = pytest.mark.parametrize("activation", ACTIVATIONS)
+EVERY = pytest.mark.parametrize("activation", NAMES)
 
 
 def stock(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
-    return STOCK[activation](gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def inputs(device: str, *shape: int, gate: torch.dtype = BF16, up: torch.dtype | None = BF16) -> Tensors:
@@ -67,7 +59,7 @@ def _rounded(x: Tensor, activation: str) -> Tensor:
         wide = x.float()
         erf = torch.erf((wide * 0.5**0.5).double()).float()
         return (wide * (0.5 * (1 + erf))).to(x.dtype)
-    return STOCK[activation](x)
+    return ACTIVATIONS[activation](x)
 
 
 @EVERY
@@ -78,7 +70,7 @@ def test_the_activation_is_rounded_before_the_product(dtype: torch.dtype, activa
     apart = glu(gate, up, activation) != _rounded(gate, activation) * up
     # The last bit of erf is CUDA's or Triton's, and near -1 one is added to it.
     assert apart.double().mean() < (2e-2 if (activation, device) == ("gelu", "cuda") else 1e-3)
-    unrounded = (STOCK[activation](gate.float()) * up.float()).to(dtype)
+    unrounded = (ACTIVATIONS[activation](gate.float()) * up.float()).to(dtype)
     assert (glu(gate, up, activation) != unrounded).double().mean() > 0.05, "one rounding is told from two"
 
 
@@ -95,7 +87,7 @@ def test_activations_agree_with_torch_in_fp32_over_their_whole_range(activation:
         assert ((value - truth).abs() <= 4e-7 * truth.abs() + 2e-7 * x.abs().clamp(max=10)).all()
     small = near[near < 1e-4]
     found = glu(small, torch.ones_like(small), activation)
-    torch.testing.assert_close(found, STOCK[activation](small), rtol=3e-7, atol=0)
+    torch.testing.assert_close(found, ACTIVATIONS[activation](small), rtol=3e-7, atol=0)
 
 
 @EVERY

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import ClassVar
 
 import pytest
@@ -174,30 +173,6 @@ def test_neighbours_of_every_width(width: int, device: str) -> None:
     for heads in cases:
         tokens = 2 if width > 256 else 5
         assert_right(heads, heads.inputs(width, device, batch=1, q_heads=5, k_heads=1, tokens=tokens))
-
-
-class Faulty(Neighbours):
-    """Neighbours that are turned wrongly: their cos and sin are changed, or they are rotated in another way."""
-
-    def fused(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
-        layout, by_pair = self.layout, self.by_pair
-        other = "deinterleaved" if layout == "interleaved" else "interleaved"
-        if self.fault == "sign":
-            inputs = inputs.but(sin=-inputs.sin)
-        elif self.fault == "next pair":
-            inputs = inputs.but(cos=inputs.cos.roll(-1 if by_pair or layout == "deinterleaved" else -2, -1))
-        ways = {"partner": ("half", False), "other angles": (layout, not by_pair), "other layout": (other, by_pair)}
-        way = ways.get(self.fault, (layout, by_pair))
-        return Neighbours(*way).fused(inputs)
-
-
-@pytest.mark.parametrize("fault", [None, "partner", "sign", "next pair", "other angles", "other layout"])
-@pytest.mark.parametrize("way", Neighbours.STOCK)
-def test_faults_of_neighbours_are_seen(way: tuple[str, bool], fault: str | None, device: str) -> None:
-    heads = Faulty(*way)
-    vars(heads)["fault"] = fault
-    with nullcontext() if fault is None else pytest.raises(AssertionError):
-        assert_right(heads, heads.inputs(16, device))
 
 
 def test_neighbours_one_tensor_at_a_time_in_either_layout(device: str) -> None:
