@@ -34,6 +34,11 @@ def slow(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow, id=str(value)) for value in values]
 
 
+def slow_rows(*rows: Sequence[Any]) -> list[Any]:
+    """Rows of several parameters that are left to the slow tests."""
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
 EVERY_WIDTH = (*WIDTHS, *slow(*WIDE))
 
 
