@@ -164,6 +164,20 @@ class Norm:
             y = y * (1 + w if self.zero_centered else w)
         return y, None if r is None else s
 
+    def assert_right(self, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
+        """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
+        ours, stock = run(self.fused, inputs, frozen), run(self.stock, inputs, frozen)
+        truth = run_true(self, inputs, frozen)
+        assert_near(ours, stock, truth, scales(self, inputs, truth))
+        rounded = stock.y
+        if self.casting == "none":
+            total = inputs.x if stock.s is None else stock.s
+            rounded = none_rounded_once(total, inputs.w, self.eps, self.zero_centered)
+        assert_same_rounding(self, ours.y, rounded)
+        if ours.s is not None:
+            assert torch.equal(ours.s, stock.s), "a sum is rounded once, so it has one value"
+        return ours
+
 
 def _stock_llama(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
     input_dtype = x.dtype
@@ -342,21 +356,6 @@ def assert_rounded_once(
         error = (getattr(ours, name).double() - exact).abs()
         allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 16 * torch.finfo(FP32).eps * scale[name]
         assert (error <= allowed).all(), name
-
-
-def assert_within_budget(norm: Norm, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
-    """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
-    ours, stock = run(norm.fused, inputs, frozen), run(norm.stock, inputs, frozen)
-    truth = run_true(norm, inputs, frozen)
-    assert_near(ours, stock, truth, scales(norm, inputs, truth))
-    rounded = stock.y
-    if norm.casting == "none":
-        total = inputs.x if stock.s is None else stock.s
-        rounded = none_rounded_once(total, inputs.w, norm.eps, norm.zero_centered)
-    assert_same_rounding(norm, ours.y, rounded)
-    if ours.s is not None:
-        assert torch.equal(ours.s, stock.s), "a sum is rounded once, so it has one value"
-    return ours
 
 
 def assert_same_rounding(norm: Norm, ours: Tensor, stock: Tensor) -> None:
