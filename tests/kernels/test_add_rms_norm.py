@@ -152,16 +152,6 @@ def test_retained_and_replaced_gradients_stay_with_their_tensor(used: str, devic
     torch.testing.assert_close(*found, rtol=2**-6, atol=2**-6)
 
 
-def test_one_tensor_as_branch_and_residual(device: str) -> None:
-    inputs = LLAMA.inputs((5, 130), device)
-    inputs.r = inputs.x
-    separate = run(LLAMA.fused, inputs)
-    x = inputs.x.detach().requires_grad_()
-    outputs = LLAMA.fused(x, x, inputs.w)
-    torch.autograd.backward(outputs, (inputs.dy, inputs.ds))
-    assert torch.equal(x.grad, separate.dx + separate.dr)
-
-
 def _leaves(device: str) -> list[Tensor]:
     return [torch.randn(size, device=device, requires_grad=True) for size in ((5, 64), (5, 64), (64,))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -92,30 +93,31 @@ SHAPES: list[tuple[tuple[int, ...], int, int, int]] = [
     ((2, 9), 130, 65, 16),
     ((3, 2, 11), 48, 31, 24),
     ((65,), 64, 200, 64),
+    ((3,), 20, 17, lora_kernels.HIGHEST_RANK),
     *slow(((33,), 40, 66, 128), ((2, 20), 70, 30, 256)),
 ]
-DTYPES = [
-    {"x": x, "base": base, "weights": weights} for x in (BF16, FP16) for base in (FP32, x) for weights in (FP32, x)
-]
+DTYPES = [*itertools.product((BF16, FP16), (FP32, None), (FP32, None)), (FP16, BF16, FP32)]
+"""Of x, of base and of the factors, of which None is x's."""
 
 
 @pytest.mark.parametrize("scale", [0.7, *slow(1, 2, -1)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_where_sums_are_exact_every_shape_gives_the_bits_of_the_reference(
-    shape: tuple[tuple[int, ...], int, int, int], scale: float, device: str
+    shape: tuple[tuple[int, ...], int, int, int], scale: float, launches: list[Launch], device: str
 ) -> None:
     given = integers(inputs(device, *shape))
     ours = run(by(lora_add, scale), given)
+    assert launches
     assert_equal(ours, formula(given, scale))
     assert_equal(ours, run(by(reference.lora_add, scale), given))
 
 
 @pytest.mark.parametrize("scale", [1, 0.7, *slow(2, -1)])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: "-".join(str(one)[6:] for one in dtypes.values()))
+@pytest.mark.parametrize(("x", "base", "weights"), DTYPES, ids=str)
 def test_where_sums_are_exact_every_dtype_gives_the_bits_of_the_formula(
-    dtypes: dict[str, torch.dtype], scale: float, device: str
+    x: torch.dtype, base: torch.dtype | None, weights: torch.dtype | None, scale: float, device: str
 ) -> None:
-    given = integers(inputs(device, *SMALL, **dtypes))
+    given = integers(inputs(device, *SMALL, x=x, base=base or x, weights=weights or x))
     assert_equal(run(by(lora_add, scale), given), formula(given, scale))
 
 
@@ -162,20 +164,19 @@ def apart(ours: Tensors, expected: Tensors) -> float:
     return max(shares)
 
 
-def test_every_rounding_of_the_formula_is_made(device: str) -> None:
-    given = inputs(device, (6,), 48, 64, 8, base=FP32)
+@pytest.mark.parametrize(
+    ("rows", "base", "names", "share"),
+    [(6, FP32, ROUNDED, 0.1), (40, BF16, ("h", "u", "scaled"), 0.05)],
+    ids=["of a float32 sum", "of a 16-bit sum, rounded behind the product"],
+)
+def test_every_rounding_of_the_formula_is_made(
+    rows: int, base: torch.dtype, names: Sequence[str], share: float, device: str
+) -> None:
+    given = inputs(device, (rows,), 48, 64, 8, base=base)
     ours = run(by(lora_add, 0.7), given)
     assert apart(ours, formula(given, 0.7)) < 0.02
-    for name in ROUNDED:
-        assert apart(ours, formula(given, 0.7, without=name)) > 0.1, name
-
-
-def test_a_16_bit_sum_is_rounded_behind_the_product(device: str) -> None:
-    given = inputs(device, (40,), 48, 64, 8)
-    ours = run(by(lora_add, 0.7), given)
-    assert apart(ours, formula(given, 0.7)) < 0.02
-    for name in ("h", "u", "scaled"):
-        assert apart(ours, formula(given, 0.7, without=name)) > 0.05, name
+    for name in names:
+        assert apart(ours, formula(given, 0.7, without=name)) > share, name
 
 
 WANTED = {
@@ -201,17 +202,6 @@ def test_gradients_are_those_that_are_wanted(wanted: str, launched: Callable[[],
     assert launched() == ["_narrow_kernel", "_widen_kernel", *(f"_{name}_kernel" for name in WANTED[wanted])]
 
 
-def test_nothing_is_kept_where_no_gradient_is_wanted(device: str) -> None:
-    given = inputs(device, *SMALL)
-    plain = lora_add(given.base, given.x, given.a, given.b, 2)
-    with torch.no_grad():
-        given = given.mapped(lambda one: one.requires_grad_())
-        y = lora_add(given.base, given.x, given.a, given.b, 2)
-    assert not y.requires_grad
-    assert not plain.requires_grad
-    assert torch.equal(y, plain)
-
-
 def test_the_gradient_of_base_is_that_which_arrives(device: str) -> None:
     given = inputs(device, *SMALL)
     leaves = [one.requires_grad_() for one in (given.base, given.x, given.a, given.b)]
@@ -219,32 +209,21 @@ def test_the_gradient_of_base_is_that_which_arrives(device: str) -> None:
     assert dbase.data_ptr() == given.dy.data_ptr()
 
 
-def test_base_may_be_of_another_16_bit_dtype(device: str) -> None:
-    given = integers(inputs(device, *SMALL, x=FP16, base=BF16))
-    ours = run(by(lora_add, 0.7), given)
-    assert (ours.y.dtype, ours.dbase.dtype) == (FP32, BF16)
-    assert_equal(ours, formula(given, 0.7))
-
-
-def test_x_the_weights_and_the_rows_between_the_products_are_kept(device: str) -> None:
-    given = inputs(device, *SMALL)
+@pytest.mark.parametrize("is_cast", [True, False])
+def test_x_the_weights_as_they_are_multiplied_and_the_rows_between_the_products_are_kept(
+    is_cast: bool, device: str
+) -> None:
+    """Of the factors the casts that stock code makes, or they themselves."""
+    given = inputs(device, *SMALL, weights=FP32 if is_cast else BF16)
     leaves = [one.requires_grad_() for one in (given.base, given.x, given.a, given.b)]
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         lora_add(*leaves)
-    assert kept[0].data_ptr() == given.x.data_ptr()
     assert [(tuple(one.shape), one.dtype) for one in kept[3:]] == [((5, 3, 4), BF16)]
-    for one, factor in zip(kept[1:3], (given.a, given.b), strict=True):  # the casts that stock code makes
+    assert kept[0].data_ptr() == given.x.data_ptr()
+    for one, factor in zip(kept[1:3], (given.a, given.b), strict=True):
         assert torch.equal(one, factor.bfloat16())
-
-
-def test_factors_that_are_not_cast_are_kept_themselves(device: str) -> None:
-    given = inputs(device, *SMALL)
-    leaves = [one.bfloat16().requires_grad_() for one in (given.base, given.x, given.a, given.b)]
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        lora_add(*leaves)
-    assert [one.data_ptr() for one in kept[:3]] == [one.data_ptr() for one in leaves[1:]]
+        assert (one.data_ptr() == factor.data_ptr()) == (not is_cast)
 
 
 LAYOUTS: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
@@ -322,25 +301,11 @@ def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(
     assert refusal.reason == "a or b has more elements than 32 bits count"
 
 
-def test_the_highest_rank_is_for_kernels(launches: list[Launch], device: str) -> None:
-    given = integers(inputs(device, (3,), 20, 17, lora_kernels.HIGHEST_RANK))
-    assert_equal(run(by(lora_add, 2), given), formula(given, 2))
-    assert launches
-
-
 def test_the_same_call_gives_the_same_bits_again(device: str) -> None:
     given = inputs(device, (300,), 40, 24, 8)
     first = run(by(lora_add, 0.7), given)
     for _ in range(2):
         assert_equal(run(by(lora_add, 0.7), given), first)
-
-
-def test_the_shape_of_a_batch_is_no_matter(device: str) -> None:
-    given = inputs(device, (2, 3, 5), 40, 24, 4)
-    flat = given.but(**{name: getattr(given, name).flatten(0, 2) for name in ("base", "x", "dy")})
-    found, expected = (run(by(lora_add, 0.7), one) for one in (given, flat))
-    for name, value in found.present().items():
-        assert torch.equal(value.reshape(getattr(expected, name).shape), getattr(expected, name))
 
 
 def near(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fused_norm.spec import CASTINGS
 
-from .numerics import BASE_CASTINGS, BF16, DTYPES, FP16, FP32, WIDE, WIDTHS, Norm, slow_rows
+from .numerics import BASE_CASTINGS, BF16, DTYPES, FP16, FP32, WIDE, WIDTHS, Norm, run, slow_rows
 from .sandwich import Sandwich
 
 LLAMA, ADDED = Norm("llama", x=BF16, w=BF16), Norm("llama", x=BF16, w=BF16, r=BF16)
@@ -115,3 +116,15 @@ def test_wide_rows_are_as_accurate_as_the_stock_code(norm: Norm | Sandwich, widt
 @pytest.mark.usefixtures("in_chunks")
 def test_rows_in_chunks_are_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
     norm.assert_right(norm.inputs((13, 145), device))
+
+
+@pytest.mark.parametrize("norm", [ADDED, Sandwich(x=BF16, r=BF16, inner=BF16, w=BF16)], ids=["sum", "sandwich"])
+def test_one_tensor_as_branch_and_residual_and_one_weight_for_both_norms(norm: Norm | Sandwich, device: str) -> None:
+    inputs = norm.inputs((5, 130), device)
+    inputs = inputs.but(r=inputs.x, w=inputs.inner if isinstance(norm, Sandwich) else inputs.w)
+    separate = run(norm.fused, inputs)
+    x, w = (one.detach().requires_grad_() for one in (inputs.x, inputs.w))
+    weights = (w, w) if isinstance(norm, Sandwich) else (w,)
+    torch.autograd.backward(norm.fused(x, x, *weights), (inputs.dy, inputs.ds))
+    assert torch.equal(x.grad, separate.dx + separate.dr)
+    assert torch.equal(w.grad, separate.dw if separate.dinner is None else separate.dinner + separate.dw)

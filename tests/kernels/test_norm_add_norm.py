@@ -176,16 +176,6 @@ def test_no_rows_that_one_kernel_would_not_hold(device: str) -> None:
         assert torch.equal(one, torch.zeros(shape[-1], dtype=BF16, device=device))
 
 
-def test_one_tensor_as_branch_and_residual_and_one_weight_for_both_norms(device: str) -> None:
-    inputs = LLAMA.inputs((5, 130), device)
-    inputs = inputs.but(r=inputs.x, w=inputs.inner)
-    separate = run(LLAMA.fused, inputs)
-    x, w = (one.detach().requires_grad_() for one in (inputs.x, inputs.w))
-    torch.autograd.backward(LLAMA.fused(x, x, w, w), (inputs.dy, inputs.ds))
-    assert torch.equal(x.grad, separate.dx + separate.dr)
-    assert torch.equal(w.grad, separate.dinner + separate.dw)
-
-
 @_limits("none", "both")
 @pytest.mark.usefixtures("sandwich_limits")
 def test_the_backward_gets_both_rstd_unrounded(device: str) -> None:
