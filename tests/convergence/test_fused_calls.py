@@ -17,6 +17,7 @@ from fused_norm.model_configs import build as build_on_cpu
 from fused_norm.model_configs import tiny_config
 from fused_norm.patcher import Site
 
+from ..conftest import slow, slow_rows
 from ..patcher.test_convolutions import ByFunction, BySilu
 from ..planted.faults import FAULTS
 from ..planted.planting import PlantedFault, linear_cross_entropy
@@ -192,10 +193,11 @@ def record_of(model, calls, **how):
     ("family", "change", "mixed"),
     [
         ("llama", {}, False),
-        pytest.param("llama", {}, True, marks=pytest.mark.slow),
-        pytest.param("granite", {"logits_scaling": 3.0}, False, marks=pytest.mark.slow),
-        pytest.param("gemma2", {"final_logit_softcapping": 2.0}, False, marks=pytest.mark.slow),
-        pytest.param("gemma2", {"final_logit_softcapping": 2.0}, True, marks=pytest.mark.slow),
+        *slow_rows(
+            ("llama", {}, True),
+            ("granite", {"logits_scaling": 3.0}, False),
+            *(("gemma2", {"final_logit_softcapping": 2.0}, mixed) for mixed in (False, True)),
+        ),
     ],
 )
 def test_a_head_and_its_loss_are_held_to_the_stock_formula(family, change, mixed):
@@ -295,10 +297,7 @@ def test_packed_sequences_have_angles_of_their_own_and_large_numbers(fused):
     assert q.abs().max() > 4 * given[0][0].abs().max()
 
 
-@pytest.mark.parametrize(
-    "execution",
-    ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora-alone", "lora", "lora-dropout"))],
-)
+@pytest.mark.parametrize("execution", ["eager", *slow("lora-alone", "lora", "lora-dropout")])
 def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
     model = build(tiny_config("llama", num_hidden_layers=2), seed=0)
     if execution != "eager":
@@ -316,8 +315,7 @@ def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
     ("precision", "fault"),
     [
         ("bf16", "rms_norm_for_consumers-order"),
-        pytest.param("mixed", "add_rms_norm_for_consumers-early", marks=pytest.mark.slow),
-        pytest.param("fp32", "consumers-detached", marks=pytest.mark.slow),
+        *slow_rows(("mixed", "add_rms_norm_for_consumers-early"), ("fp32", "consumers-detached")),
     ],
 )
 def test_linears_that_have_an_output_of_a_norm_each_are_held_to_the_bits_of_one(precision, fault):

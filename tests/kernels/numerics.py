@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,22 +20,14 @@ from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.kernels.plans import WIDEST_FORWARD
 from fused_norm.spec import NormSpec
 
+from ..conftest import slow
+
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
 
 WIDTHS = (1, 2, 3, 7, 64, 80, 123, 128, 130, 256, 409, 513, 1023, 1024, 1025, 2560)
 WIDE = (3571, 5120, 5121, 7001, 12288, 12289, 17001, WIDEST_FORWARD + 617)
 """Rows on, above and below every limit of the launch plans, odd ones among them; the last two are read in chunks."""
-
-
-def slow(*values: Any) -> list[Any]:
-    """Parameters that are left to the slow tests."""
-    return [pytest.param(value, marks=pytest.mark.slow, id=str(value)) for value in values]
-
-
-def slow_rows(*rows: Sequence[Any]) -> list[Any]:
-    """Rows of several parameters that are left to the slow tests."""
-    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
 EVERY_WIDTH = (*WIDTHS, *slow(*WIDE))

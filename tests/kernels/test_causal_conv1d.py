@@ -15,7 +15,8 @@ from fused_norm.kernels.operator import OPERATORS
 from fused_norm.kernels.plans import conv_plan
 from fused_norm.kernels.triton import conv_kernels
 
-from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
+from ..conftest import slow
+from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run
 
 ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", None])
 

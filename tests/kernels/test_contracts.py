@@ -14,9 +14,10 @@ from fused_norm.kernels import recording
 from fused_norm.kernels.plans import BackwardPlan
 from fused_norm.kernels.triton.launch import Launch
 
+from ..conftest import slow
 from .calls import CALLS, HEADS, IN_PART, NAMES, ROWS, SEQUENCES, Call, every_call, present
 from .conftest import OPERATORS
-from .numerics import ROW_LAYOUTS, WEIGHT_LAYOUTS, Guarded, assert_same_row, far_apart, in_layout, slow
+from .numerics import ROW_LAYOUTS, WEIGHT_LAYOUTS, Guarded, assert_same_row, far_apart, in_layout
 
 IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
 """Rows of 33 to 48 elements in tiles of two rows."""

@@ -15,7 +15,8 @@ from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE,
 from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.reference import CLAMP_HAS_GRADIENT_AT_LIMIT
 
-from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
+from ..conftest import slow, slow_rows
+from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run
 
 GATES: list[tuple[Any, ...]] = [
     ("silu", False, None, None),
@@ -130,7 +131,7 @@ def test_a_limit_is_inside_and_what_is_beyond_has_no_gradient(device: str) -> No
 
 @pytest.mark.parametrize(
     ("tokens", "count", "width"),
-    [(5, 3, 37), (4, 1, 16), (2, 8, 130), pytest.param(33, 6, 600, marks=pytest.mark.slow)],
+    [(5, 3, 37), (4, 1, 16), (2, 8, 130), *slow_rows((33, 6, 600))],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_go_to_experts_and_their_gradients_are_summed_once(
@@ -153,7 +154,7 @@ def test_rows_go_to_experts_and_their_gradients_are_summed_once(
 
 @pytest.mark.parametrize(
     ("rows", "width"),
-    [((5, 0, 70, 1), 37), ((3,), 16), ((0, 40, 33, 0), 130), pytest.param((200, 9), 600, marks=pytest.mark.slow)],
+    [((5, 0, 70, 1), 37), ((3,), 16), ((0, 40, 33, 0), 130), *slow_rows(((200, 9), 600))],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
@@ -175,7 +176,7 @@ def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
 
 @pytest.mark.parametrize(
     ("tokens", "count", "width"),
-    [(5, 3, 37), (4, 1, 16), (2, 8, 130), pytest.param(9, 4, 5000, marks=pytest.mark.slow)],
+    [(5, 3, 37), (4, 1, 16), (2, 8, 130), *slow_rows((9, 4, 5000))],
 )
 @pytest.mark.parametrize(
     ("x", "weights"),
@@ -183,7 +184,7 @@ def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
         (BF16, FP32),
         (BF16, BF16),
         (FP32, FP32),
-        *(pytest.param(FP16, one, marks=pytest.mark.slow) for one in (FP32, FP16)),
+        *slow_rows((FP16, FP32), (FP16, FP16)),
     ],
     ids=str,
 )

@@ -27,8 +27,9 @@ from fused_norm.kernels.operator import norm_spec
 from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from fused_norm.kernels.triton import memory
 
+from ..conftest import slow, slow_rows
 from .fp8_values import E4M3, assert_same_bits, assert_same_codes, hard_rows, in_bits
-from .numerics import BF16, FP16, FP32, Guarded, Norm, slow, slow_rows
+from .numerics import BF16, FP16, FP32, Guarded, Norm
 
 Names = list[str]
 
@@ -212,9 +213,7 @@ def coat(x: Tensor, x_scale: Tensor, w: Tensor, dy: Tensor, eps: float) -> dict[
 
 
 @pytest.mark.parametrize("scale_dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize(
-    "shape", [(2, 3, 112), (5, 16), pytest.param((6, WIDEST_BACKWARD + 16), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("shape", [(2, 3, 112), (5, 16), *slow((6, WIDEST_BACKWARD + 16))])
 def test_norms_of_codes_are_coats(shape: tuple[int, ...], scale_dtype: torch.dtype, device: str) -> None:
     h = (torch.randn(shape, device=device) * 3).to(BF16).requires_grad_()
     w = torch.randn(shape[-1], device=device).to(BF16).requires_grad_()
@@ -279,7 +278,7 @@ def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["tensorwise", "rowwise", "block128", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mxfp8", "coat_input"))],
+    ["tensorwise", "rowwise", "block128", *slow("mxfp8", "coat_input")],
 )
 def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) -> None:
     spec, bands = norm_spec("llama", False, 1e-6), Guarded()

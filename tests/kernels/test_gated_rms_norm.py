@@ -12,7 +12,8 @@ from fused_norm.kernels import gated_rms_norm
 from fused_norm.kernels.plans import WIDEST_GATED, backward_plan
 from fused_norm.kernels.triton.launch import Launch
 
-from .numerics import ACTIVATIONS, BF16, FP16, FP32, Scales, Tensors, assert_near, drawn, run, slow
+from ..conftest import slow
+from .numerics import ACTIVATIONS, BF16, FP16, FP32, Scales, Tensors, assert_near, drawn, run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from fused_norm.kernels import glu
 from fused_norm.kernels.arguments import ACTIVATIONS as NAMES
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
 
-from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
+from ..conftest import slow
+from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run
 
 EVERY = pytest.mark.parametrize("activation", NAMES)
 

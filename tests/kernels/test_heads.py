@@ -20,9 +20,10 @@ from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.memory import empty_rows_like
 from fused_norm.spec import NormSpec
 
+from ..conftest import slow, slow_rows
 from .calls import launches_of
 from .heads import Heads, rotated, steps
-from .numerics import BF16, FP16, FP32, Norm, assert_same_row, run, slow, slow_rows
+from .numerics import BF16, FP16, FP32, Norm, assert_same_row, run
 
 LLAMA = Heads(Norm("llama", x=BF16, w=BF16))
 ROPE = Heads(Norm("llama", x=BF16, w=BF16), 16)
@@ -311,7 +312,7 @@ def test_what_is_not_needed_is_not_allocated(device: str, monkeypatch: pytest.Mo
     assert allocated == [dq.shape]
 
 
-@pytest.mark.parametrize("heads", [LLAMA, pytest.param(replace(ROPE, rotary=256), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("heads", [LLAMA, *slow(replace(ROPE, rotary=256))], ids=str)
 def test_dw_is_summed_over_many_programs(heads: Heads, device: str) -> None:
     """More tiles than programs on both sides, and repeats that agree to the last bit."""
     tokens = 3 * device_props(torch.device(device)).processors

@@ -17,6 +17,7 @@ from fused_norm.kernels.linear_4bit import LINEAR_4BIT
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 
+from ..conftest import slow_rows
 from .numerics import BF16, FP16, FP32
 from .test_dequantize import parts_of
 
@@ -85,7 +86,7 @@ FORMS = pytest.mark.parametrize(
     ("x_dtype", "y_dtype", "dtype"),
     [
         *((FP32, FP32, BF16), (BF16, BF16, BF16), (BF16, FP32, BF16), (FP32, BF16, BF16)),
-        *(pytest.param(*dtypes, FP16, marks=pytest.mark.slow) for dtypes in ((FP32, FP32), (FP16, FP16))),
+        *slow_rows((FP32, FP32, FP16), (FP16, FP16, FP16)),
     ],
     ids=str,
 )

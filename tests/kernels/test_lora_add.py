@@ -15,7 +15,8 @@ from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton import lora_kernels
 from fused_norm.kernels.triton.launch import Launch
 
-from .numerics import BF16, FAR, FP16, FP32, Tensors, drawn, far_apart, floor, run, slow
+from ..conftest import slow
+from .numerics import BF16, FAR, FP16, FP32, Tensors, drawn, far_apart, floor, run
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ROUNDED = ("h", "u", "scaled", "dy", "du", "dh", "da", "db")

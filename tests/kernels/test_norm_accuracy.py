@@ -7,7 +7,8 @@ import torch
 
 from fused_norm.spec import CASTINGS
 
-from .numerics import BASE_CASTINGS, BF16, DTYPES, FP16, FP32, WIDE, WIDTHS, Norm, run, slow_rows
+from ..conftest import slow_rows
+from .numerics import BASE_CASTINGS, BF16, DTYPES, FP16, FP32, WIDE, WIDTHS, Norm, run
 from .sandwich import Sandwich
 
 LLAMA, ADDED = Norm("llama", x=BF16, w=BF16), Norm("llama", x=BF16, w=BF16, r=BF16)

@@ -16,6 +16,7 @@ from fused_norm.kernels.triton import norm_backward
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
 
+from ..conftest import slow
 from .numerics import (
     BF16,
     FP16,
@@ -51,7 +52,7 @@ def test_rstd_is_saved_unrounded_and_for_the_backward_alone(mode: str, device: s
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("width", [80, 1000, pytest.param(5120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width", [80, 1000, *slow(5120)])
 @pytest.mark.parametrize("norm", [LLAMA, Norm("none", x=FP32, w=BF16, r=BF16)], ids=str)
 def test_every_mode_computes_the_same_and_is_followed_by_the_same_backward(
     norm: Norm, width: int, mode: str, device: str

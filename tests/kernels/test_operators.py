@@ -28,9 +28,10 @@ from fused_norm.kernels import (
     rope,
 )
 
+from ..conftest import slow
 from .calls import CALLS, NAMES, NORMED, every_call, present
 from .conftest import OPERATORS
-from .numerics import BF16, WIDE, Norm, run, slow
+from .numerics import BF16, WIDE, Norm, run
 
 pytestmark = pytest.mark.usefixtures("large_graphs")
 
@@ -246,9 +247,7 @@ class Block(nn.Module):
             torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * expected.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    "name", ["add_rms_norm", *(pytest.param(name, marks=pytest.mark.slow) for name in STEPS if name != "add_rms_norm")]
-)
+@pytest.mark.parametrize("name", ["add_rms_norm", *slow(*(name for name in STEPS if name != "add_rms_norm"))])
 def test_numbers_of_a_module_are_no_symbols_and_lengths_are_compiled_once(name: str, device: str) -> None:
     block, counter = Block([name], device), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, backend=counter, dynamic=True)
@@ -305,7 +304,7 @@ def test_exports(trained: bool, device: str) -> None:
         assert torch.equal(program.module()(x), block(x))
 
 
-@pytest.mark.parametrize("rows", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [5, *slow(1)])
 @pytest.mark.parametrize("case", NORMED)
 def test_without_eps_dead_rows_of_a_tile_leave_no_trace(case: str, rows: int, device: str) -> None:
     call = every_call(device, rows=rows)[case]

@@ -18,8 +18,9 @@ from torch import Tensor
 from fused_norm.kernels.operator import OPERATORS
 from fused_norm.spec import CASTINGS, NormSpec
 
+from ..conftest import slow
 from .calls import Call, every_call, present
-from .numerics import BF16, FP16, FP32, slow
+from .numerics import BF16, FP16, FP32
 
 WEIGHTS = ("weight", "inner_weight", "q_weight", "k_weight", "a", "b")
 NEEDED = {"all": lambda name: True, "weights": lambda name: name in WEIGHTS, "others": lambda name: name not in WEIGHTS}
