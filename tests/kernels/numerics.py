@@ -53,11 +53,26 @@ class Tensors(SimpleNamespace):
         return Tensors(**vars(self) | others)
 
 
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], *, exact: bool) -> None:
-    """Assert equal bits; where not ``exact``, numbers as near as a row that a GPU adds up in another order."""
-    assert [one.dtype for one in found] == [one.dtype for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, **({"rtol": 0.0, "atol": 0.0} if exact else {}))
+def assert_same(
+    found: Tensors | Sequence[Tensor | None],
+    expected: Tensors | Sequence[Tensor | None],
+    *,
+    exact: bool = True,
+    where: object = "",
+) -> None:
+    """Assert equal dtypes and bits; not ``exact``, numbers as near as a row that a GPU adds up in another order.
+
+    Of tensors by name, those that are ``found``. ``where`` is said of a failure.
+    """
+    if isinstance(found, Tensors):
+        triples = [(name, one, getattr(expected, name)) for name, one in found.present().items()]
+    else:
+        triples = [(place, *both) for place, both in enumerate(zip(found, expected, strict=True))]
+    for name, one, other in triples:
+        assert (one is None) == (other is None), (name, where)
+        if one is not None:
+            tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {}
+            torch.testing.assert_close(one, other, **tolerance, msg=lambda text, name=name: f"{name} {where}: {text}")
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

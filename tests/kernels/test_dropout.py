@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fused_norm.kernels.dropout import MASKED_SCALE
 from fused_norm.patcher.adapter_dropout import dropped_between_casts
 
-from .numerics import BF16, FP16, FP32
+from .numerics import BF16, FP16, FP32, assert_same
 
 SCALES = 1 / 0.95, 1 / 0.9
 
@@ -62,7 +62,7 @@ def test_registered_operators_make_the_same_gradients(device: str) -> None:
         with mode:
             y = MASKED_SCALE(x, mask, *SCALES, BF16)
             results.append([y, *torch.autograd.grad(y, [x], dy)])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert_same(*results)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,7 @@ def test_on_a_gpu_it_has_the_bits_of_dropout_between_casts(shape: tuple[int, ...
         torch.manual_seed(3)
         ys = [way(x) for _ in range(2)]
         results.append([*ys, *(torch.autograd.grad(y, [x], dy)[0] for y in ys), torch.rand(4, device="cuda")])
-    for one, other in zip(*results, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+    assert_same(*results)
 
 
 def test_on_a_cpu_pytorchs_dropout_runs() -> None:

@@ -16,7 +16,7 @@ from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.reference import CLAMP_HAS_GRADIENT_AT_LIMIT
 
 from ..conftest import slow, slow_rows
-from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run
+from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
 
 GATES: list[tuple[Any, ...]] = [
     ("silu", False, None, None),
@@ -111,10 +111,9 @@ def test_rows_of_absent_experts_are_not_read(gate: tuple[Any, ...], device: str)
     sick = given.but(x=poisoned(given.x, absent), dy=poisoned(given.dy, absent))
     ours = run(lambda x: EXPERT_GATE(x, absent, *gate), sick)
     alone = run(lambda x: EXPERT_GATE(x, None, *gate), given.mapped(lambda one: one[:6]))
-    for name, value in ours.present().items():
-        assert torch.equal(value, getattr(expected, name))
-        assert not value[6:].any()
-        assert torch.equal(value[:6], getattr(alone, name))
+    assert_same(ours, expected)
+    assert_same(ours.mapped(lambda one: one[:6]), alone)
+    assert not any(value[6:].any() for value in ours.present().values())
 
 
 def test_a_limit_is_inside_and_what_is_beyond_has_no_gradient(device: str) -> None:
@@ -291,7 +290,7 @@ def test_a_call_repeats_its_bits_in_any_layout_and_writes_to_nothing(name: str, 
     for one, *others in zip(first, second, spaced, strict=True):
         assert all(torch.equal(one, other) for other in others)
     after = [one for one in arguments if isinstance(one, Tensor)]
-    assert all(map(torch.equal, before, after))
+    assert_same(before, after)
 
 
 @EACH

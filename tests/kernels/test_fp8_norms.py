@@ -29,7 +29,7 @@ from fused_norm.kernels.triton import memory
 
 from ..conftest import slow, slow_rows
 from .fp8_values import E4M3, assert_same_bits, assert_same_codes, hard_rows, in_bits
-from .numerics import BF16, FP16, FP32, Guarded, Norm
+from .numerics import BF16, FP16, FP32, Guarded, Norm, assert_same
 
 Names = list[str]
 
@@ -146,7 +146,7 @@ def test_gradients_are_those_of_the_16_bit_operator(norm: Norm, device: str) -> 
     incoming = [torch.randn_like(one) for one in outputs]
     for count in range(1, len(outputs) + 1):
         ours, expected = (gradients(some[:count], incoming[:count], leaves) for some in (ours_of, outputs))
-        assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+        assert_same(ours, expected)
     if s is not None:
         ours, expected = (gradients(some[1:], incoming[1:], leaves) for some in (ours_of, outputs))
         for one, other in zip(ours, expected, strict=True):
@@ -173,7 +173,7 @@ def test_what_was_made_in_inference_mode_trains_as_in_the_16_bit_operator(norm: 
         outputs = norm.fused(*leaves)[0], fused(norm, "block128", leaves)[0].placeholder
         dy = torch.randn_like(outputs[0])
         expected, ours = (gradients([y], [dy], leaves) for y in outputs)
-        assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+        assert_same(ours, expected)
 
 
 def test_without_gradients_nothing_is_differentiable(device: str) -> None:

@@ -13,7 +13,7 @@ from fused_norm.kernels.arguments import ACTIVATIONS as NAMES
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
 
 from ..conftest import slow
-from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run
+from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
 
 EVERY = pytest.mark.parametrize("activation", NAMES)
 
@@ -117,8 +117,7 @@ def test_any_number_of_rows(rows: int, device: str) -> None:
 def test_one_row_for_all(device: str) -> None:
     given = inputs(device, 4, 16)
     one = given.up[:1].expand(4, 16)
-    found, expected = (run(by(glu, "gelu"), given.but(up=up)).present() for up in (one, one.contiguous()))
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert_same(*(run(by(glu, "gelu"), given.but(up=up)) for up in (one, one.contiguous())))
 
 
 def summands(form: str, dtype: torch.dtype, device: str, width: int) -> tuple[Tensors, list[Tensor]]:
@@ -167,9 +166,7 @@ def test_for_consumers_it_has_the_bits_of_their_casts(
         for _ in range(2):  # recorded, and repeated
             computed = results(for_consumers(leaves, activation, dtype, wide))
             assert (computed[0].data_ptr() == computed[1].data_ptr()) == (wide in (0, 3))
-            for place, (one, other) in enumerate(zip(computed, expected, strict=True)):
-                assert one.dtype == other.dtype
-                assert torch.equal(one, other), place
+            assert_same(computed, expected, where=width)
         with torch.no_grad():
             found = for_consumers(leaves, activation, dtype, wide)
         # Without a gradient one output serves all consumers that read one dtype.

@@ -23,7 +23,7 @@ from fused_norm.spec import NormSpec
 from ..conftest import slow, slow_rows
 from .calls import launches_of
 from .heads import Heads, rotated, steps
-from .numerics import BF16, FP16, FP32, Norm, assert_same_row, run
+from .numerics import BF16, FP16, FP32, Norm, assert_same, assert_same_row, run
 
 LLAMA = Heads(Norm("llama", x=BF16, w=BF16))
 ROPE = Heads(Norm("llama", x=BF16, w=BF16), 16)
@@ -198,7 +198,7 @@ def test_cos_of_any_shape_that_broadcasts(kind: str, unsqueeze_dim: int, device:
         expected = run(heads.fused, inputs.but(**dense))
         if kind == "per token":
             heads.assert_right(inputs)
-        assert all(torch.equal(getattr(ours, name), value) for name, value in expected.present().items())
+        assert_same(expected, ours, where=heads)
 
 
 def test_four_dimensional_cos_tells_the_heads_itself(device: str) -> None:
@@ -320,7 +320,7 @@ def test_dw_is_summed_over_many_programs(heads: Heads, device: str) -> None:
     first = heads.assert_right(inputs)
     for frozen in ((), ("q_weight",), ("k_weight",)):
         again = run(heads.fused, inputs, frozen)
-        assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
+        assert_same(again, first)
 
 
 def test_empty_tensors(device: str) -> None:

@@ -18,7 +18,7 @@ from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 
 from ..conftest import slow_rows
-from .numerics import BF16, FP16, FP32
+from .numerics import BF16, FP16, FP32, Tensors, assert_same
 from .test_dequantize import parts_of
 
 FACTOR, K, N, RANK = 0.7, 64, 96, 4
@@ -65,21 +65,14 @@ class FourBit:
 
     def results(
         self, way: Callable[..., Tensor], x: Tensor, y_dtype: torch.dtype, dropped: bool = False, needed: str = "xab"
-    ) -> dict[str, Tensor]:
+    ) -> Tensors:
         """The output and the gradients by their names; the adapter reads another x if it is ``dropped``."""
         leaves = self.leaves(x, needed)
         wide, *factors = leaves
         y = way(wide, wide * 0.5 if dropped else wide, *factors, y_dtype=y_dtype)
         dy = torch.linspace(-1, 2, y.numel(), device=y.device).view_as(y).to(y.dtype)
         wanted = {name: one for name, one in zip("xab", leaves, strict=False) if one.requires_grad}
-        return {"y": y} | dict(zip(wanted, torch.autograd.grad(y, [*wanted.values()], dy), strict=True))
-
-
-def assert_same(computed: dict[str, Tensor], expected: dict[str, Tensor], *case: object) -> None:
-    assert computed.keys() == expected.keys()
-    for name, one in computed.items():
-        assert one.dtype == expected[name].dtype, (name, *case)
-        assert torch.equal(one, expected[name]), (name, *case)
+        return Tensors(y=y, **dict(zip(wanted, torch.autograd.grad(y, [*wanted.values()], dy), strict=True)))
 
 
 FORMS = pytest.mark.parametrize(
@@ -101,9 +94,9 @@ def test_a_call_has_the_bits_of_a_product(
         layer, x = FourBit(device, dtype, bias=bias), torch.randn(shape, device=device).to(x_dtype)
         expected = layer.results(layer.stock, x, y_dtype)
         for _ in range(2):  # recorded, and repeated
-            assert_same(layer.results(layer.fused, x, y_dtype), expected, bias, shape)
+            assert_same(layer.results(layer.fused, x, y_dtype), expected, where=(bias, shape))
         with torch.no_grad():
-            assert torch.equal(layer.fused(x, x, y_dtype=y_dtype), expected["y"])
+            assert torch.equal(layer.fused(x, x, y_dtype=y_dtype), expected.y)
 
 
 @pytest.mark.parametrize("needed", ["xab", "ab", "a"])
@@ -115,7 +108,8 @@ def test_with_an_adapter_a_call_has_the_bits_of_a_product_and_of_lora_add(
         layer, x = FourBit(device, dtype, factors, bias=bias), torch.randn(2, 5, K, device=device).to(x_dtype)
         expected = layer.results(layer.stock, x, y_dtype, dropped, needed)
         for _ in range(2):  # recorded, and repeated
-            assert_same(layer.results(layer.fused, x, y_dtype, dropped, needed), expected, bias, dropped, factors)
+            computed = layer.results(layer.fused, x, y_dtype, dropped, needed)
+            assert_same(computed, expected, where=(bias, dropped, factors))
 
 
 ADAPTED = pytest.mark.parametrize("factors", [None, FP32], ids=["without an adapter", "with one"])
@@ -133,7 +127,7 @@ def test_a_gradient_may_have_any_strides(dtype: torch.dtype, factors: torch.dtyp
         "columns": torch.randn(3, 5, 2 * N, device=device).to(dtype)[..., ::2],
     }.items():
         gradients = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in (dy, dy.contiguous())]
-        assert all(map(torch.equal, *gradients)), name
+        assert_same(*gradients, where=name)
 
 
 @pytest.mark.parametrize("dropped", [False, True])
@@ -164,9 +158,11 @@ def test_summands_have_the_bits_of_the_sum(dropped: bool, used: str, device: str
         for _ in range(2):  # recorded, and repeated
             found = layer.results(way, x, FP32, dropped)
         ways.append(found)
-    same = [torch.equal(one, other) for one, other in zip(*(one.values() for one in ways), strict=True)]
+    same = [torch.equal(one, other) for one, other in zip(*(vars(one).values() for one in ways), strict=True)]
     assert same == {"both": [True] * 4, "base": [False] * 4, "added": [False, False, True, True]}[used]
-    assert used != "base" or not any(ways[1][name].any() for name in "ab"), "factors have no gradient but zeros"
+    assert used != "base" or not any(getattr(ways[1], name).any() for name in "ab"), (
+        "factors have no gradient but zeros"
+    )
 
 
 def test_an_input_that_both_products_read_has_one_gradient(device: str) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from fused_norm.kernels import linear_cross_entropy, reference
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunk_rows
 
-from .numerics import BF16, DTYPES, FP16, FP32
+from .numerics import BF16, DTYPES, FP16, FP32, assert_same
 
 module = sys.modules["fused_norm.kernels.linear_cross_entropy"]
 
@@ -208,8 +208,8 @@ def test_a_call_has_the_same_bits_again_and_changes_nothing(device: str) -> None
     case = made(device, bias=True, max_labels=40)
     before = [one.clone() for one in (case.x, case.weight, case.target)]
     first, second = case.results(ours), case.results(ours)
-    assert all(map(torch.equal, first, second))
-    assert all(map(torch.equal, before, (case.x, case.weight, case.target)))
+    assert_same(first, second)
+    assert_same(before, (case.x, case.weight, case.target))
 
 
 @pytest.mark.usefixtures("short_chunks")
@@ -336,8 +336,7 @@ def test_the_registered_operator_is_what_pytorch_asks_of_one(device: str) -> Non
     backward = (dloss, *arguments[:5], dx, dweight, results[3], *options, True, True, False)
     torch.library.opcheck(LINEAR_CROSS_ENTROPY._backward_op, backward)
     again = LINEAR_CROSS_ENTROPY._backward_op(dloss, *arguments[:5], None, None, None, *options, True, True, False)
-    for one, other in zip(LINEAR_CROSS_ENTROPY._backward_op(*backward)[:2], again[:2], strict=True):
-        assert torch.equal(one, other)
+    assert_same(LINEAR_CROSS_ENTROPY._backward_op(*backward)[:2], again[:2])
 
 
 def test_it_is_exported(device: str) -> None:
@@ -363,8 +362,7 @@ def test_autocast_casts_as_for_a_linear(device: str) -> None:
 
 def test_float64_and_other_dtypes_beside_each_other_are_pytorchs(device: str) -> None:
     case = made(device, FP32).exactly()
-    for one, other in zip(case.results(ours), case.results(stock), strict=True):
-        assert torch.equal(one, other)
+    assert_same(case.results(ours), case.results(stock))
     mixed = made(device)
     with pytest.raises(RuntimeError):
         ours(mixed.x, mixed.weight.float(), None, mixed.target)

@@ -16,7 +16,7 @@ from fused_norm.kernels.triton import lora_kernels
 from fused_norm.kernels.triton.launch import Launch
 
 from ..conftest import slow
-from .numerics import BF16, FAR, FP16, FP32, Tensors, drawn, far_apart, floor, run
+from .numerics import BF16, FAR, FP16, FP32, Tensors, assert_same, drawn, far_apart, floor, run
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ROUNDED = ("h", "u", "scaled", "dy", "du", "dh", "da", "db")
@@ -79,14 +79,6 @@ def formula(given: Tensors, scale: float, without: str = "") -> Tensors:
     )
 
 
-def assert_equal(ours: Tensors, expected: Tensors) -> None:
-    """Bit for bit; ``ours`` may have fewer gradients."""
-    for name, value in ours.present().items():
-        other = getattr(expected, name)
-        assert (value.dtype, value.shape) == (other.dtype, other.shape), name
-        assert torch.equal(value, other), name
-
-
 SHAPES: list[tuple[tuple[int, ...], int, int, int]] = [
     ((1,), 1, 1, 1),
     ((17,), 33, 70, 4),
@@ -109,8 +101,8 @@ def test_where_sums_are_exact_every_shape_gives_the_bits_of_the_reference(
     given = integers(inputs(device, *shape))
     ours = run(by(lora_add, scale), given)
     assert launches
-    assert_equal(ours, formula(given, scale))
-    assert_equal(ours, run(by(reference.lora_add, scale), given))
+    assert_same(ours, formula(given, scale))
+    assert_same(ours, run(by(reference.lora_add, scale), given))
 
 
 @pytest.mark.parametrize("scale", [1, 0.7, *slow(2, -1)])
@@ -119,14 +111,14 @@ def test_where_sums_are_exact_every_dtype_gives_the_bits_of_the_formula(
     x: torch.dtype, base: torch.dtype | None, weights: torch.dtype | None, scale: float, device: str
 ) -> None:
     given = integers(inputs(device, *SMALL, x=x, base=base or x, weights=weights or x))
-    assert_equal(run(by(lora_add, scale), given), formula(given, scale))
+    assert_same(run(by(lora_add, scale), given), formula(given, scale))
 
 
 def test_many_rows_are_cut_into_shares_and_larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "FEW_LORA_ROWS", 8)
     monkeypatch.setattr(lora_kernels, "_MAX_PARTIALS", 2)
     given = integers(inputs(device, (300,), 40, 24, 8))
-    assert_equal(run(by(lora_add, 2), given), formula(given, 2))
+    assert_same(run(by(lora_add, 2), given), formula(given, 2))
 
 
 @pytest.mark.parametrize(("few_rows", "rows_of_tile"), [(100, 128), (200, 64), (300, 32)])
@@ -138,7 +130,7 @@ def test_tiles_of_a_large_gpu_give_the_same_bits(
     monkeypatch.setattr(lora_kernels, "device_props", lambda _: large)
     monkeypatch.setattr(plans, "FEW_LORA_ROWS", few_rows)
     given = integers(inputs(device, (300,), 300, 140, rank))
-    assert_equal(run(by(lora_add, 0.7), given), formula(given, 0.7))
+    assert_same(run(by(lora_add, 0.7), given), formula(given, 0.7))
     tiles = {launch.constants["ROWS"] for launch in launches if launch.name == "_narrow_kernel"}
     assert tiles == {min(rows_of_tile, 64) if rank <= 32 else rows_of_tile}
 
@@ -199,7 +191,7 @@ def test_gradients_are_those_that_are_wanted(wanted: str, launched: Callable[[],
     launched()
     some = run(by(lora_add, 0.7), given, tuple({"base", "x", "a", "b"} - {*wanted.split()}))
     assert some.present().keys() == {"y", *(f"d{name}" for name in wanted.split())}
-    assert_equal(some, whole)
+    assert_same(some, whole)
     assert launched() == ["_narrow_kernel", "_widen_kernel", *(f"_{name}_kernel" for name in WANTED[wanted])]
 
 
@@ -245,7 +237,7 @@ def test_tensors_are_read_in_any_layout(layout: str, device: str) -> None:
     spread = given.but(**{name: turn(getattr(given, name)) for name, turn in LAYOUTS[layout].items()})
     assert not any(getattr(spread, name).is_contiguous() for name in LAYOUTS[layout])
     found = run(by(lora_add, 0.7), spread)
-    assert_equal(found, run(by(lora_add, 0.7), given))
+    assert_same(found, run(by(lora_add, 0.7), given))
     assert all(one.is_contiguous() for name, one in found.present().items() if name != "dbase")
 
 
@@ -253,7 +245,7 @@ def test_tensors_are_read_in_any_layout(layout: str, device: str) -> None:
 def test_without_columns_or_a_rank_the_rest_is_as_by_the_formula(k: int, n: int, rank: int, device: str) -> None:
     given = inputs(device, (6,), 40, n, rank)
     given = given.but(x=given.x[:, :k], a=given.a[:, :k])
-    assert_equal(run(by(lora_add, 0.7), given), formula(given, 0.7))
+    assert_same(run(by(lora_add, 0.7), given), formula(given, 0.7))
 
 
 @pytest.mark.parametrize("name", ["base", "x", "dy"])
@@ -263,7 +255,7 @@ def test_rows_lie_further_apart_than_32_bits_reach(name: str, launches: list[Lau
     given = inputs(device, (3,), 40, 24, 4)
     expected = run(by(lora_add, 0.7), given)
     launches.clear()
-    assert_equal(run(by(lora_add, 0.7), given.but(**{name: far_apart(getattr(given, name))})), expected)
+    assert_same(run(by(lora_add, 0.7), given.but(**{name: far_apart(getattr(given, name))})), expected)
     assert {one.constants["INT64"] for one in launches if FAR in one.numbers} == {True}
 
 
@@ -282,7 +274,7 @@ def test_what_kernels_do_not_take_is_left_to_the_reference(case: str, launches: 
     dtypes, rank = BEYOND[case]
     given = inputs(device, (5, 3), 40, 24, rank, **dtypes)
     ours, expected = (run(by(one, 0.7), given) for one in (lora_add, reference.lora_add))
-    assert_equal(ours, expected)
+    assert_same(ours, expected)
     assert not launches
 
 
@@ -306,7 +298,7 @@ def test_the_same_call_gives_the_same_bits_again(device: str) -> None:
     given = inputs(device, (300,), 40, 24, 8)
     first = run(by(lora_add, 0.7), given)
     for _ in range(2):
-        assert_equal(run(by(lora_add, 0.7), given), first)
+        assert_same(run(by(lora_add, 0.7), given), first)
 
 
 def near(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -335,7 +327,7 @@ def test_a_compiled_call_gives_the_same_bits(frozen: tuple[str, ...], device: st
     def traced(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return compiled(base, x, a, b)
 
-    assert_equal(run(traced, given, frozen), run(by(lora_add, 0.7), given, frozen))
+    assert_same(run(traced, given, frozen), run(by(lora_add, 0.7), given, frozen))
 
 
 def test_stock_code_that_would_give_another_result_is_not_replaced(device: str) -> None:

@@ -31,7 +31,7 @@ from fused_norm.kernels import (
 from ..conftest import slow
 from .calls import CALLS, NAMES, NORMED, every_call, present
 from .conftest import OPERATORS
-from .numerics import BF16, WIDE, Norm, run
+from .numerics import BF16, WIDE, Norm, assert_same, run
 
 pytestmark = pytest.mark.usefixtures("large_graphs")
 
@@ -418,5 +418,4 @@ def test_cuda_graphs_replay_forward_and_backward(width: int, device: str) -> Non
         getattr(static, name).copy_(tensor)
     graph.replay()
     torch.cuda.synchronize()
-    for name, value in captured.present().items():
-        assert torch.equal(value, getattr(expected, name)), name
+    assert_same(captured, expected)

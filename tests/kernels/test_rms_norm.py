@@ -22,6 +22,7 @@ from .numerics import (
     WIDE,
     Norm,
     assert_rounded_once,
+    assert_same,
     assert_same_rounding,
     assert_same_row,
     in_layout,
@@ -101,7 +102,7 @@ def test_what_is_saved_is_looked_at_once(device: str) -> None:
         y = torch.utils.checkpoint.checkpoint(lambda x: rms_norm(x, w) * 1.0, x, use_reentrant=False)
         found = torch.autograd.grad(y, (x, w), torch.ones_like(y), create_graph=create_graph)
         expected = torch.autograd.grad(rms_norm(x, w), (x, w), torch.ones_like(y), create_graph=create_graph)
-        assert all(map(torch.equal, found, expected))
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("w", [FP32, BF16], ids=str)
