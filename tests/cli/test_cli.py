@@ -533,12 +533,7 @@ subprocess.run([sys.executable, *{line}, {child!r}], check=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "inside"),
-    [
-        ((*TORCHRUN, *RUN), None),
-        ((*RUN, *TORCHRUN), None),
-        (RUN, ()),
-        ((*RUN, "--no-qk"), RUN),
-    ],
+    [((*TORCHRUN, *RUN), None), ((*RUN, *TORCHRUN), None), (RUN, ()), ((*RUN, "--no-qk"), RUN)],
     ids=["under a launcher", "above a launcher", "above a process", "above itself"],
 )
 def test_run_covers_other_processes_and_tells_of_a_model_once(line, inside, script):
@@ -569,10 +564,7 @@ WITHOUT_ROPE = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "res
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "load", "code", "says"),
-    [
-        ("--no-rope", LOAD, 0, WITHOUT_ROPE),
-        ("--strict", LOAD_BERT, 1, "FusedNormError: nothing to fuse in BertModel"),
-    ],
+    [("--no-rope", LOAD, 0, WITHOUT_ROPE), ("--strict", LOAD_BERT, 1, "FusedNormError: nothing to fuse in BertModel")],
     ids=["a switch", "strict"],
 )
 def test_the_options_of_run_hold_in_processes_that_the_script_spawns(option, load, code, says, script, capfd):

@@ -22,14 +22,7 @@ from fused_norm.convergence.curve_charts import LIMIT, _figure, curves_svg
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.paired_runs import PairedRuns
 from fused_norm.convergence.plan import comparisons_of
-from fused_norm.convergence.report import (
-    as_json,
-    as_page,
-    exit_code,
-    explanations,
-    summary,
-    table,
-)
+from fused_norm.convergence.report import as_json, as_page, exit_code, explanations, summary, table
 from fused_norm.convergence.result_store import ComparisonResult, ResultStore
 from fused_norm.convergence.suite import run_plan
 from fused_norm.convergence.tiers import TIERS

@@ -11,19 +11,7 @@ from torch import Tensor
 from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.kernels.triton.launch import Launch
 
-from .numerics import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    Norm,
-    Tensors,
-    assert_rounded_once,
-    assert_same,
-    run,
-    run_true,
-    scales,
-)
+from .numerics import BF16, DTYPES, FP16, FP32, Norm, Tensors, assert_rounded_once, assert_same, run, run_true, scales
 
 LLAMA = Norm("llama", x=BF16, w=BF16, r=BF16)
 GEMMA = Norm("gemma", zero_centered=True, x=BF16, w=FP32, r=FP32)

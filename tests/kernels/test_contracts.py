@@ -61,10 +61,7 @@ def incoming(call: Call) -> list[Tensor]:
 
 
 def run(
-    call: Call,
-    gradients: Sequence[Tensor],
-    frozen: Sequence[int] = (),
-    operator: Callable[..., object] | None = None,
+    call: Call, gradients: Sequence[Tensor], frozen: Sequence[int] = (), operator: Callable[..., object] | None = None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs, and the gradient of each tensor: None where there is no tensor, or it is among the ``frozen``."""
     leaves = call.leaves()

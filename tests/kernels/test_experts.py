@@ -128,10 +128,7 @@ def test_a_limit_is_inside_and_what_is_beyond_has_no_gradient(device: str) -> No
     assert (dx != 0).tolist() == [[has_gradient, False, True, has_gradient, has_gradient, False]]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "count", "width"),
-    [(5, 3, 37), (4, 1, 16), (2, 8, 130), *slow_rows((33, 6, 600))],
-)
+@pytest.mark.parametrize(("tokens", "count", "width"), [(5, 3, 37), (4, 1, 16), (2, 8, 130), *slow_rows((33, 6, 600))])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_go_to_experts_and_their_gradients_are_summed_once(
     dtype: torch.dtype, tokens: int, count: int, width: int, device: str
@@ -152,8 +149,7 @@ def test_rows_go_to_experts_and_their_gradients_are_summed_once(
 
 
 @pytest.mark.parametrize(
-    ("rows", "width"),
-    [((5, 0, 70, 1), 37), ((3,), 16), ((0, 40, 33, 0), 130), *slow_rows(((200, 9), 600))],
+    ("rows", "width"), [((5, 0, 70, 1), 37), ((3,), 16), ((0, 40, 33, 0), 130), *slow_rows(((200, 9), 600))]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
@@ -173,19 +169,9 @@ def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
     torch.testing.assert_close(ours.dbias.double(), truth, rtol=near, atol=near)
 
 
+@pytest.mark.parametrize(("tokens", "count", "width"), [(5, 3, 37), (4, 1, 16), (2, 8, 130), *slow_rows((9, 4, 5000))])
 @pytest.mark.parametrize(
-    ("tokens", "count", "width"),
-    [(5, 3, 37), (4, 1, 16), (2, 8, 130), *slow_rows((9, 4, 5000))],
-)
-@pytest.mark.parametrize(
-    ("x", "weights"),
-    [
-        (BF16, FP32),
-        (BF16, BF16),
-        (FP32, FP32),
-        *slow_rows((FP16, FP32), (FP16, FP16)),
-    ],
-    ids=str,
+    ("x", "weights"), [(BF16, FP32), (BF16, BF16), (FP32, FP32), *slow_rows((FP16, FP32), (FP16, FP16))], ids=str
 )
 def test_weighted_sums_are_as_accurate_as_stock(
     x: torch.dtype, weights: torch.dtype, tokens: int, count: int, width: int, device: str

@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels import add_rms_norm, rms_norm
-from fused_norm.kernels.fp8 import (
-    FORMATS,
-    Quantized,
-    add_rms_norm_fp8,
-    dequantize,
-    kernels,
-    quantize,
-    rms_norm_fp8,
-)
+from fused_norm.kernels.fp8 import FORMATS, Quantized, add_rms_norm_fp8, dequantize, kernels, quantize, rms_norm_fp8
 from fused_norm.kernels.fp8.kernels import empty_norm_fp8, launch_norm_fp8
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.operator import norm_spec
@@ -112,11 +104,7 @@ SLOW_CODES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("norm", "name", "shape"),
-    [*FAST_CODES, *slow_rows(*SLOW_CODES)],
-    ids=str,
-)
+@pytest.mark.parametrize(("norm", "name", "shape"), [*FAST_CODES, *slow_rows(*SLOW_CODES)], ids=str)
 def test_codes_are_those_of_the_unfused_sequence(norm: Norm, name: str, shape: tuple[int, ...], device: str) -> None:
     assert_unfused_codes(norm, name, shape, device)
 
@@ -276,10 +264,7 @@ def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
         assert torch.equal(dw, torch.zeros_like(w))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["tensorwise", "rowwise", "block128", *slow("mxfp8", "coat_input")],
-)
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block128", *slow("mxfp8", "coat_input")])
 def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) -> None:
     spec, bands = norm_spec("llama", False, 1e-6), Guarded()
     x, r, w = tensors_of(ADDED, (7, 160 if name == "mxfp8" else 128), device)

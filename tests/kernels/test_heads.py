@@ -86,10 +86,7 @@ def test_every_width_is_as_accurate_as_the_stock_code(width: int, device: str) -
 
 @pytest.mark.parametrize(
     ("tokens", "heads"),
-    [
-        *((1, 1), (1, 5), (37, 2), (5, 14)),
-        *slow_rows((1, 2), (1, 14), (1, 40), (37, 1), (19, 5), (2, 40)),
-    ],
+    [*((1, 1), (1, 5), (37, 2), (5, 14)), *slow_rows((1, 2), (1, 14), (1, 40), (37, 1), (19, 5), (2, 40))],
 )
 def test_any_number_of_heads_and_tokens(tokens: int, heads: int, device: str) -> None:
     """Blocks of heads and of tokens end in the middle of a tile."""

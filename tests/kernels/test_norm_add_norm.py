@@ -11,25 +11,11 @@ from torch import Tensor
 
 from fused_norm.kernels import norm_add, norm_add_norm, rms_norm
 from fused_norm.kernels.norm import NORM_ADD_NORM
-from fused_norm.kernels.plans import (
-    WIDEST_SANDWICH_BACKWARD,
-    WIDEST_SANDWICH_FORWARD,
-    backward_plan,
-    forward_plan,
-)
+from fused_norm.kernels.plans import WIDEST_SANDWICH_BACKWARD, WIDEST_SANDWICH_FORWARD, backward_plan, forward_plan
 from fused_norm.kernels.triton import norm_backward, norm_forward
 from fused_norm.kernels.triton.launch import Launch
 
-from .numerics import (
-    BF16,
-    FP16,
-    FP32,
-    assert_rounded_once,
-    assert_same_row,
-    called,
-    in_layout,
-    run,
-)
+from .numerics import BF16, FP16, FP32, assert_rounded_once, assert_same_row, called, in_layout, run
 from .sandwich import Sandwich, assert_rounded_as_stock, run_true, scales
 
 GEMMA = Sandwich("gemma", True, BF16, BF16, BF16, BF16)

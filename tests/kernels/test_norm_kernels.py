@@ -17,16 +17,7 @@ from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
 
 from ..conftest import slow
-from .numerics import (
-    BF16,
-    FP16,
-    FP32,
-    Norm,
-    assert_same,
-    assert_same_row,
-    run,
-    run_true,
-)
+from .numerics import BF16, FP16, FP32, Norm, assert_same, assert_same_row, run, run_true
 
 LLAMA = Norm("llama", x=BF16, w=BF16)
 Planned = Callable[[ForwardPlan | BackwardPlan], None]

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fused_norm.kernels.norm import (
-    ADD_RMS_NORM_FOR_CONSUMERS,
-    NORM_ADD_NORM_FOR_CONSUMERS,
-    RMS_NORM_FOR_CONSUMERS,
-)
+from fused_norm.kernels.norm import ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS, RMS_NORM_FOR_CONSUMERS
 from fused_norm.kernels.operator import OPERATORS, Operator
 from fused_norm.kernels.plans import BackwardPlan
 from fused_norm.kernels.triton.norm_backward import MOST_CONSUMERS
