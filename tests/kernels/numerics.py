@@ -393,33 +393,29 @@ def assert_same_row(value: Tensor, expected: Tensor) -> None:
         assert torch.equal(value, expected)
 
 
+def within(dense: Tensor, shape: Sequence[int], view: Callable[[Tensor], Tensor]) -> Tensor:
+    """``dense`` as a view of a larger tensor, in which all else is NaN."""
+    return view(dense.new_full(shape, float("nan"))).copy_(dense)
+
+
 def in_layout(layout: str, dense: Tensor) -> Tensor:
     """``dense``, of four dimensions or one, in the named memory layout; what lies between its elements is NaN."""
     *lead, width = dense.shape
-
-    def within(shape: Sequence[int]) -> Tensor:
-        return dense.new_full(shape, float("nan"))
-
     if layout == "padded rows":
-        view = within((*lead, width + 3))[..., 1 : width + 1]
-    elif layout == "half of a chunk":
-        view = within((*lead, 2 * width)).chunk(2, dim=-1)[1]
-    elif layout == "every other column":
-        view = within((*lead, 2 * width))[..., ::2]
-    elif layout == "offset by one":
-        view = within((dense.numel() + 1,))[1:].view(dense.shape)
-    elif layout == "transposed heads":
-        batch, heads, tokens = lead
-        view = within((batch, tokens, heads, width)).transpose(1, 2)
-    elif layout == "a slice of tokens":
-        batch, heads, tokens = lead
-        view = within((batch, heads, tokens + 2, width))[:, :, 1:-1]
-    elif layout == "columns first":
-        batch, heads, tokens = lead
-        view = within((batch, heads, width, tokens)).transpose(2, 3)
-    else:
-        raise ValueError(layout)
-    return view.copy_(dense)
+        return within(dense, (*lead, width + 3), lambda one: one[..., 1 : width + 1])
+    if layout == "half of a chunk":
+        return within(dense, (*lead, 2 * width), lambda one: one.chunk(2, dim=-1)[1])
+    if layout == "every other column":
+        return within(dense, (*lead, 2 * width), lambda one: one[..., ::2])
+    if layout == "offset by one":
+        return within(dense, (dense.numel() + 1,), lambda one: one[1:].view(dense.shape))
+    batch, heads, tokens = lead
+    shape, view = {
+        "transposed heads": ((batch, tokens, heads, width), lambda one: one.transpose(1, 2)),
+        "a slice of tokens": ((batch, heads, tokens + 2, width), lambda one: one[:, :, 1:-1]),
+        "columns first": ((batch, heads, width, tokens), lambda one: one.transpose(2, 3)),
+    }[layout]
+    return within(dense, shape, view)
 
 
 ROW_LAYOUTS = (

@@ -23,7 +23,7 @@ from fused_norm.spec import NormSpec
 from ..conftest import slow, slow_rows
 from .calls import launches_of
 from .heads import Heads, rotated, steps
-from .numerics import BF16, FP16, FP32, Norm, assert_same, assert_same_row, run
+from .numerics import BF16, FP16, FP32, Norm, assert_same, assert_same_row, in_layout, run, within
 
 LLAMA = Heads(Norm("llama", x=BF16, w=BF16))
 ROPE = Heads(Norm("llama", x=BF16, w=BF16), 16)
@@ -94,26 +94,24 @@ def test_any_number_of_heads_and_tokens(tokens: int, heads: int, device: str) ->
         case.assert_right(case.inputs(16, device, 3, q_heads=heads, k_heads=1, tokens=tokens))
 
 
+def amid_others(x: Tensor, more: tuple[int, ...]) -> Tensor:
+    """Heads of tokens inside of a larger tensor, which has so many more in each dimension, the most before them."""
+    tokens = x.transpose(1, 2)
+    shape = [size + others for size, others in zip(tokens.shape, more, strict=True)]
+    first = [(others + 1) // 2 for others in more]
+    inside = tuple(slice(start, start + size) for start, size in zip(first, tokens.shape, strict=True))
+    return within(tokens, shape, lambda one: one[inside]).transpose(1, 2)
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "heads first": lambda x: x.contiguous(),
-    "half of a chunk": lambda x: _within(
-        x, lambda b, h, s, d: (b, s, h, 2 * d), lambda t: t.chunk(2, -1)[1].transpose(1, 2)
-    ),
-    "slice of a fused projection": lambda x: _within(
-        x, lambda b, h, s, d: (b, s, h + 3, d), lambda t: t[:, :, 2:-1].transpose(1, 2)
-    ),
-    "slice of tokens": lambda x: _within(x, lambda b, h, s, d: (b, h, s + 2, d), lambda t: t[:, :, 1:-1]),
-    "slice of all": lambda x: _within(
-        x, lambda b, h, s, d: (b + 1, s + 2, h + 3, d + 4), lambda t: t[1:, 1:-1, 1:-2, 3:-1].transpose(1, 2)
-    ),
-    "offset by one": lambda x: _within(x, lambda b, h, s, d: (b * h * s * d + 1,), lambda t: t[1:].view(x.shape)),
+    "half of a chunk": lambda x: in_layout("half of a chunk", x.transpose(1, 2)).transpose(1, 2),
+    "slice of a fused projection": lambda x: amid_others(x, (0, 0, 3, 0)),
+    "slice of tokens": lambda x: in_layout("a slice of tokens", x),
+    "slice of all": lambda x: amid_others(x, (1, 2, 3, 4)),
+    "offset by one": lambda x: in_layout("offset by one", x),
 }
-
-
-def _within(x: Tensor, shape: Callable[..., tuple[int, ...]], view: Callable[[Tensor], Tensor]) -> Tensor:
-    """x inside of a larger tensor of NaN."""
-    return view(x.new_full(shape(*x.shape), float("nan"))).copy_(x)
 
 
 @pytest.mark.parametrize("heads", [LLAMA, ROPE, rotated()], ids=str)
@@ -124,10 +122,10 @@ def test_usual_layouts_are_not_copied_and_results_lie_as_in_stock(
         raise AssertionError("copied")
 
     dense = run(heads.fused, heads.inputs(16, device))
-    for in_layout in LAYOUTS.values():
+    for arranged in LAYOUTS.values():
         inputs = heads.inputs(16, device)
         for name in ("q", "k", "dq_out", "dk_out"):
-            setattr(inputs, name, in_layout(getattr(inputs, name)))
+            setattr(inputs, name, arranged(getattr(inputs, name)))
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "copy_", refuse)
             patch.setattr(Tensor, "contiguous", refuse)
@@ -174,9 +172,7 @@ def test_cos_of_any_shape_that_broadcasts(kind: str, unsqueeze_dim: int, device:
                 "four": four,
                 "one token": four[:, :1, :1],
                 "one batch of four": four[:1],
-                "strided": _within(
-                    x[None], lambda _, b, s, r: (s, b, 2 * r), lambda t: t.transpose(0, 1)[None, ..., ::2]
-                )[0],
+                "strided": within(x, (*x.shape[1::-1], 2 * x.shape[2]), lambda t: t.transpose(0, 1)[..., ::2]),
             }[kind]
 
         angles = {"cos": shaped(inputs.cos), "sin": shaped(inputs.sin)}
