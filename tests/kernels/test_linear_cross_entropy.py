@@ -37,23 +37,21 @@ class Case(NamedTuple):
 
     def results(self, loss_of: Callable[..., Tensor], dloss: float = 1.0) -> list[Tensor]:
         """The loss and the gradients of x, weight and bias."""
-        leaves = [
-            None if one is None else one.detach().clone().requires_grad_(one.requires_grad)
-            for one in (self.x, self.weight, self.bias)
-        ]
+        leaves = self.leaves(torch.clone)
         loss = loss_of(*leaves, self.target, **self.options)
         wanted = [one for one in leaves if one is not None and one.requires_grad]
         return [loss.detach(), *(torch.autograd.grad(loss * dloss, wanted) if wanted else ())]
 
+    def leaves(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        """x, weight and bias, converted; those that want a gradient want it still."""
+        return [
+            None if one is None else convert(one.detach()).requires_grad_(one.requires_grad)
+            for one in (self.x, self.weight, self.bias)
+        ]
+
     def exactly(self) -> Case:
         """The same in float64."""
-        x, weight, bias = (
-            None if one is None else one.detach().double().requires_grad_(one.requires_grad)
-            for one in (self.x, self.weight, self.bias)
-        )
-        assert x is not None
-        assert weight is not None
-        return self._replace(x=x, weight=weight, bias=bias)
+        return Case(*self.leaves(Tensor.double), *self[3:])  # type: ignore[arg-type]
 
 
 def ours(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any) -> Tensor:
