@@ -22,6 +22,7 @@ from .numerics import (
     drawn,
     none_rounded_once,
     run,
+    run_true,
 )
 
 
@@ -127,11 +128,6 @@ def scales(sandwich: Sandwich, inputs: Tensors) -> Scales:
         name: value.sum(rows) if name in ("dw", "dinner") else value.amax(-1, keepdim=True)
         for name, value in found.items()
     }
-
-
-def run_true(sandwich: Sandwich, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
-    """The float64 result, from exactly the values the kernels see."""
-    return run(sandwich.true, inputs.mapped(Tensor.double), frozen)
 
 
 def assert_rounded_as_stock(sandwich: Sandwich, inputs: Tensors, ours: Tensors) -> None:

@@ -15,8 +15,8 @@ from fused_norm.kernels.plans import WIDEST_SANDWICH_BACKWARD, WIDEST_SANDWICH_F
 from fused_norm.kernels.triton import norm_backward, norm_forward
 from fused_norm.kernels.triton.launch import Launch
 
-from .numerics import BF16, FP16, FP32, assert_rounded_once, assert_same_row, called, in_layout, run
-from .sandwich import Sandwich, assert_rounded_as_stock, run_true, scales
+from .numerics import BF16, FP16, FP32, assert_rounded_once, assert_same_row, called, in_layout, run, run_true
+from .sandwich import Sandwich, assert_rounded_as_stock, scales
 
 GEMMA = Sandwich("gemma", True, BF16, BF16, BF16, BF16)
 LLAMA = Sandwich("llama", False, BF16, BF16, BF16, BF16)
