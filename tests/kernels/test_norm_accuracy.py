@@ -50,6 +50,7 @@ SANDWICHED = [
     (FP32, BF16, BF16, FP16),
     (BF16, FP16, FP16, BF16),
 ]
+"""Of x, of the residual, of the inner weight and of the weight."""
 SANDWICHES = [
     *(Sandwich(c, z, *dtypes) for c in BASE_CASTINGS for z in (False, True) for dtypes in SANDWICHED),
     *(Sandwich(c, False, BF16, BF16, *weights) for c in BASE_CASTINGS for weights in ((None, BF16), (FP32, None))),
