@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +25,16 @@ if not HAS_GPU:
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters that are left to the slow tests."""
+    return [pytest.param(value, marks=pytest.mark.slow, id=str(value)) for value in values]
+
+
+def slow_rows(*rows: Sequence[Any]) -> list[Any]:
+    """Rows of several parameters that are left to the slow tests."""
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
 def pytest_configure(config: pytest.Config) -> None:

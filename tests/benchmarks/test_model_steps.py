@@ -10,12 +10,7 @@ import torch
 
 from benchmarks import model_cases
 from benchmarks.model_cases import ModelCase
-from benchmarks.model_steps import (
-    attend_within_sequences,
-    prepare,
-    relative_error,
-    why_not_here,
-)
+from benchmarks.model_steps import attend_within_sequences, prepare, relative_error, why_not_here
 from fused_norm.model_configs import FAMILIES
 
 CPU = torch.device("cpu")

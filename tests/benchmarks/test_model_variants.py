@@ -14,16 +14,7 @@ from benchmarks import model_variants
 from benchmarks.benchmark_run import RefusedError
 from benchmarks.model_cases import ModelCase
 from benchmarks.model_steps import prepare, relative_error
-from benchmarks.model_variants import (
-    COMPILED,
-    DEFAULT,
-    FEATURES,
-    FLOAT8,
-    OURS,
-    VARIANTS,
-    float8_linears_alone,
-    missing,
-)
+from benchmarks.model_variants import COMPILED, DEFAULT, FEATURES, FLOAT8, OURS, VARIANTS, float8_linears_alone, missing
 from fused_norm.patcher.losses import FusedHead
 
 CPU = torch.device("cpu")

@@ -54,16 +54,18 @@ def prepared_once():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock instead of the real one: keeps the variant that ran, and lets a call take 1 s, half of it the host's."""
-    timed = []
+    """A clock instead of the real one: a call takes as long as it is told of its model, half of it the host's."""
 
-    def host_and_step_time(call, calls, device):
-        call()
-        timed.append((call.args[0], calls))
-        return 0.5, 1.0
+    def take(seconds_of=lambda model: 1.0):
+        def host_and_step_time(call, calls, device):
+            call()
+            seconds = seconds_of(call.args[0])
+            return seconds / 2, seconds
 
-    monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
-    return timed
+        monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
+
+    take()
+    return take
 
 
 @pytest.fixture
@@ -173,21 +175,6 @@ def test_only_a_compiled_variant_may_draw_other_numbers_of_dropout(variant, verd
     assert row.error > 1e-3
 
 
-def test_every_round_has_every_variant_once_in_an_order_of_its_own(run, clock, monkeypatch):
-    run.quick = False
-    monkeypatch.setitem(VARIANTS, "fused", VARIANTS["stock"])
-    rows = measured(run, "stock", "torch", "fused")
-    rounds = clock[1:]  # The first says how many calls a sample has.
-    assert {calls for _, calls in rounds} == {1}
-    turns = [tuple(id(model) for model, _ in rounds[start : start + 3]) for start in range(0, len(rounds), 3)]
-    assert len(turns) == 15
-    assert all(len(set(turn)) == 3 for turn in turns)
-    assert len(set(turns)) > 2
-    for result in rows.values():
-        assert (result.timing.median, result.timing.samples) == (1.0, 15)
-        assert (result.host.median, result.host.samples) == (0.5, 15)
-
-
 @pytest.mark.parametrize(
     ("step", "shares_weights", "seconds", "expected"),
     [
@@ -225,13 +212,13 @@ def test_a_variant_is_checked_and_timed_in_its_context_and_gradients_do_not_add_
     assert all(gradient is None for _, gradients in calls_of_steps for gradient in gradients)
 
 
-def test_a_variant_that_raises_in_a_round_is_timed_no_more(run, monkeypatch):
-    def host_and_step_time(call, calls, device):
-        if "forward" in vars(call.args[0].norm):
+def test_a_variant_that_raises_in_a_round_is_timed_no_more(run, clock):
+    def seconds_of(model):
+        if "forward" in vars(model.norm):
             raise RuntimeError("out of memory")
-        return 0.5, 1.0
+        return 1.0
 
-    monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
+    clock(seconds_of)
     rows = measured(run, "stock", "torch")
     assert (rows["torch"].verdict, rows["torch"].detail) == ("failed", "RuntimeError: out of memory")
     assert rows["torch"].timing is None
@@ -282,21 +269,18 @@ def test_a_row_has_room_for_the_graphs_of_all_its_variants(run, clock, monkeypat
     assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == before
 
 
-def test_an_option_is_compared_with_everything_on_in_the_same_round(run, monkeypatch):
+def test_an_option_is_compared_with_everything_on_in_the_same_round(run, clock, monkeypatch):
     rounds = itertools.count(1)  # the first says how many calls a sample has
 
     def slower(step):
         step.model.is_slower = True
         return Patched(step.model)
 
-    def host_and_step_time(call, calls, device):
-        return 0.5, 2.0 ** (next(rounds) // 2) * (1.5 if "is_slower" in vars(call.args[0]) else 1.0)
-
     refused = mock.Mock(side_effect=RefusedError("the model has nothing of the kind"))
     changed = {"fused": VARIANTS["stock"], "without rope": slower, "without sandwich": refused}
     run.quick = False
     monkeypatch.setitem(models.CASE_SECONDS, "features", 0.0)
-    monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
+    clock(lambda model: 2.0 ** (next(rounds) // 2) * (1.5 if "is_slower" in vars(model) else 1.0))
     with mock.patch.dict(VARIANTS, changed):
         rows = measured(run, *changed, part="features")
     assert (rows["without rope"].ratio, rows["fused"].ratio) == (PairedRatio(1.5, 1.5, 1.5, 8), PairedRatio(1, 1, 1, 8))
@@ -332,24 +316,19 @@ def test_a_row_whose_stock_model_does_not_run_is_left_out_and_the_next_one_measu
 
 
 @pytest.mark.slow
-def test_taking_turns_compiles_nothing_again(run, monkeypatch):
+def test_taking_turns_compiles_nothing_again(run, clock, monkeypatch):
     graphs, while_timed = [], []
 
     def backend(graph, example_inputs):
         graphs.append(graph)
         return graph.forward
 
-    def host_and_step_time(call, calls, device):
-        call()
-        while_timed.append(len(graphs))
-        return 0.5, 1.0
-
     compile_model = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda model, *, dynamic, mode=None: compile_model(model, backend=backend, dynamic=dynamic)
     )
     monkeypatch.setitem(PROVIDERS, "compile", replace(PROVIDERS["compile"], on_cpu=True))
-    monkeypatch.setattr(models, "host_and_step_time", host_and_step_time)
+    clock(lambda model: while_timed.append(len(graphs)) or 1.0)
     other_numbers = [name for name in COMPILED if "tensorwise" in name or name.endswith("max")]  # of the same code
     variants = ["stock", "fused", *sorted(COMPILED.difference(other_numbers))]
     rows = measured(run, *variants, case=ModelCase("qwen3", None, 1, 16))

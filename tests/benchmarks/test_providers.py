@@ -17,6 +17,7 @@ from benchmarks.operator_cases import OperatorCase, float64_results, tolerance, 
 from benchmarks.providers import EVERY, PROVIDERS, Provider
 from benchmarks.timing import own_stream
 
+from ..conftest import slow
 from .tiny_cases import OPERATOR_CASES
 
 MEASURED = [
@@ -28,11 +29,7 @@ MEASURED = [
 named = OperatorCase.named
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float32))],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16, torch.float32)], ids=str)
 @pytest.mark.parametrize(("name", "case"), MEASURED, ids=lambda value: getattr(value, "name", value))
 def test_results_are_right(name, case, dtype, device):
     provider, device = EVERY[name], torch.device(device)

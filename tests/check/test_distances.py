@@ -28,16 +28,10 @@ def test_what_is_missing_or_not_finite_is_infinitely_far():
     assert found == {"a": math.inf, "b": math.inf, "c": math.inf}
 
 
-def test_the_farthest_elements_can_be_left_out_and_no_more_of_them():
-    stock, few, many = torch.ones(400), torch.ones(400), torch.ones(400)
-    few[:4], many[:5] = 5.0, 5.0
-    assert distances({"a": few}, {"a": stock}, trim=0.01)["a"] == 0
-    assert distances({"a": many}, {"a": stock}, trim=0.01)["a"] > 0.1
-
-
-def test_a_small_tensor_may_have_a_few_elements_far_off_and_no_more():
-    stock, few, many = torch.ones(32), torch.ones(32), torch.ones(32)
-    few[:TRIMMED], many[: TRIMMED + 1] = 5.0, 5.0
+@pytest.mark.parametrize(("size", "left_out"), [(400, 4), (32, TRIMMED)], ids=["a share", "a few of a small tensor"])
+def test_the_farthest_elements_can_be_left_out_and_no_more_of_them(size, left_out):
+    stock, few, many = (torch.ones(size) for _ in range(3))
+    few[:left_out], many[: left_out + 1] = 5.0, 5.0
     assert distances({"a": few}, {"a": stock}, trim=0.01)["a"] == 0
     assert distances({"a": many}, {"a": stock}, trim=0.01)["a"] > 0.1
 

@@ -81,22 +81,12 @@ BertModel._from_config(BertConfig(hidden_size=12))
 
 COMMANDS = ("inspect", "check", "converge", "run", "demo", "env")
 MISSPELT = (
-    *("", "inspekt", "inspect", "inspect ./none", "inspect none.safetensors", "run", "run no/such.py"),
-    *(
-        "run -m no_such.module",
-        "check",
-        "check llama --layers 0",
-        "check none.json",
-        "check llama --no-norms --residual",
-    ),
-    *(
-        "converge lama",
-        "converge llama llama",
-        "converge llama --config no/such/folder",
-        "converge llama --config llama",
-    ),
-    *("converge --data missing.txt", "converge --tokenizer tokenizer.json", "converge --learning-rate -1e-3"),
-    *("demo lama", "demo --data texts/missing.jsonl", "demo --learning-rate nan"),
+    "",
+    *("inspekt", "inspect", "inspect ./none", "inspect none.safetensors", "run", "run no/such.py"),
+    *("run -m no_such.module", "check", "check llama --layers 0", "check none.json"),
+    *("check llama --no-norms --residual", "converge lama", "converge llama llama", "converge llama --config llama"),
+    *("converge llama --config no/such/folder", "converge --data missing.txt", "converge --tokenizer tokenizer.json"),
+    *("converge --learning-rate -1e-3", "demo lama", "demo --data texts/missing.jsonl", "demo --learning-rate nan"),
 )
 """Lines that are bad input, which takes neither torch nor the hub to tell."""
 
@@ -174,21 +164,15 @@ def test_inspect_prints_what_would_be_fused_as_json(line, model, sites, inspecte
     assert Counter(site["kind"] for site in report["fused"]) == sites
 
 
-def test_inspect_tells_which_blocks_get_outputs_of_a_norm_of_their_own(inspected):
+def test_inspect_tells_which_blocks_get_outputs_of_a_norm_of_their_own_and_which_layers_recompute(inspected):
     assert inspected("{} --no-consumers")["consumers"] == []
     assert len(inspected("{} --consumers")["consumers"]) == 4
-
-
-def test_inspect_tells_which_layers_recompute(inspected):
     assert "recompute" not in inspected("{}")
     rows = [(row["path"], row["reason"]) for row in inspected("{} --recompute")["recompute"]]
     assert rows == [("model.layers.0", None), ("model.layers.1", None)]
-
-
-@pytest.mark.parametrize(("option", "where"), [("--loss", "fused"), ("--no-loss", "kept")])
-def test_inspect_tells_whether_a_head_is_fused_with_its_loss(option, where, inspected):
-    (row,) = [site for site in inspected(f"{{}} {option}")[where] if site["kind"] == "loss"]
-    assert (row["path"], row["module"]) == ("lm_head", "Qwen3ForCausalLM")
+    for option, where in (("--loss", "fused"), ("--no-loss", "kept")):
+        (row,) = [site for site in inspected(f"{{}} {option}")[where] if site["kind"] == "loss"]
+        assert (row["path"], row["module"]) == ("lm_head", "Qwen3ForCausalLM")
 
 
 def test_inspect_prints_the_forwards_that_run(checkpoint, capsys):
@@ -549,12 +533,7 @@ subprocess.run([sys.executable, *{line}, {child!r}], check=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "inside"),
-    [
-        ((*TORCHRUN, *RUN), None),
-        ((*RUN, *TORCHRUN), None),
-        (RUN, ()),
-        ((*RUN, "--no-qk"), RUN),
-    ],
+    [((*TORCHRUN, *RUN), None), ((*RUN, *TORCHRUN), None), (RUN, ()), ((*RUN, "--no-qk"), RUN)],
     ids=["under a launcher", "above a launcher", "above a process", "above itself"],
 )
 def test_run_covers_other_processes_and_tells_of_a_model_once(line, inside, script):
@@ -585,10 +564,7 @@ WITHOUT_ROPE = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "res
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "load", "code", "says"),
-    [
-        ("--no-rope", LOAD, 0, WITHOUT_ROPE),
-        ("--strict", LOAD_BERT, 1, "FusedNormError: nothing to fuse in BertModel"),
-    ],
+    [("--no-rope", LOAD, 0, WITHOUT_ROPE), ("--strict", LOAD_BERT, 1, "FusedNormError: nothing to fuse in BertModel")],
     ids=["a switch", "strict"],
 )
 def test_the_options_of_run_hold_in_processes_that_the_script_spawns(option, load, code, says, script, capfd):
@@ -630,29 +606,23 @@ def test_run_runs_a_module_as_python_does(script, tmp_path, monkeypatch, capsys)
     assert capsys.readouterr().out.strip() == f"__main__ {[str(path), 'a', '-m']} package.__main__"
 
 
-def test_run_says_when_nothing_was_fused(script, capsys):
-    path = script(LOAD_BERT)
-    assert main(["run", str(path)]) == 0
+@pytest.mark.parametrize(
+    ("options", "text", "code", "says"),
+    [
+        ("", LOAD_BERT, 0, "nothing was fused (models built, also by processes of the script: 1)\n"),
+        ("--strict", LOAD_BERT, 1, "without --strict the script goes on with such a model\n"),
+        *((f"--recompute{level}", LOAD, 0, "recompute in 2 layers") for level in ("=True", " mlp", " --")),
+        ("--no-qk", LOAD, 0, f"{SITES['norm']} norm, {SITES['residual']} residual, {SITES['mlp']} mlp"),
+    ],
+)
+def test_run_fuses_what_it_is_told_and_says_what_it_has_fused(options, text, code, says, script, capsys):
+    assert main(["run", *options.split(), str(script(text))]) == code
     error = capsys.readouterr().err
-    assert "fused-norm: BertModel" in error
-    says = "fused-norm: nothing was fused (models built, also by processes of the script: 1)"
-    assert error.splitlines()[-1] == says
-
-
-def test_run_strict_fails_for_a_model_without_norms(script, capsys):
-    path = script(LOAD_BERT)
-    assert main(["run", "--strict", str(path)]) == 1
-    error = capsys.readouterr().err
-    assert "FusedNormError: nothing to fuse in BertModel" in error
-    assert error.splitlines()[-1] == "fused-norm: without --strict the script goes on with such a model"
-    assert "models built" not in error
-
-
-def test_run_takes_a_level_of_recompute(script, capsys):
-    path = str(script(LOAD))
-    for chosen in (["--recompute=True"], ["--recompute", "mlp"], ["--recompute", "--"]):
-        assert main(["run", *chosen, path]) == 0
-        assert "recompute in 2 layers" in capsys.readouterr().err
+    assert says in error
+    if text is LOAD_BERT:
+        assert ("FusedNormError: nothing to fuse in BertModel" in error) == ("models built" not in error) == bool(code)
+        assert error.endswith(f"fused-norm: {says}")
+        assert code or "fused-norm: BertModel" in error
 
 
 def test_run_covers_threads_that_the_script_starts(script, capsys):
@@ -709,11 +679,6 @@ def test_run_says_where_processes_would_ignore_what_it_tells_them(strict, script
     monkeypatch.setattr(sys, "flags", types.SimpleNamespace(ignore_environment=1, no_site=0, isolated=0))
     assert main(["run", *(["--strict"] if strict else []), str(script(""))]) == (2 if strict else 0)
     assert "under python -E, -I or -S the processes that a script starts keep" in capsys.readouterr().err
-
-
-def test_run_fuses_only_what_it_is_told(script, capsys):
-    assert main(["run", "--no-qk", str(script(LOAD))]) == 0
-    assert f"{SITES['norm']} norm, {SITES['residual']} residual, {SITES['mlp']} mlp" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from fused_norm.convergence import suite
 from fused_norm.convergence.comparison import EXECUTIONS, LORA
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.model_configs import FAMILIES, build, tiny_config
+from fused_norm.spec import KINDS
+
+from ..conftest import slow_rows
 
 QUICK = ("--steps", "2", "--dtype", "fp32")
 
@@ -33,19 +36,12 @@ QUICK = ("--steps", "2", "--dtype", "fp32")
         (["qwen4"], "no family 'qwen4'; there are llama,"),
         (["llama", "--data", "{}/absent"], "there is no file or directory"),
         (["llama", "--data", "{}/short.txt"], "the text has 12 tokens, and one sequence takes 33"),
-        (
-            ["llama", "--data", "{}/short.txt", "--length", "12"],
-            "fills 1 varied sequences of 12 tokens, and one step takes 2",
-        ),
+        (["llama", "--data", "{}/short.txt", "--length", "12"], "fills 1 varied sequences of 12 tokens, and one step"),
         (["--config", "{}"], "has no config.json"),
         (["--config", "t5"], "is no causal language model (t5)"),
         (["llama", "--config", "llama"], "two models are called llama"),
         (["llama", "--out", "{}/short.txt/below"], "/short.txt/below: this folder cannot be made (Not a directory)"),
-        pytest.param(
-            ["llama", "--out", "{}/taken"],
-            "/taken/report.json cannot be written (Is a directory)",
-            marks=pytest.mark.slow,
-        ),
+        *slow_rows((["llama", "--out", "{}/taken"], "/taken/report.json cannot be written (Is a directory)")),
     ],
 )
 def test_what_cannot_be_used_is_one_line_and_exit_code_two(arguments, message, tmp_path, capsys):
@@ -90,20 +86,8 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
     assert main(["converge", *arguments, *QUICK]) == 0
     (row,) = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
     assert row["name"] == "mine.fp32.eager.all.seed0"
-    assert row["fused"]["sites"] == {
-        "norm": 5,
-        "qk": 0,
-        "rope": 2,
-        "residual": 2,
-        "sandwich": 0,
-        "mlp": 2,
-        "conv": 0,
-        "experts": 0,
-        "linear": 0,
-        "adapter": 0,
-        "loss": 1,
-        "consumers": 4,
-    }
+    some = {"norm": 5, "rope": 2, "residual": 2, "mlp": 2, "loss": 1, "consumers": 4}
+    assert row["fused"]["sites"] == dict.fromkeys((*KINDS, "consumers"), 0) | some
 
 
 @pytest.mark.slow

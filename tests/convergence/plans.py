@@ -1,4 +1,4 @@
-"""A plan on tiny models, which is run in a few seconds."""
+"""A plan on tiny models, which is run in a few seconds, and models of one layer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.plan import Plan
 from fused_norm.convergence.text_sequences import pack, read_files, standard_library, varied
 from fused_norm.convergence.tiers import TIERS
+from fused_norm.model_configs import build, tiny_config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKENS = torch.arange(33, device=DEVICE)[None]
+
+
+def small(family="llama", *, dtype=torch.float32, layers=1, **changes):
+    """A tiny model of a family, of so many layers."""
+    return build(tiny_config(family, num_hidden_layers=layers, **changes), seed=0, dtype=dtype).to(DEVICE)
 
 
 def tiny_plan(comparisons, layers=1, **changes):

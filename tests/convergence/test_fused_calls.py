@@ -23,26 +23,20 @@ from fused_norm.convergence.model_source import add_adapters
 from fused_norm.convergence.paired_runs import PairedRuns, fused_for
 from fused_norm.convergence.step_checks import changed_bits
 from fused_norm.kernels.operator import OPERATORS
-from fused_norm.model_configs import build as build_on_cpu
-from fused_norm.model_configs import tiny_config
+from fused_norm.model_configs import build
 from fused_norm.patcher import Site
 from fused_norm.spec import KINDS
 
+from ..conftest import slow, slow_rows
 from ..patcher.test_convolutions import ByFunction, BySilu
 from ..planted.faults import FAULTS
 from ..planted.planting import PlantedFault, linear_cross_entropy
 from ..planted.runs import faulty
-from .plans import tiny_plan
+from .plans import DEVICE, TOKENS, small, tiny_plan
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOKENS = torch.arange(33, device=DEVICE)[None]
 BLOCK = "model.layers.1.self_attn"
 FILTERS = "given[1]", "conv1d.weight"
 """The filters of a convolution among the arguments of a function, and as the weight of a module."""
-
-
-def build(*arguments, **named):
-    return build_on_cpu(*arguments, **named).to(DEVICE)
 
 
 def call(path, operator):
@@ -69,7 +63,7 @@ def test_a_site_without_a_call_is_seen_only_where_it_may_be_idle_and_another_of_
 @pytest.fixture
 def adapted():
     """A bf16 model with fp32 adapters."""
-    model = build(tiny_config("llama", num_hidden_layers=1), seed=0)
+    model = small()
     add_adapters(model, Comparison("llama", "mixed", "lora-alone"))
     return model, apply_fused_norm(model).fused
 
@@ -106,7 +100,7 @@ def test_a_norm_is_held_to_the_stock_norm_with_a_gradient_for_each_of_its_consum
 
 @pytest.mark.slow
 def test_products_of_an_input_that_a_norm_has_left_in_float32_differ_by_roundings_alone():
-    model = build(tiny_config("qwen3", num_hidden_layers=1), seed=0)
+    model = small("qwen3")
     add_adapters(model, Comparison("qwen3", "mixed", "lora"))
     apply_fused_norm(model, consumers=False)
     layers = [one for one in calls_of_step(model, TOKENS.repeat(2, 1), mixed=True) if one.path.endswith("gate_proj")]
@@ -149,7 +143,7 @@ def test_adapters_that_run_stock_code_are_seen_unless_they_multiply_in_float32(a
 
 @pytest.fixture(scope="module")
 def fused():
-    model = build(tiny_config("llama", num_hidden_layers=1), seed=0, dtype=torch.bfloat16)
+    model = small(dtype=torch.bfloat16)
     return model, apply_fused_norm(model).fused
 
 
@@ -180,7 +174,7 @@ def with_bias():
     from transformers import PhiConfig
 
     sizes = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 1}
-    model = build(PhiConfig(**sizes, num_attention_heads=4), seed=0, dtype=torch.bfloat16)
+    model = build(PhiConfig(**sizes, num_attention_heads=4), seed=0, dtype=torch.bfloat16).to(DEVICE)
     torch.nn.init.normal_(model.lm_head.bias)
     return model
 
@@ -203,15 +197,15 @@ def record_of(model, calls, **how):
     ("family", "change", "mixed"),
     [
         ("llama", {}, False),
-        pytest.param("llama", {}, True, marks=pytest.mark.slow),
-        pytest.param("granite", {"logits_scaling": 3.0}, False, marks=pytest.mark.slow),
-        pytest.param("gemma2", {"final_logit_softcapping": 2.0}, False, marks=pytest.mark.slow),
-        pytest.param("gemma2", {"final_logit_softcapping": 2.0}, True, marks=pytest.mark.slow),
+        *slow_rows(
+            ("llama", {}, True),
+            ("granite", {"logits_scaling": 3.0}, False),
+            *(("gemma2", {"final_logit_softcapping": 2.0}, mixed) for mixed in (False, True)),
+        ),
     ],
 )
 def test_a_head_and_its_loss_are_held_to_the_stock_formula(family, change, mixed):
-    config = tiny_config(family, num_hidden_layers=1, **change)
-    model = build(config, seed=0, dtype=torch.float32 if mixed else torch.bfloat16)
+    model = small(family, dtype=torch.float32 if mixed else torch.bfloat16, **change)
     calls = head_of(model, mixed=mixed)
     rows = [call.arguments.arguments["x"].shape[:-1].numel() for call in calls]
     labels = [call.arguments.arguments["how"].target for call in calls]
@@ -306,12 +300,9 @@ def test_packed_sequences_have_angles_of_their_own_and_large_numbers(fused):
     assert q.abs().max() > 4 * given[0][0].abs().max()
 
 
-@pytest.mark.parametrize(
-    "execution",
-    ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora-alone", "lora", "lora-dropout"))],
-)
+@pytest.mark.parametrize("execution", ["eager", *slow("lora-alone", "lora", "lora-dropout")])
 def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
-    model = build(tiny_config("llama", num_hidden_layers=2), seed=0)
+    model = small(layers=2)
     if execution != "eager":
         add_adapters(model, Comparison("llama", "mixed", execution))
     with fused_for("all")(model) as sites:
@@ -327,8 +318,7 @@ def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
     ("precision", "fault"),
     [
         ("bf16", "rms_norm_for_consumers-order"),
-        pytest.param("mixed", "add_rms_norm_for_consumers-early", marks=pytest.mark.slow),
-        pytest.param("fp32", "consumers-detached", marks=pytest.mark.slow),
+        *slow_rows(("mixed", "add_rms_norm_for_consumers-early"), ("fp32", "consumers-detached")),
     ],
 )
 def test_linears_that_have_an_output_of_a_norm_each_are_held_to_the_bits_of_one(precision, fault):
@@ -346,19 +336,19 @@ def test_a_step_that_computes_values_a_second_time_is_held_to_one_that_keeps_the
     def scaled_when_run_again(one):
         one.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.003)
 
-    shares = changed_bits(build(tiny_config("llama", num_hidden_layers=1), seed=0), TOKENS, scaled_when_run_again)
+    shares = changed_bits(small(), TOKENS, scaled_when_run_again)
     assert shares.keys() == {name for name, _ in model.named_parameters()}
     assert min(shares.values()) > 0.1
 
 
 def test_a_gradient_that_is_lost_is_another():
-    model = build(tiny_config("llama", num_hidden_layers=1), seed=0)
+    model = small()
     shares = changed_bits(model, TOKENS, lambda one: one.model.norm.weight.requires_grad_(False))
     assert [name for name, share in shares.items() if share] == ["model.norm.weight"]
 
 
 def test_a_gradient_that_no_two_steps_have_alike_is_not_held_to_bits():
-    model = build(tiny_config("llama", num_hidden_layers=1), seed=0)
+    model = small()
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * (1 + 1e-3 * torch.rand(())))
     assert set(changed_bits(model, TOKENS, lambda same: same).values()) == {0.0}
     assert share_different(torch.ones(2), torch.tensor([1.0, 2.0])) == 0.5

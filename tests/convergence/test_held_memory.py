@@ -9,18 +9,14 @@ from torch import nn
 from fused_norm import apply_fused_norm
 from fused_norm.convergence.held_memory import Allocations, held_memory
 from fused_norm.convergence.step_checks import check_levels
-from fused_norm.model_configs import build as build_on_cpu
-from fused_norm.model_configs import tiny_config
 
 from ..planted.faults import FAULTS
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOKENS = torch.arange(33, device=DEVICE)[None]
+from .plans import DEVICE, TOKENS, small
 
 
 def test_bytes_are_counted_as_they_are_at_each_moment():
     before = torch.ones(7, 3, device=DEVICE)
-    with Allocations(DEVICE) as allocations:
+    with Allocations(torch.device(DEVICE)) as allocations:
         kept = before + 1
         first = allocations.moment()
         more = kept.exp()
@@ -34,14 +30,14 @@ def test_bytes_are_counted_as_they_are_at_each_moment():
 def test_a_step_holds_in_each_layer_what_autograd_keeps_of_it():
     layers = {"a": nn.Linear(5, 5, bias=False).to(DEVICE), "b": nn.Tanh()}
     x = torch.randn(11, 5, device=DEVICE, requires_grad=True)
-    held = held_memory(lambda: layers["b"](layers["a"](x) * x.exp()).sum(), layers, DEVICE)
+    held = held_memory(lambda: layers["b"](layers["a"](x) * x.exp()).sum(), layers, torch.device(DEVICE))
     assert held.layers == {"a": 220, "b": 220}
     # The output of the linear, the exponential, and the output of the tanh; and the loss's own bytes at most.
     assert 3 * 220 <= held.after_backward <= 3 * 220 + 64
 
 
 def levels(fault=None, *, layers=1):
-    model = build_on_cpu(tiny_config("llama", num_hidden_layers=layers), seed=0, dtype=torch.bfloat16).to(DEVICE)
+    model = small(dtype=torch.bfloat16, layers=layers)
     apply_fused_norm(model)
     with FAULTS[fault].planted(model) if fault else contextlib.nullcontext():
         return check_levels(model, TOKENS, {}, calls=[])

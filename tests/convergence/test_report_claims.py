@@ -10,15 +10,12 @@ from fused_norm.convergence.fused_calls import paths_of, sites_not_compiled, sit
 from fused_norm.convergence.model_source import add_adapters
 from fused_norm.convergence.report_claims import claims_not_kept
 from fused_norm.convergence.verdict import judge
-from fused_norm.model_configs import build as build_on_cpu
-from fused_norm.model_configs import tiny_config
 from fused_norm.patcher import Site
 
 from ..planted.faults import FAULTS
+from .plans import DEVICE, TOKENS, small
 from .test_verdict import CONTROL, CONTROLS, STOCK
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOKENS = torch.arange(33, device=DEVICE)[None]
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
 CONSUMERS = "a norm wrote float32 for its linears, which read 16 bits under autocast"
 QUERIES = "queries and keys were written in float32, and attention reads 16 bits under autocast"
@@ -34,7 +31,7 @@ def missing(model, sites, *, mixed):
 @pytest.fixture(scope="module")
 def fused():
     # Keys of their own: on a CPU transformers 4 repeats those that heads share, and sums their gradients in float32.
-    model = build_on_cpu(tiny_config("llama", num_hidden_layers=1, num_key_value_heads=4), seed=0).to(DEVICE)
+    model = small(num_key_value_heads=4)
     report = apply_fused_norm(model)
     return model, [*report.fused, *(row for row in report.consumers if row.reason is None)]
 
@@ -63,7 +60,7 @@ def test_what_changes_no_number_is_seen_with_its_place(fault, lacks, fused):
 
 
 def test_linears_behind_a_lora_dropout_may_read_float32():
-    model = build_on_cpu(tiny_config("llama", num_hidden_layers=1), seed=0).to(DEVICE)
+    model = small()
     add_adapters(model, Comparison("llama", "mixed", "lora-dropout"))
     for one in model.parameters():
         one.data = one.data.float()

@@ -22,14 +22,7 @@ from fused_norm.convergence.curve_charts import LIMIT, _figure, curves_svg
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.paired_runs import PairedRuns
 from fused_norm.convergence.plan import comparisons_of
-from fused_norm.convergence.report import (
-    as_json,
-    as_page,
-    exit_code,
-    explanations,
-    summary,
-    table,
-)
+from fused_norm.convergence.report import as_json, as_page, exit_code, explanations, summary, table
 from fused_norm.convergence.result_store import ComparisonResult, ResultStore
 from fused_norm.convergence.suite import run_plan
 from fused_norm.convergence.tiers import TIERS
@@ -37,6 +30,7 @@ from fused_norm.convergence.verdict import Verdict
 from fused_norm.kernels.linear_cross_entropy import IGNORED
 from fused_norm.model_configs import FAMILIES, families_here
 
+from ..conftest import slow_rows
 from ..planted.faults import FAULTS
 from .plans import tiny_plan
 
@@ -198,25 +192,25 @@ def test_what_was_finished_is_found_again_and_what_changed_is_run_again(tmp_path
     assert third.kept == [False, False]
 
 
-SLOW = pytest.mark.slow
 ADAPTERS_FALL_BACK = FAULTS["adapter-fallback"].planted
+STOCK_CODE = "sites ran as stock code does"
 
 
 @pytest.mark.parametrize(
     ("comparison", "stock", "reason"),
     [
-        (Comparison("llama", "bf16", feature="norms"), fused_norm.disabled, "and 3 other sites ran as stock code does"),
-        pytest.param(
-            Comparison("llama", "mixed", "lora-alone"),
-            lambda: ADAPTERS_FALL_BACK(torch.nn.Module()),
-            "(adapter) and 6 other sites ran as stock code does",
-            marks=SLOW,
-        ),
-        pytest.param(
-            Comparison("llama", "bf16", "compile"),
-            lambda: mock.patch.object(torch.compiler, "_is_exporting_flag", True),
-            "ran as stock code does",
-            marks=SLOW,
+        (Comparison("llama", "bf16", feature="norms"), fused_norm.disabled, f"and 3 other {STOCK_CODE}"),
+        *slow_rows(
+            (
+                Comparison("llama", "mixed", "lora-alone"),
+                lambda: ADAPTERS_FALL_BACK(torch.nn.Module()),
+                f"(adapter) and 6 other {STOCK_CODE}",
+            ),
+            (
+                Comparison("llama", "bf16", "compile"),
+                lambda: mock.patch.object(torch.compiler, "_is_exporting_flag", True),
+                "ran as stock code does",
+            ),
         ),
     ],
 )
@@ -225,17 +219,6 @@ def test_sites_that_run_stock_code_are_noticed(comparison, stock, reason):
         (result,) = run_plan(tiny_plan([comparison]), None, Silent())
     assert result.verdict.status == "invalid"
     assert reason in result.verdict.reasons[0]
-
-
-def test_a_model_in_which_nothing_can_be_fused_says_nothing():
-    from transformers import GPT2Config
-
-    source = ModelSource("gpt2", GPT2Config(vocab_size=128, n_positions=64, n_embd=16, n_layer=1, n_head=2))
-    plan = replace(tiny_plan([Comparison("llama", "fp32")]), sources={"llama": source})
-    (result,) = run_plan(plan, None, Silent())
-    assert result.verdict.status == "invalid"
-    assert result.verdict.reasons[0].startswith("GPT2LMHeadModel has no norm that can be fused")
-    assert exit_code([result]) == 2
 
 
 def test_a_model_that_fails_leaves_the_others_alone(finished):

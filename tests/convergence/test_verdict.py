@@ -168,16 +168,10 @@ BROKEN = dataclasses.replace(STOCK, losses=(5.0, math.nan, 1.0))
         ({"controls": (CONTROL, BROKEN)}, "the control 1 run is not finite"),
         ({"controls": ()}, "no noise floor"),
         ({"stock": dataclasses.replace(STOCK, moved={})}, "no norm weight is trained"),
-        (
-            {"stock": dataclasses.replace(STOCK, constant=("a", "b"))},
-            "a and 1 other norm weights started as one",
-        ),
+        ({"stock": dataclasses.replace(STOCK, constant=("a", "b"))}, "a and 1 other norm weights started as one"),
         ({"stock": dataclasses.replace(STOCK, moved={"a": 0.0, "b": 1.0})}, "a never moved"),
         ({"controls": (CONTROL, STOCK)}, "control 1 is the stock run to the last bit"),
-        (
-            {"calls": dataclasses.replace(CALLS, not_seen=NORMS)},
-            "and 2 other sites ran as stock code does",
-        ),
+        ({"calls": dataclasses.replace(CALLS, not_seen=NORMS)}, "and 2 other sites ran as stock code does"),
     ],
 )
 def test_a_comparison_that_says_nothing_is_invalid(arguments, reason):

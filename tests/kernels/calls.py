@@ -13,6 +13,7 @@ from torch import Tensor
 from fused_norm.kernels.triton.launch import Launch, launches
 from fused_norm.spec import NormSpec
 
+from .compiled_launches import Noted
 from .conftest import OPERATORS
 from .numerics import BF16, FP16, FP32, in_layout
 
@@ -80,23 +81,12 @@ class Call(NamedTuple):
         return self._replace(tensors=[*self.tensors[:place], tensor, *self.tensors[place + 1 :]])
 
 
-class _Noted:
-    """Notes launches instead of making them."""
-
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-
-    def launched(self, launch: Launch) -> None:
-        self.launches.append(launch)
-
-
 def launches_of(call: Callable[[], Any]) -> list[Launch]:
     """The launches that a call would make; none is made."""
-    noted = _Noted()
     # A GPU's backward has a thread of its own otherwise.
-    with launches.by(noted), torch.autograd.set_multithreading_enabled(False):
+    with launches.by(noted := Noted()), torch.autograd.set_multithreading_enabled(False):
         call()
-    return noted.launches
+    return noted
 
 
 def present(outputs: Tensor | Sequence[Tensor | None]) -> list[Tensor]:

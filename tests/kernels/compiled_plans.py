@@ -20,30 +20,12 @@ import torch
 import triton
 from compiled_launches import TARGETS, Noted, Target, compiled
 
+import fused_norm.kernels.fp8
+import fused_norm.kernels.lora_linear_4bit  # noqa: F401 -- registers operators that no public function loads
 from fused_norm.kernels.arguments import ACTIVATIONS, GLU_ACTIVATIONS
-from fused_norm.kernels.causal_conv1d import CAUSAL_CONV1D
 from fused_norm.kernels.causal_conv1d import WIDTHS as TAPS
-from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
-from fused_norm.kernels.fp8.operators import NORM_FP8
-from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
-from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
-from fused_norm.kernels.linear_4bit import LINEAR_4BIT
-from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from fused_norm.kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
-from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
-from fused_norm.kernels.norm import (
-    ADD_RMS_NORM,
-    ADD_RMS_NORM_FOR_CONSUMERS,
-    NORM_ADD,
-    NORM_ADD_NORM,
-    NORM_ADD_NORM_FOR_CONSUMERS,
-    RECOMPUTED_NORM,
-    RMS_NORM,
-    RMS_NORM_FOR_CONSUMERS,
-)
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, norm_spec
 from fused_norm.kernels.plans import TABLES, WIDEST_FORWARD, WIDEST_GATED, PlanTable
-from fused_norm.kernels.qk_norm_rope import QK_NORM, ROPE
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.cross_entropy_kernels import launch_multiply
 from fused_norm.kernels.triton.launch import launches
@@ -61,8 +43,8 @@ NARROW = 4
 """Stores of fewer than 32 bits that a kernel may have: rows of numbers are written in wide ones."""
 LLAMA = norm_spec("llama", False, 1e-6)
 
-Called = tuple[Operator, str, Callable[[], Any]]
-"""A call of an operator, and what tells it from its others."""
+Called = tuple[str, str, Callable[[], Any]]
+"""The name of an operator, what tells a call of it from its others, and the call."""
 
 
 class Used(NamedTuple):
@@ -92,12 +74,12 @@ def used_by(kernel: Any) -> Used:
     return Used(shared, int(said["REG"]), int(said["STACK"]), len(narrow))
 
 
-def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
+def both(name: str, way: str, *arguments: Any) -> Called:
     """A call that launches an operator's forward and, if it has one of its own, its backward with all gradients.
 
     The forward is launched once more if it can copy its weights for the backward.
     """
-
+    operator = OPERATORS[name]
     if operator.takes_spec:
         arguments = *arguments[: operator.tensor_count], LLAMA, *arguments[operator.tensor_count :]
 
@@ -117,28 +99,28 @@ def both(operator: Operator, *arguments: Any) -> Callable[[], Any]:
             needed = [one is not None for one in arguments[: len(operator.gradients)]]
             operator.backward(BackwardCall(outputs, saved, facts, needed))
 
-    return call
+    return name, way, call
 
 
 def rows_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     """Operators that sum rows of a width, but for those that give FP8."""
     x, w = torch.empty(64, width, dtype=dtype), torch.empty(width, dtype=dtype)
-    yield RMS_NORM, "", both(RMS_NORM, x, w, None)
-    yield ADD_RMS_NORM, "", both(ADD_RMS_NORM, x, x, w, None, 1.0)
-    yield NORM_ADD, "", both(NORM_ADD, x, x, w)
-    yield NORM_ADD_NORM, "", both(NORM_ADD_NORM, x, x, w, w)
-    yield RMS_NORM_FOR_CONSUMERS, "", both(RMS_NORM_FOR_CONSUMERS, x, w, MOST_CONSUMERS, None, 0)
-    yield ADD_RMS_NORM_FOR_CONSUMERS, "", both(ADD_RMS_NORM_FOR_CONSUMERS, x, x, w, 1.0, MOST_CONSUMERS, None, 0)
-    yield NORM_ADD_NORM_FOR_CONSUMERS, "", both(NORM_ADD_NORM_FOR_CONSUMERS, x, x, w, w, MOST_CONSUMERS, None, 0)
+    yield both("rms_norm", "", x, w, None)
+    yield both("add_rms_norm", "", x, x, w, None, 1.0)
+    yield both("norm_add", "", x, x, w)
+    yield both("norm_add_norm", "", x, x, w, w)
+    yield both("rms_norm_for_consumers", "", x, w, MOST_CONSUMERS, None, 0)
+    yield both("add_rms_norm_for_consumers", "", x, x, w, 1.0, MOST_CONSUMERS, None, 0)
+    yield both("norm_add_norm_for_consumers", "", x, x, w, w, MOST_CONSUMERS, None, 0)
     if dtype is torch.float32:
         mixed = MOST_CONSUMERS, torch.bfloat16, 0b101010  # half of the consumers are dropouts
-        yield RMS_NORM_FOR_CONSUMERS, "in two dtypes", both(RMS_NORM_FOR_CONSUMERS, x, w, *mixed)
-        yield ADD_RMS_NORM_FOR_CONSUMERS, "in two dtypes", both(ADD_RMS_NORM_FOR_CONSUMERS, x, x, w, 1.0, *mixed)
-        yield NORM_ADD_NORM_FOR_CONSUMERS, "in two dtypes", both(NORM_ADD_NORM_FOR_CONSUMERS, x, x, w, w, *mixed)
-    yield RECOMPUTED_NORM, "", both(RECOMPUTED_NORM, x, w, torch.empty(64, 1), None)
+        yield both("rms_norm_for_consumers", "in two dtypes", x, w, *mixed)
+        yield both("add_rms_norm_for_consumers", "in two dtypes", x, x, w, 1.0, *mixed)
+        yield both("norm_add_norm_for_consumers", "in two dtypes", x, x, w, w, *mixed)
+    yield both("recomputed_norm", "", x, w, torch.empty(64, 1), None)
     if width <= WIDEST_GATED:
-        yield GATED_RMS_NORM, "norm first", both(GATED_RMS_NORM, x, x, w, "silu", True, 1)
-        yield GATED_RMS_NORM, "gate first", both(GATED_RMS_NORM, x, x, w, "silu", False, 1)
+        yield both("gated_rms_norm", "norm first", x, x, w, "silu", True, 1)
+        yield both("gated_rms_norm", "gate first", x, x, w, "silu", False, 1)
 
 
 def heads_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
@@ -149,18 +131,18 @@ def heads_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
 
     w, q, k = empty(width), empty(1, 64, 32, width), empty(1, 64, 8, width)
     whole, part = empty(1, 64, width), empty(1, 64, width // 2)
-    yield QK_NORM, "", both(QK_NORM, q, k, w, w, None, None, 2, None)
-    yield QK_NORM, "rotated", both(QK_NORM, q, k, w, w, whole, whole, 2, None)
-    yield QK_NORM, "rotated in part", both(QK_NORM, q, k, w, w, part, part, 2, None)
-    yield ROPE, "", both(ROPE, q, k, whole, whole, 2, False, "half", False, None)
-    yield ROPE, "one rounding", both(ROPE, q, k, whole.float(), whole.float(), 2, True, "half", False, None)
+    yield both("qk_norm", "", q, k, w, w, None, None, 2, None)
+    yield both("qk_norm", "rotated", q, k, w, w, whole, whole, 2, None)
+    yield both("qk_norm", "rotated in part", q, k, w, w, part, part, 2, None)
+    yield both("rope", "", q, k, whole, whole, 2, False, "half", False, None)
+    yield both("rope", "one rounding", q, k, whole.float(), whole.float(), 2, True, "half", False, None)
     for layout in ("interleaved", "deinterleaved"):
         for name, by_pair in (("", False), (", angles by pair", True)):
             options = 2, False, layout, by_pair, None
-            yield ROPE, layout + name, both(ROPE, q, k, whole, whole, *options)
-    yield ROPE, "interleaved in part", both(ROPE, q, k, part, part, 2, False, "interleaved", True, None)
+            yield both("rope", layout + name, q, k, whole, whole, *options)
+    yield both("rope", "interleaved in part", q, k, part, part, 2, False, "interleaved", True, None)
     wide = whole.float()
-    yield ROPE, "interleaved, one rounding", both(ROPE, q, k, wide, wide, 2, True, "interleaved", False, None)
+    yield both("rope", "interleaved, one rounding", q, k, wide, wide, 2, True, "interleaved", False, None)
 
 
 def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
@@ -170,13 +152,13 @@ def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
     def call(*options: Any) -> Callable[[], Any]:
         def launch_all() -> None:
             arguments = x, weight, None, target, None, "mean", -100, *options, None, [True, True, False]
-            loss, *gradients = LINEAR_CROSS_ENTROPY.forward(*arguments, training=True)
+            loss, *gradients = OPERATORS["linear_cross_entropy"].forward(*arguments, training=True)
             launch_multiply(gradients[0], loss.reshape(1))
 
         return launch_all
 
-    yield LINEAR_CROSS_ENTROPY, "", call(0.0, None, None, True)
-    yield LINEAR_CROSS_ENTROPY, "capped", call(0.1, 0.5, 30.0, False)
+    yield "linear_cross_entropy", "", call(0.0, None, None, True)
+    yield "linear_cross_entropy", "capped", call(0.1, 0.5, 30.0, False)
 
 
 def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
@@ -194,11 +176,10 @@ def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
         )
         for way, weight in (("", single), (" quantised twice", double)):
             options = block, 0.5, torch.bfloat16, dtype
-            for operator in (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
-                call = both(operator, x, x, a, b, code, packed, *weight, None, *options)
-                yield operator, f"blocks of {block}{way}", call
-            call = both(LINEAR_4BIT, x, code, packed, *weight, None, 64, block, torch.bfloat16, dtype)
-            yield LINEAR_4BIT, f"blocks of {block}{way}", call
+            name = f"blocks of {block}{way}"
+            for operator in ("lora_linear_4bit", "lora_summands_4bit"):
+                yield both(operator, name, x, x, a, b, code, packed, *weight, None, *options)
+            yield both("linear_4bit", name, x, code, packed, *weight, None, 64, block, torch.bfloat16, dtype)
 
 
 def conv_calls(dtype: torch.dtype) -> Iterator[Called]:
@@ -206,9 +187,9 @@ def conv_calls(dtype: torch.dtype) -> Iterator[Called]:
     x, bias = torch.empty(2, 100, 6144, dtype=dtype), torch.empty(6144, dtype=dtype)
     for taps in TAPS:
         weight = torch.empty(6144, taps, dtype=dtype)
-        yield CAUSAL_CONV1D, f"{taps} taps", both(CAUSAL_CONV1D, x, weight, None, "silu")
-        yield CAUSAL_CONV1D, f"{taps} taps and bias", both(CAUSAL_CONV1D, x, weight, bias, "silu")
-        yield CAUSAL_CONV1D, f"{taps} taps alone", both(CAUSAL_CONV1D, x, weight, None, None)
+        yield both("causal_conv1d", f"{taps} taps", x, weight, None, "silu")
+        yield both("causal_conv1d", f"{taps} taps and bias", x, weight, bias, "silu")
+        yield both("causal_conv1d", f"{taps} taps alone", x, weight, None, None)
 
 
 def expert_calls(dtype: torch.dtype) -> Iterator[Called]:
@@ -219,16 +200,16 @@ def expert_calls(dtype: torch.dtype) -> Iterator[Called]:
     for width in (768, 2880):
         x = torch.empty(tokens * count, 2 * width, dtype=dtype)
         for activation in ACTIVATIONS:
-            yield EXPERT_GATE, f"{activation} of {width}", both(EXPERT_GATE, x, absent, activation, False, None, None)
-        yield EXPERT_GATE, f"clamped, {width} wide", both(EXPERT_GATE, x, absent, "silu", True, 7.0, 1.702)
+            yield both("expert_gate", f"{activation} of {width}", x, absent, activation, False, None, None)
+        yield both("expert_gate", f"clamped, {width} wide", x, absent, "silu", True, 7.0, 1.702)
     for width in (2880, 5760):
         bias, ends = torch.empty(32, width, dtype=dtype), torch.zeros(32, dtype=torch.int32)
-        yield EXPERT_BIAS, f"{width} wide", both(EXPERT_BIAS, bias, torch.zeros(64, dtype=torch.int64), ends)
+        yield both("expert_bias", f"{width} wide", bias, torch.zeros(64, dtype=torch.int64), ends)
     for width in (2048, 2880, 7168):
         hidden, rows = (torch.empty(count, width, dtype=dtype) for count in (tokens, tokens * count))
         weights = torch.empty(tokens, count)
-        yield EXPERT_PERMUTE, f"{width} wide", both(EXPERT_PERMUTE, hidden, position, absent)
-        yield EXPERT_UNPERMUTE, f"{width} wide", both(EXPERT_UNPERMUTE, rows, weights, position, absent, dtype)
+        yield both("expert_permute", f"{width} wide", hidden, position, absent)
+        yield both("expert_unpermute", f"{width} wide", rows, weights, position, absent, dtype)
 
 
 def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
@@ -236,29 +217,28 @@ def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     x, w = torch.empty(256, width, dtype=dtype), torch.empty(width, dtype=dtype)
     codes, scales = torch.empty(256, width, dtype=torch.float8_e4m3fn), torch.empty(256, width // 16)
     for name in ("tensorwise", "rowwise", "block128", "mxfp8"):
-        yield NORM_FP8, name, both(NORM_FP8, x, None, w, codes, scales, 1.0, name)
+        yield both("norm_fp8", name, x, None, w, codes, scales, 1.0, name)
 
 
 def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator[Called]:
     """All operators that a target runs, with rows and, up to 256 elements, heads of these widths."""
     x, kind = torch.empty(64, 4096, dtype=dtype), target.architecture
     for activation in GLU_ACTIVATIONS:  # all widths have the same kernels
-        yield GLU, activation, both(GLU, x, x, activation)
-        yield GLU, f"{activation} of halves", both(GLU, x, None, activation)
+        yield both("glu", activation, x, x, activation)
+        yield both("glu", f"{activation} of halves", x, None, activation)
         if dtype == torch.float32:
             summand = torch.empty(64, 4096, dtype=torch.bfloat16)
             for way, factors in (("", (x, x, None, None)), (" of sums", (summand,) * 4)):
                 for wide in (0, 2):
-                    call = both(GLU_FOR_CONSUMERS, *factors, activation, 2, torch.bfloat16, wide)
-                    yield GLU_FOR_CONSUMERS, f"{activation}{way}{' in two dtypes' if wide else ''}", call
+                    name = f"{activation}{way}{' in two dtypes' if wide else ''}"
+                    yield both("glu_for_consumers", name, *factors, activation, 2, torch.bfloat16, wide)
     for rank in RANKS:
         a, b = torch.empty(rank, 4096, dtype=dtype), torch.empty(1024, rank, dtype=dtype)
         for rows in (64, 8192):  # tiles of few rows and of many
             base, x16 = torch.empty(rows, 1024, dtype=dtype), torch.empty(rows, 4096, dtype=torch.bfloat16)
-            yield LORA_ADD, f"rank {rank}, {rows} rows", both(LORA_ADD, base, x16, a, b, 0.5)
+            yield both("lora_add", f"rank {rank}, {rows} rows", base, x16, a, b, 0.5)
             mask = torch.zeros(rows, 4096, dtype=torch.bool)
-            call = both(LORA_ADD_DROPPED, base, x16, a, b, mask, 0.5, 1.1, 1.1)
-            yield LORA_ADD_DROPPED, f"rank {rank}, {rows} rows", call
+            yield both("lora_add_dropped", f"rank {rank}, {rows} rows", base, x16, a, b, mask, 0.5, 1.1, 1.1)
     yield from four_bit_calls(dtype)
     yield from loss_calls(dtype)
     yield from conv_calls(dtype)
@@ -287,7 +267,7 @@ def compile_all(name: str, only: Sequence[str], table: PlanTable, widths: Sequen
     target, fit = TARGETS[name], True
     devices._hardware_of = lambda device: target.device
     for operator, way, call in calls(target, widths, dtype):
-        if operator.name not in only:
+        if operator not in only:
             continue
         with devices.use_plans(table), launches.by(noted := Noted()):
             call()
@@ -298,7 +278,7 @@ def compile_all(name: str, only: Sequence[str], table: PlanTable, widths: Sequen
             fits = used.shared <= target.device.shared_memory and used.spilled <= SPILLED.get(name, FEW)
             fits &= used.narrow <= NARROW
             fit &= fits
-            line = f"{name} {operator.name} {way}, {dtype}, {launch.name}: {used}"
+            line = f"{name} {operator} {way}, {dtype}, {launch.name}: {used}"
             sys.stdout.write(line + ("\n" if fits else " does not fit\n"))
     return fit
 

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
+from transformers.activations import NewGELUActivation
 
 from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.kernels.plans import WIDEST_FORWARD
 from fused_norm.spec import NormSpec
+
+from ..conftest import slow
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
@@ -26,11 +29,6 @@ DTYPES = (FP32, BF16, FP16)
 WIDTHS = (1, 2, 3, 7, 64, 80, 123, 128, 130, 256, 409, 513, 1023, 1024, 1025, 2560)
 WIDE = (3571, 5120, 5121, 7001, 12288, 12289, 17001, WIDEST_FORWARD + 617)
 """Rows on, above and below every limit of the launch plans, odd ones among them; the last two are read in chunks."""
-
-
-def slow(*values: Any) -> list[Any]:
-    """Parameters that are left to the slow tests."""
-    return [pytest.param(value, marks=pytest.mark.slow, id=str(value)) for value in values]
 
 
 EVERY_WIDTH = (*WIDTHS, *slow(*WIDE))
@@ -56,12 +54,36 @@ class Tensors(SimpleNamespace):
         return Tensors(**vars(self) | others)
 
 
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], *, exact: bool) -> None:
-    """Assert equal bits; where not ``exact``, numbers as near as a row that a GPU adds up in another order."""
-    assert [one.dtype for one in found] == [one.dtype for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, **({"rtol": 0.0, "atol": 0.0} if exact else {}))
+def assert_same(
+    found: Tensors | Sequence[Tensor | None],
+    expected: Tensors | Sequence[Tensor | None],
+    *,
+    exact: bool = True,
+    where: object = "",
+) -> None:
+    """Assert equal dtypes and bits; not ``exact``, numbers as near as a row that a GPU adds up in another order.
 
+    Of tensors by name, those that are ``found``. ``where`` is said of a failure.
+    """
+    if isinstance(found, Tensors):
+        triples = [(name, one, getattr(expected, name)) for name, one in found.present().items()]
+    else:
+        triples = [(place, *both) for place, both in enumerate(zip(found, expected, strict=True))]
+    for name, one, other in triples:
+        assert (one is None) == (other is None), (name, where)
+        if one is not None:
+            tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {}
+            torch.testing.assert_close(one, other, **tolerance, msg=lambda text, name=name: f"{name} {where}: {text}")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "gelu_new": NewGELUActivation(),
+}
+"""Of gates, as modelling code computes them."""
 
 Scales = dict[str, Tensor]
 """What errors are relative to, by the name of a result."""
@@ -149,6 +171,20 @@ class Norm:
         if w is not None:
             y = y * (1 + w if self.zero_centered else w)
         return y, None if r is None else s
+
+    def assert_right(self, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
+        """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
+        ours, stock = run(self.fused, inputs, frozen), run(self.stock, inputs, frozen)
+        truth = run_true(self, inputs, frozen)
+        assert_near(ours, stock, truth, scales(self, inputs, truth))
+        rounded = stock.y
+        if self.casting == "none":
+            total = inputs.x if stock.s is None else stock.s
+            rounded = none_rounded_once(total, inputs.w, self.eps, self.zero_centered)
+        assert_same_rounding(self, ours.y, rounded)
+        if ours.s is not None:
+            assert torch.equal(ours.s, stock.s), "a sum is rounded once, so it has one value"
+        return ours
 
 
 def _stock_llama(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
@@ -273,8 +309,8 @@ def called(function: Callable[..., Any], inputs: Tensors) -> Tensors:
     return Tensors(**dict(zip(names, outputs, strict=True)))
 
 
-def run_true(norm: Norm, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
-    """The float64 result, from exactly the values the kernels see."""
+def run_true(norm: Any, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
+    """The float64 result of a norm under test, from exactly the values the kernels see."""
     return run(norm.true, inputs.mapped(Tensor.double), frozen)
 
 
@@ -330,21 +366,6 @@ def assert_rounded_once(
         assert (error <= allowed).all(), name
 
 
-def assert_within_budget(norm: Norm, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
-    """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
-    ours, stock = run(norm.fused, inputs, frozen), run(norm.stock, inputs, frozen)
-    truth = run_true(norm, inputs, frozen)
-    assert_near(ours, stock, truth, scales(norm, inputs, truth))
-    rounded = stock.y
-    if norm.casting == "none":
-        total = inputs.x if stock.s is None else stock.s
-        rounded = none_rounded_once(total, inputs.w, norm.eps, norm.zero_centered)
-    assert_same_rounding(norm, ours.y, rounded)
-    if ours.s is not None:
-        assert torch.equal(ours.s, stock.s), "a sum is rounded once, so it has one value"
-    return ours
-
-
 def assert_same_rounding(norm: Norm, ours: Tensor, stock: Tensor) -> None:
     """Asserts that y was rounded where stock rounds it.
 
@@ -374,33 +395,29 @@ def assert_same_row(value: Tensor, expected: Tensor) -> None:
         assert torch.equal(value, expected)
 
 
+def within(dense: Tensor, shape: Sequence[int], view: Callable[[Tensor], Tensor]) -> Tensor:
+    """``dense`` as a view of a larger tensor, in which all else is NaN."""
+    return view(dense.new_full(shape, float("nan"))).copy_(dense)
+
+
 def in_layout(layout: str, dense: Tensor) -> Tensor:
     """``dense``, of four dimensions or one, in the named memory layout; what lies between its elements is NaN."""
     *lead, width = dense.shape
-
-    def within(shape: Sequence[int]) -> Tensor:
-        return dense.new_full(shape, float("nan"))
-
     if layout == "padded rows":
-        view = within((*lead, width + 3))[..., 1 : width + 1]
-    elif layout == "half of a chunk":
-        view = within((*lead, 2 * width)).chunk(2, dim=-1)[1]
-    elif layout == "every other column":
-        view = within((*lead, 2 * width))[..., ::2]
-    elif layout == "offset by one":
-        view = within((dense.numel() + 1,))[1:].view(dense.shape)
-    elif layout == "transposed heads":
-        batch, heads, tokens = lead
-        view = within((batch, tokens, heads, width)).transpose(1, 2)
-    elif layout == "a slice of tokens":
-        batch, heads, tokens = lead
-        view = within((batch, heads, tokens + 2, width))[:, :, 1:-1]
-    elif layout == "columns first":
-        batch, heads, tokens = lead
-        view = within((batch, heads, width, tokens)).transpose(2, 3)
-    else:
-        raise ValueError(layout)
-    return view.copy_(dense)
+        return within(dense, (*lead, width + 3), lambda one: one[..., 1 : width + 1])
+    if layout == "half of a chunk":
+        return within(dense, (*lead, 2 * width), lambda one: one.chunk(2, dim=-1)[1])
+    if layout == "every other column":
+        return within(dense, (*lead, 2 * width), lambda one: one[..., ::2])
+    if layout == "offset by one":
+        return within(dense, (dense.numel() + 1,), lambda one: one[1:].view(dense.shape))
+    batch, heads, tokens = lead
+    shape, view = {
+        "transposed heads": ((batch, tokens, heads, width), lambda one: one.transpose(1, 2)),
+        "a slice of tokens": ((batch, heads, tokens + 2, width), lambda one: one[:, :, 1:-1]),
+        "columns first": ((batch, heads, width, tokens), lambda one: one.transpose(2, 3)),
+    }[layout]
+    return within(dense, shape, view)
 
 
 ROW_LAYOUTS = (

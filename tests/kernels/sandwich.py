@@ -22,6 +22,7 @@ from .numerics import (
     drawn,
     none_rounded_once,
     run,
+    run_true,
 )
 
 
@@ -93,6 +94,15 @@ class Sandwich:
         s = r + branch
         return (self.outer_norm.true(s, None, w)[0], s) if self.closed else (s,)
 
+    def assert_right(self, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
+        """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
+        ours, stock = (run(function, inputs, frozen) for function in (self.fused, self.stock))
+        # A row's rstd that is rounded too may be the neighbour of the stock code's.
+        rounded_before = self.x if self.casting in ROUND_RSTD else None
+        assert_near(ours, stock, run_true(self, inputs, frozen), scales(self, inputs), rounded_before)
+        assert_rounded_as_stock(self, inputs, ours)
+        return ours
+
 
 def scales(sandwich: Sandwich, inputs: Tensors) -> Scales:
     """What errors are relative to: a row's largest value, or for a gradient the largest of the terms it is made of."""
@@ -118,21 +128,6 @@ def scales(sandwich: Sandwich, inputs: Tensors) -> Scales:
         name: value.sum(rows) if name in ("dw", "dinner") else value.amax(-1, keepdim=True)
         for name, value in found.items()
     }
-
-
-def run_true(sandwich: Sandwich, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
-    """The float64 result, from exactly the values the kernels see."""
-    return run(sandwich.true, inputs.mapped(Tensor.double), frozen)
-
-
-def assert_within_budget(sandwich: Sandwich, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
-    """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
-    ours, stock = (run(function, inputs, frozen) for function in (sandwich.fused, sandwich.stock))
-    # A row's rstd that is rounded too may be the neighbour of the stock code's.
-    rounded_before = sandwich.x if sandwich.casting in ROUND_RSTD else None
-    assert_near(ours, stock, run_true(sandwich, inputs, frozen), scales(sandwich, inputs), rounded_before)
-    assert_rounded_as_stock(sandwich, inputs, ours)
-    return ours
 
 
 def assert_rounded_as_stock(sandwich: Sandwich, inputs: Tensors, ours: Tensors) -> None:

@@ -3,87 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import add_rms_norm, reference, rms_norm
+from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.kernels.triton.launch import Launch
-from fused_norm.spec import NormSpec
 
-from .numerics import (
-    BASE_CASTINGS,
-    BF16,
-    DTYPES,
-    EVERY_WIDTH,
-    FP16,
-    FP32,
-    WIDE,
-    Norm,
-    Tensors,
-    assert_rounded_once,
-    assert_within_budget,
-    run,
-    run_true,
-    scales,
-)
+from .numerics import BF16, DTYPES, FP16, FP32, Norm, Tensors, assert_rounded_once, assert_same, run, run_true, scales
 
-# Every pair of x and residual, the weight of a third of them in each dtype.
-PAIRS = [(x, r, DTYPES[(i + j) % 3]) for i, x in enumerate(DTYPES) for j, r in enumerate(DTYPES)]
-MEANINGS = [
-    *(Norm(c, z, x=x, w=w, r=r) for c in BASE_CASTINGS for z in (False, True) for x, r, w in PAIRS),
-    *(Norm(c, z, x=BF16, w=BF16, r=BF16) for c in BASE_CASTINGS for z in (False, True)),
-    *(Norm(c, x=x, w=None, r=x) for c in BASE_CASTINGS for x in DTYPES),
-    Norm("rounded_gamma", True, x=FP32, w=BF16, r=BF16),
-    *(Norm("weight_dtype", x=x, w=w, r=r) for x, r, w in ((BF16, BF16, FP32), (BF16, FP32, BF16), (FP32, FP16, BF16))),
-    *(Norm("rounded_rstd", x=x, w=w, r=r) for x, r, w in ((BF16, BF16, None), (FP16, FP16, FP32), (BF16, FP32, FP16))),
-]
 LLAMA = Norm("llama", x=BF16, w=BF16, r=BF16)
 GEMMA = Norm("gemma", zero_centered=True, x=BF16, w=FP32, r=FP32)
-SCALES = (0.22, 2, -1.5)
-SCALED = [
-    *(
-        Norm(c, x=x, w=BF16, r=r, scale=0.22)
-        for c in BASE_CASTINGS
-        for x, r in ((BF16, BF16), (FP32, FP32), (BF16, FP32))
-    ),
-    *(
-        Norm("gemma", True, x=x, w=FP32, r=r, scale=scale)
-        for scale in SCALES[1:]
-        for x, r in ((BF16, FP16), (FP32, BF16))
-    ),
-]
-
-
-@pytest.mark.parametrize("norm", MEANINGS, ids=str)
-def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
-    assert_within_budget(norm, norm.inputs((35, 130), device))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", EVERY_WIDTH)
-def test_every_width_is_as_accurate_as_the_stock_code(width: int, device: str) -> None:
-    """And of another meaning beside every limit of the plans, in ``test_norm_kernels``."""
-    rows = 67 if width <= 128 else 19 if width <= 512 else 3
-    assert_within_budget(GEMMA, GEMMA.inputs((rows, width), device))
-
-
-@pytest.mark.parametrize("width", WIDE)
-def test_wide_rows_are_as_accurate_as_the_stock_code(width: int, device: str) -> None:
-    """With a frozen weight, whose gradient takes the interpreter most of its time."""
-    assert_within_budget(LLAMA, LLAMA.inputs((3, width), device), frozen="w")
-
-
-@pytest.mark.parametrize(
-    "norm",
-    [LLAMA, GEMMA, Norm("none", True, x=BF16, w=BF16, r=FP16), replace(LLAMA, scale=0.22), Norm(r=FP32, scale=0.22)],
-    ids=str,
-)
-@pytest.mark.usefixtures("in_chunks")
-def test_rows_in_chunks_are_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
-    assert_within_budget(norm, norm.inputs((13, 145), device))
 
 
 @pytest.mark.parametrize("norm", [LLAMA, GEMMA, Norm("none", x=FP16, r=FP16, w=FP16)], ids=str)
@@ -106,12 +37,18 @@ def test_only_the_norm_is_used(norm: Norm, device: str) -> None:
     inputs.ds = torch.zeros_like(inputs.ds)
     zeros = run(norm.fused, inputs)
     found = run(norm.fused, inputs, used="y")
-    assert all(torch.equal(value, getattr(zeros, name)) for name, value in found.present().items())
+    assert_same(found, zeros)
 
 
 @pytest.mark.parametrize(
     "norm",
-    [LLAMA, GEMMA, Norm(x=FP32, r=BF16, w=FP16), SCALED[0], Norm(x=BF16, r=FP32, w=FP16, scale=0.22)],
+    [
+        LLAMA,
+        GEMMA,
+        Norm(x=FP32, r=BF16, w=FP16),
+        Norm(x=BF16, r=BF16, w=BF16, scale=0.22),
+        Norm(x=BF16, r=FP32, w=FP16, scale=0.22),
+    ],
     ids=str,
 )
 def test_only_the_sum_is_used(norm: Norm, device: str) -> None:
@@ -124,7 +61,7 @@ def test_only_the_sum_is_used(norm: Norm, device: str) -> None:
 
 def test_gradients_have_the_dtype_of_their_input(device: str) -> None:
     norm = Norm("llama", x=BF16, r=FP32, w=FP16)
-    ours = assert_within_budget(norm, norm.inputs((5, 123), device))
+    ours = norm.assert_right(norm.inputs((5, 123), device))
     assert (ours.y.dtype, ours.s.dtype) == (FP32, FP32)
     assert (ours.dx.dtype, ours.dr.dtype, ours.dw.dtype) == (BF16, FP32, FP16)
     assert torch.equal(ours.dx, ours.dr.to(BF16))
@@ -204,33 +141,8 @@ def test_retained_and_replaced_gradients_stay_with_their_tensor(used: str, devic
     torch.testing.assert_close(*found, rtol=2**-6, atol=2**-6)
 
 
-def test_one_tensor_as_branch_and_residual(device: str) -> None:
-    inputs = LLAMA.inputs((5, 130), device)
-    inputs.r = inputs.x
-    separate = run(LLAMA.fused, inputs)
-    x = inputs.x.detach().requires_grad_()
-    outputs = LLAMA.fused(x, x, inputs.w)
-    torch.autograd.backward(outputs, (inputs.dy, inputs.ds))
-    assert torch.equal(x.grad, separate.dx + separate.dr)
-
-
 def _leaves(device: str) -> list[Tensor]:
     return [torch.randn(size, device=device, requires_grad=True) for size in ((5, 64), (5, 64), (64,))]
-
-
-def test_gradients_of_branch_and_residual_are_changed_in_place_apart(device: str) -> None:
-    """They are one tensor on their way; what optimizers and clipping do in place must meet each once."""
-    leaves = _leaves(device)
-    stock = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    for one, call in ((leaves, add_rms_norm), (stock, partial(reference.add_rms_norm, NormSpec("llama")))):
-        for _ in range(2):  # accumulated, too
-            y, s = call(*one)
-            (y.sin().sum() + s.cos().sum()).backward()
-        torch.nn.utils.clip_grad_norm_(one, 0.5)
-        torch._foreach_mul_([leaf.grad for leaf in one], 3.0)
-        one[0].grad.add_(1.0)
-    for ours, expected in zip(leaves, stock, strict=True):
-        torch.testing.assert_close(ours.grad, expected.grad)
 
 
 @pytest.mark.gpu
@@ -267,13 +179,7 @@ def test_a_captured_backward_whose_addresses_were_read_replays(device: str) -> N
         dy.normal_()
     graph.replay()
     assert addresses == [gradient.data_ptr() for gradient in captured]
-    for ours, expected in zip(captured, torch.autograd.grad(add_rms_norm(*leaves), leaves, (dy, dy)), strict=True):
-        assert torch.equal(ours, expected)
-
-
-@pytest.mark.parametrize("norm", SCALED, ids=str)
-def test_a_scaled_branch_is_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
-    assert_within_budget(norm, norm.inputs((19, 130), device))
+    assert_same(captured, torch.autograd.grad(add_rms_norm(*leaves), leaves, (dy, dy)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

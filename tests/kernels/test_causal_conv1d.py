@@ -15,7 +15,8 @@ from fused_norm.kernels.operator import OPERATORS
 from fused_norm.kernels.plans import conv_plan
 from fused_norm.kernels.triton import conv_kernels
 
-from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
+from ..conftest import slow
+from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
 
 ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", None])
 
@@ -113,8 +114,7 @@ def test_any_layout_has_the_same_bits_and_results_have_rows_of_channels(layout: 
     dense, turned = run(by_kernel("silu"), given), LAYOUTS[layout]
     for place in ("x", "dy"):
         ours = run(by_kernel("silu"), given.but(**{place: turned(getattr(given, place))}))
-        for name, value in ours.present().items():
-            assert torch.equal(value, getattr(dense, name)), name
+        assert_same(ours, dense)
     y = causal_conv1d(turned(given.x), given.w, given.b, "silu")
     assert y.stride(2) == 1
     assert (y.stride(0) < y.stride(1)) == (layout == "time first")
@@ -150,8 +150,7 @@ def test_the_reference_has_the_bits_of_stock_and_its_backward_is_near_float64(
     for taps, bias in ((4, True), (2, False)):
         given = inputs(device, 2, 6, 5, taps=taps, bias=bias, dtype=dtype)
         ours = run(lambda x, w, b: operator.reference(x, w, b, activation), given)
-        for name, value in run(by_stock(activation), given).present().items():
-            assert torch.equal(value, getattr(ours, name)), name
+        assert_same(run(by_stock(activation), given), ours)
         leaves = [one.requires_grad_() for one in (given.x.clone(), given.w.clone())]
         tensors = *leaves, given.b
         by_reference = torch.autograd.grad(

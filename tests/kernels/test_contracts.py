@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fused_norm.kernels import recording
 from fused_norm.kernels.plans import BackwardPlan
 from fused_norm.kernels.triton.launch import Launch
 
+from ..conftest import slow
 from .calls import CALLS, HEADS, IN_PART, NAMES, ROWS, SEQUENCES, Call, every_call, present
 from .conftest import OPERATORS
 from .numerics import ROW_LAYOUTS, WEIGHT_LAYOUTS, Guarded, assert_same_row, far_apart, in_layout
@@ -21,7 +23,7 @@ IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
 """Rows of 33 to 48 elements in tiles of two rows."""
 
 SIZES = {"held": (3, 16), "two pieces": (3, 47), "in chunks": (1, 145), "both norms apart": (3, 63)}
-"""Ways to read a row, with rows and a width for each."""
+"""Ways to read a row, with rows and a width for each; other held rows are named by rows and width."""
 READ = [
     *((case, "held") for case in NAMES),
     *(("add in gemma", "two pieces"), ("norm", "in chunks"), ("add in gemma", "in chunks")),
@@ -39,11 +41,15 @@ def call(request: pytest.FixtureRequest, device: str) -> Call:
         request.getfixturevalue("in_chunks")
     elif way == "both norms apart":
         request.getfixturevalue("sandwich_limits")
-    rows, width = SIZES[way]
+    rows, width = SIZES.get(way) or map(int, way.split("x"))
     return every_call(device, rows=rows, width=width)[case]
 
 
-EVERY_WAY = pytest.mark.parametrize("call", READ, indirect=True, ids=" ".join)
+def every_way(*further: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("call", [*READ, *further], indirect=True, ids=" ".join)
+
+
+EVERY_WAY = every_way()
 
 
 def incoming(call: Call) -> list[Tensor]:
@@ -55,10 +61,7 @@ def incoming(call: Call) -> list[Tensor]:
 
 
 def run(
-    call: Call,
-    gradients: Sequence[Tensor],
-    frozen: Sequence[int] = (),
-    operator: Callable[..., object] | None = None,
+    call: Call, gradients: Sequence[Tensor], frozen: Sequence[int] = (), operator: Callable[..., object] | None = None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs, and the gradient of each tensor: None where there is no tensor, or it is among the ``frozen``."""
     leaves = call.leaves()
@@ -117,22 +120,8 @@ def test_results_have_memory_of_their_own(call: Call) -> None:
     assert len(set(memory)) == len(memory)
 
 
-@pytest.mark.parametrize(
-    ("rows", "width"), [(17, 3), (3, 81), *(pytest.param(1, width, marks=pytest.mark.slow) for width in (409, 2500))]
-)
-@CALLS
-def test_held_rows_are_written_whole_and_nothing_beside(
-    case: str, rows: int, width: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_nothing_is_written_beside(every_call(device, rows=rows, width=width)[case], monkeypatch)
-
-
-@EVERY_WAY
+@every_way(*itertools.product(NAMES, ("17x3", "3x81")), *slow(*itertools.product(NAMES, ("1x409", "1x2500"))))
 def test_every_element_is_written_and_nothing_beside(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_nothing_is_written_beside(call, monkeypatch)
-
-
-def assert_nothing_is_written_beside(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a call allocates, what it shares between launches too, lies between guard bands and begins as NaN."""
     gradients = incoming(call)
     expected = run(call, gradients)
@@ -370,31 +359,19 @@ def test_rows_beyond_32_bits(call: Call, device: str) -> None:
     assert_equal(run(call, [far_apart(one) for one in gradients])[1], found, at_other_strides=True)
 
 
-def assert_rows_are_alone(call: Call) -> None:
-    """The second of two blocks of rows gives by itself what it gives behind the first."""
+@every_way(
+    *itertools.product(("norm", "add", "sandwich", "heads"), ["17x64"]),
+    *itertools.product(("norm", "add", "sandwich"), ["3x1000"]),
+)
+def test_a_row_does_not_depend_on_its_neighbours(call: Call) -> None:
+    """The second of two blocks of rows, which ends in the middle of a tile, gives by itself what it gives behind the
+    first."""
     gradients = incoming(call)
     whole = run(call, gradients)
     part = call.converted(lambda one: one[1:] if one.dim() > 2 else one)
     for ours, expected in zip(run(part, [one[1:] for one in gradients]), whole, strict=True):
         for one, other in zip(ours, expected, strict=True):
             assert one is None or one.dim() < 3 or torch.equal(one, other[1:])
-
-
-@EVERY_WAY
-def test_a_row_does_not_depend_on_its_neighbours(call: Call) -> None:
-    assert_rows_are_alone(call)
-
-
-@pytest.mark.parametrize(
-    ("case", "rows", "width"),
-    [
-        *((case, 17, 64) for case in ("norm", "add", "sandwich", "heads")),
-        *((case, 3, 1000) for case in ("norm", "add", "sandwich")),
-    ],
-)
-def test_a_held_row_does_not_depend_on_its_neighbours(case: str, rows: int, width: int, device: str) -> None:
-    """Blocks that end in the middle of a tile."""
-    assert_rows_are_alone(every_call(device, rows=rows, width=width)[case])
 
 
 @EVERY_WAY

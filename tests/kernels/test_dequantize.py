@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fused_norm.kernels.triton.dequantize_kernels import PackedWeight, launch_dequantize
 
-from .numerics import BF16, FP16, FP32, slow
+from ..conftest import slow
+from .numerics import BF16, FP16, FP32
 
 SHAPES = [(64, 128), (7, 33), (3, 5), (1, 64), *slow((129, 257), (300, 64))]
 """Whole blocks, an incomplete last block, an odd number of weights, one block, more than 256 scales."""

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fused_norm.kernels import expert_bias, expert_gate, expert_permute, expert_unpermute, reference
 from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from fused_norm.kernels.operator import Operator
 from fused_norm.kernels.reference import CLAMP_HAS_GRADIENT_AT_LIMIT
 
-from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, drawn, run, slow
+from ..conftest import slow, slow_rows
+from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
 
-ACT: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
 GATES: list[tuple[Any, ...]] = [
     ("silu", False, None, None),
     ("gelu_tanh", False, None, None),
@@ -41,7 +36,7 @@ def stock_gate(x: Tensor, absent: Tensor | None, activation: str, interleaved: b
     if limit is not None:
         gate, up = gate.clamp(min=None, max=limit), up.clamp(min=-limit, max=limit)
     if alpha is None:
-        return ACT[activation](gate) * up
+        return ACTIVATIONS[activation](gate) * up
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
@@ -116,10 +111,9 @@ def test_rows_of_absent_experts_are_not_read(gate: tuple[Any, ...], device: str)
     sick = given.but(x=poisoned(given.x, absent), dy=poisoned(given.dy, absent))
     ours = run(lambda x: EXPERT_GATE(x, absent, *gate), sick)
     alone = run(lambda x: EXPERT_GATE(x, None, *gate), given.mapped(lambda one: one[:6]))
-    for name, value in ours.present().items():
-        assert torch.equal(value, getattr(expected, name))
-        assert not value[6:].any()
-        assert torch.equal(value[:6], getattr(alone, name))
+    assert_same(ours, expected)
+    assert_same(ours.mapped(lambda one: one[:6]), alone)
+    assert not any(value[6:].any() for value in ours.present().values())
 
 
 def test_a_limit_is_inside_and_what_is_beyond_has_no_gradient(device: str) -> None:
@@ -134,10 +128,7 @@ def test_a_limit_is_inside_and_what_is_beyond_has_no_gradient(device: str) -> No
     assert (dx != 0).tolist() == [[has_gradient, False, True, has_gradient, has_gradient, False]]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "count", "width"),
-    [(5, 3, 37), (4, 1, 16), (2, 8, 130), pytest.param(33, 6, 600, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("tokens", "count", "width"), [(5, 3, 37), (4, 1, 16), (2, 8, 130), *slow_rows((33, 6, 600))])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_go_to_experts_and_their_gradients_are_summed_once(
     dtype: torch.dtype, tokens: int, count: int, width: int, device: str
@@ -158,8 +149,7 @@ def test_rows_go_to_experts_and_their_gradients_are_summed_once(
 
 
 @pytest.mark.parametrize(
-    ("rows", "width"),
-    [((5, 0, 70, 1), 37), ((3,), 16), ((0, 40, 33, 0), 130), pytest.param((200, 9), 600, marks=pytest.mark.slow)],
+    ("rows", "width"), [((5, 0, 70, 1), 37), ((3,), 16), ((0, 40, 33, 0), 130), *slow_rows(((200, 9), 600))]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
@@ -179,19 +169,9 @@ def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
     torch.testing.assert_close(ours.dbias.double(), truth, rtol=near, atol=near)
 
 
+@pytest.mark.parametrize(("tokens", "count", "width"), [(5, 3, 37), (4, 1, 16), (2, 8, 130), *slow_rows((9, 4, 5000))])
 @pytest.mark.parametrize(
-    ("tokens", "count", "width"),
-    [(5, 3, 37), (4, 1, 16), (2, 8, 130), pytest.param(9, 4, 5000, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize(
-    ("x", "weights"),
-    [
-        (BF16, FP32),
-        (BF16, BF16),
-        (FP32, FP32),
-        *(pytest.param(FP16, one, marks=pytest.mark.slow) for one in (FP32, FP16)),
-    ],
-    ids=str,
+    ("x", "weights"), [(BF16, FP32), (BF16, BF16), (FP32, FP32), *slow_rows((FP16, FP32), (FP16, FP16))], ids=str
 )
 def test_weighted_sums_are_as_accurate_as_stock(
     x: torch.dtype, weights: torch.dtype, tokens: int, count: int, width: int, device: str
@@ -296,7 +276,7 @@ def test_a_call_repeats_its_bits_in_any_layout_and_writes_to_nothing(name: str, 
     for one, *others in zip(first, second, spaced, strict=True):
         assert all(torch.equal(one, other) for other in others)
     after = [one for one in arguments if isinstance(one, Tensor)]
-    assert all(map(torch.equal, before, after))
+    assert_same(before, after)
 
 
 @EACH
@@ -309,86 +289,12 @@ def test_no_rows_are_no_launch(name: str, device: str) -> None:
     assert all(one.shape[0] == 0 for one in torch.autograd.grad(y.sum(), leaves))
 
 
-def _next_weights(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, weights, *rest = arguments
-    return x, weights.roll(1, 0), *rest
-
-
-FAULTS: dict[str, tuple[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = {
-    "biases are those of the next expert": ("bias", lambda given: (given[0].roll(1, 0), *given[1:])),
-    "the mask of a gate is dropped": ("gate", lambda given: (given[0], None, *given[2:])),
-    "halves are exchanged": ("gate", lambda given: (given[0].view(-1, 10, 2).flip(-1).reshape(-1, 20), *given[1:])),
-    "gate and up are halves": ("gate", lambda given: (*given[:3], False, *given[4:])),
-    "alpha has another value": ("gate", lambda given: (*given[:5], 1.7)),
-    "the limit has another value": ("gate", lambda given: (*given[:4], 1.4, given[5])),
-    "the mask of rows is dropped": ("permute", lambda given: (*given[:2], None)),
-    "rows are those of the next token": ("permute", lambda given: (given[0].roll(1, 0), *given[1:])),
-    "weights are those of the next token": ("unpermute", _next_weights),
-    "experts of a token are exchanged": ("unpermute", lambda given: (*given[:2], given[2].flip(-1), *given[3:])),
-    "the mask of a sum is dropped": ("unpermute", lambda given: (*given[:3], None, given[4])),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_show_beside_float64(fault: str, device: str) -> None:
-    name, plant = FAULTS[fault]
-    operator, arguments = calls(device)[name]
-
-    def is_right(arguments: tuple[Any, ...]) -> bool:
-        return (operator(*arguments).double() - truth).norm() <= 1e-5 * truth.norm()
-
-    exact = (one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in arguments)
-    truth = operator.reference(*exact)
-    assert is_right(arguments)
-    assert not is_right(plant(arguments))
-
-
-X, INDEX = torch.ones(6, 8), torch.arange(6).view(3, 2)
-EXPERT, ENDS = torch.zeros(3).long(), torch.full((6,), 3).int()
-BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "an odd width": (lambda: expert_gate(X[:, :7]), ValueError, r"even last dimension.*\(6, 7\)"),
-    "an unknown activation": (lambda: expert_gate(X, None, "relu"), ValueError, "one of silu, gelu, gelu_tanh"),
-    "a negative limit": (lambda: expert_gate(X, limit=-1.0), ValueError, "limit must be a positive number"),
-    "a tensor of a limit": (lambda: expert_gate(X, limit=X[0]), ValueError, "limit must be a positive number"),
-    "alpha without silu": (lambda: expert_gate(X, None, "gelu", alpha=1.0), ValueError, "alpha is a factor inside"),
-    "a word for a truth value": (lambda: expert_gate(X, interleaved="no"), TypeError, "interleaved must be True"),
-    "a mask of floats": (lambda: expert_gate(X, X[:, 0]), TypeError, "absent must be a tensor of torch.bool"),
-    "a long mask": (lambda: expert_gate(X, torch.ones(7).bool()), ValueError, r"absent must have shape \(6,\)"),
-    "a mask of more dimensions": (lambda: expert_gate(X[None], torch.ones(6).bool()), ValueError, "2 dimensions"),
-    "float positions": (lambda: expert_permute(X, X), TypeError, "position must be a tensor of torch.int64"),
-    "flat positions": (lambda: expert_permute(X, INDEX[0]), ValueError, r"position must have shape \(6, K\)"),
-    "a vector": (lambda: expert_permute(X[0], INDEX), ValueError, r"x must have shape \[tokens, N\]"),
-    "too many weights": (lambda: expert_unpermute(X, X, INDEX), ValueError, r"\[tokens \* K, N\] and \[tokens, K\]"),
-    "a dtype of integers": (
-        lambda: expert_unpermute(X, torch.ones(3, 2), INDEX, dtype=torch.int32),
-        TypeError,
-        "dtype must be a floating point dtype",
-    ),
-    "a vector of biases": (lambda: expert_bias(X[0], EXPERT, ENDS), ValueError, r"bias must have shape \[experts"),
-    "experts of 32 bits": (
-        lambda: expert_bias(X, EXPERT.int(), ENDS),
-        TypeError,
-        "expert must be a tensor of torch.int",
-    ),
-    "ends of 64 bits": (lambda: expert_bias(X, EXPERT, ENDS.long()), TypeError, "ends must be a tensor of torch.int32"),
-    "too few ends": (lambda: expert_bias(X, EXPERT, ENDS[:5]), ValueError, r"ends must have shape \(6,\)"),
-    "no tensor": (lambda: expert_unpermute(1, X, INDEX), TypeError, "x must be a tensor"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_arguments_are_refused(case: str) -> None:
-    call, error, message = BAD[case]
-    with pytest.raises(error, match=message):
-        call()
-
-
 def test_references_have_the_bits_of_stock(device: str) -> None:
     position, absent = rows_of_experts(device, 6, 2, gone=3)
     order = torch.argsort(position.flatten())
     for dtype, gate in product((FP32, BF16), GATES):
         both = gate_inputs(device, 12, 24, dtype).x
-        found = reference.expert_gate(both, absent, *gate, act=ACT[gate[0]])
+        found = reference.expert_gate(both, absent, *gate, act=ACTIVATIONS[gate[0]])
         assert torch.equal(found, stock_gate(both, absent, *gate))
         x = torch.randn(6, 24, device=device).to(dtype)
         assert torch.equal(reference.expert_permute(x, position, None), x[order // 2])

@@ -3,100 +3,73 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fused_norm.kernels import add_rms_norm, rms_norm
-from fused_norm.kernels.fp8 import (
-    FORMATS,
-    Quantized,
-    add_rms_norm_fp8,
-    dequantize,
-    kernels,
-    quantize,
-    rms_norm_fp8,
-)
+from fused_norm.kernels.fp8 import FORMATS, Quantized, add_rms_norm_fp8, dequantize, kernels, quantize, rms_norm_fp8
 from fused_norm.kernels.fp8.kernels import empty_norm_fp8, launch_norm_fp8
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.operator import norm_spec
 from fused_norm.kernels.plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from fused_norm.kernels.triton import memory
 
+from ..conftest import slow, slow_rows
 from .fp8_values import E4M3, assert_same_bits, assert_same_codes, hard_rows, in_bits
-from .numerics import BF16, FP16, FP32, Guarded, slow
+from .numerics import BF16, FP16, FP32, Guarded, Norm, assert_same
 
 Names = list[str]
 
 
-class Case(NamedTuple):
-    """A norm, with a residual where ``r`` is its dtype."""
-
-    x: torch.dtype = BF16
-    w: torch.dtype | None = BF16
-    r: torch.dtype | None = None
-    casting: Any = "llama"
-    zero_centered: bool = False
-    scale: float = 1.0
-
-    def __str__(self) -> str:
-        return "-".join(str(value).removeprefix("torch.") for value in self)
-
-    @property
-    def meaning(self) -> dict[str, Any]:
-        return {"casting": self.casting, "zero_centered": self.zero_centered}
-
-    def tensors(self, shape: tuple[int, ...], device: str, *, finite: bool = True) -> list[Tensor]:
-        """x, the residual if there is one, and the weight if there is one; the first rows are hard ones."""
-        made = [hard_rows(torch.Size(shape[:-1]).numel(), shape[-1], self.x, finite=finite).view(shape)]
-        if self.r is not None:
-            made.append((2 * torch.randn(shape)).to(self.r))
-            made[-1].view(-1, shape[-1])[0] = 0
-        if self.w is not None:
-            made.append((1.5 * torch.randn(shape[-1])).to(self.w))
-        return [tensor.to(device) for tensor in made]
-
-    def fused(self, fp8_format: str, tensors: list[Tensor]) -> tuple[Quantized, Tensor | None]:
-        x, *rest = tensors
-        weight = rest.pop() if self.w is not None else None
-        if self.r is None:
-            return rms_norm_fp8(x, weight, fp8_format=fp8_format, **self.meaning), None
-        return add_rms_norm_fp8(x, *rest, weight, fp8_format=fp8_format, scale=self.scale, **self.meaning)
-
-    def unfused(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The 16-bit operator's ``(y, s)``."""
-        x, *rest = tensors
-        weight = rest.pop() if self.w is not None else None
-        if self.r is None:
-            return rms_norm(x, weight, **self.meaning), None
-        return add_rms_norm(x, *rest, weight, scale=self.scale, **self.meaning)
+def tensors_of(norm: Norm, shape: tuple[int, ...], device: str, *, finite: bool = True) -> list[Tensor | None]:
+    """x, the residual and the weight, None where there is none; the first rows are hard ones."""
+    x = hard_rows(torch.Size(shape[:-1]).numel(), shape[-1], norm.x, finite=finite).view(shape)
+    r = None if norm.r is None else (2 * torch.randn(shape)).to(norm.r)
+    if r is not None:
+        r.view(-1, shape[-1])[0] = 0
+    w = None if norm.w is None else (1.5 * torch.randn(shape[-1])).to(norm.w)
+    return [None if one is None else one.to(device) for one in (x, r, w)]
 
 
-LLAMA, ADDED = Case(), Case(r=BF16)
+def usual_tensors_of(norm: Norm, device: str) -> list[Tensor | None]:
+    """Without the rows that are hard."""
+    return [one if one is None or one.dim() < 2 else one[6:] for one in tensors_of(norm, (9, 128), device)]
+
+
+def fused(norm: Norm, fp8_format: str, tensors: Sequence[Tensor | None]) -> tuple[Quantized, Tensor | None]:
+    """The sum is None if there is no residual."""
+    x, r, w = tensors
+    meaning: dict[str, Any] = {"casting": norm.casting, "zero_centered": norm.zero_centered}
+    if r is None:
+        return rms_norm_fp8(x, w, fp8_format=fp8_format, **meaning), None
+    return add_rms_norm_fp8(x, r, w, fp8_format=fp8_format, scale=norm.scale, **meaning)
+
+
+LLAMA, ADDED = Norm(x=BF16, w=BF16), Norm(x=BF16, w=BF16, r=BF16)
+NONE = Norm("none", x=FP16, w=FP16)
 CASES = [
-    LLAMA,
-    ADDED,
-    Case(FP16, BF16),
-    Case(FP32, FP32, FP32, scale=0.37),
-    Case(BF16, FP32, FP32, "gemma", True),
-    Case(BF16, None, FP16),
-    Case(BF16, BF16, BF16, "none", scale=0.22),
-    Case(FP16, FP16, None, "none"),
-    Case(FP32, None, BF16, "weight_dtype"),
-    Case(BF16, BF16, FP32, "rounded_rstd", scale=0.22),
+    *(LLAMA, ADDED, NONE),
+    Norm(x=FP16, w=BF16),
+    Norm(r=FP32, scale=0.37),
+    Norm("gemma", True, x=BF16, w=FP32, r=FP32),
+    Norm(x=BF16, w=None, r=FP16),
+    Norm("none", x=BF16, w=BF16, r=BF16, scale=0.22),
+    Norm("weight_dtype", w=None, r=BF16),
+    Norm("rounded_rstd", x=BF16, w=BF16, r=FP32, scale=0.22),
 ]
 
 
 def assert_unfused_codes(
-    case: Case, fp8_format: str, shape: tuple[int, ...], device: str, *, finite: bool = True
+    norm: Norm, fp8_format: str, shape: tuple[int, ...], device: str, *, finite: bool = True
 ) -> None:
     """Codes, scales and sum of a norm are those of the casts of the 16-bit operator's result."""
-    tensors = case.tensors(shape, device, finite=finite)
-    (made, s), (y, expected_s) = case.fused(fp8_format, tensors), case.unfused(tensors)
+    tensors = tensors_of(norm, shape, device, finite=finite)
+    (made, s), (y, expected_s) = fused(norm, fp8_format, tensors), norm.fused(*tensors)
     assert_same_codes(made, quantize(y, fp8_format))
     assert (made.placeholder.shape, made.placeholder.dtype) == (y.shape, y.dtype)
     assert made.placeholder.untyped_storage().nbytes() == y.element_size()
@@ -105,12 +78,12 @@ def assert_unfused_codes(
         assert_same_bits(s, expected_s)
 
 
-CENTERED = Case(FP32, BF16, BF16, "gemma", True)
+CENTERED = Norm("gemma", True, x=FP32, w=BF16, r=BF16)
 LAYOUTS = ("tensorwise", "rowwise", "block128", "mxfp8")
 """A format for each way of laying out scales."""
 
 FAST_CODES = [
-    (CASES[7], "tensorwise", (7, 128)),  # the norm uses another rstd than it keeps
+    (NONE, "tensorwise", (7, 128)),  # the norm uses another rstd than it keeps
     *((LLAMA, name, (7, 128)) for name in FORMATS),
     *((CENTERED, name, (7, 128)) for name in ("tensorwise", "mxfp8")),
     (LLAMA, "tensorwise", (131, 37)),
@@ -120,7 +93,7 @@ FAST_CODES = [
     (LLAMA, "mxfp8", (6, 32)),
 ]
 SLOW_CODES = [
-    *((case, name, (7, 128)) for case in CASES for name in LAYOUTS if (case, name, (7, 128)) not in FAST_CODES),
+    *((norm, name, (7, 128)) for norm in CASES for name in LAYOUTS if (norm, name, (7, 128)) not in FAST_CODES),
     (LLAMA, "mxfp8", (7, 160)),
     (LLAMA, "mxfp8", (133, 96)),
     (LLAMA, "block128", (133, 128)),
@@ -131,13 +104,9 @@ SLOW_CODES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "name", "shape"),
-    [*FAST_CODES, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_CODES)],
-    ids=str,
-)
-def test_codes_are_those_of_the_unfused_sequence(case: Case, name: str, shape: tuple[int, ...], device: str) -> None:
-    assert_unfused_codes(case, name, shape, device)
+@pytest.mark.parametrize(("norm", "name", "shape"), [*FAST_CODES, *slow_rows(*SLOW_CODES)], ids=str)
+def test_codes_are_those_of_the_unfused_sequence(norm: Norm, name: str, shape: tuple[int, ...], device: str) -> None:
+    assert_unfused_codes(norm, name, shape, device)
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "coat_input"])
@@ -145,39 +114,35 @@ def test_nan_and_inf_take_with_them_what_shares_their_scale(name: str, device: s
     assert_unfused_codes(LLAMA, name, (7, 128), device, finite=False)
 
 
-def gradients(outputs: list[Tensor], incoming: list[Tensor], tensors: list[Tensor]) -> list[Tensor | None]:
-    return list(
-        torch.autograd.grad(
-            outputs, [t for t in tensors if t.requires_grad], incoming, retain_graph=True, allow_unused=True
-        )
-    )
+def gradients(outputs: list[Tensor], incoming: list[Tensor], tensors: list[Tensor | None]) -> list[Tensor | None]:
+    wanted = [one for one in tensors if one is not None and one.requires_grad]
+    return list(torch.autograd.grad(outputs, wanted, incoming, retain_graph=True, allow_unused=True))
 
 
-FAST_CASES = [case for case in CASES if case in (LLAMA, ADDED) or case.casting == "gemma"]
+FAST_CASES = [norm for norm in CASES if norm in (LLAMA, ADDED) or norm.casting == "gemma"]
 
 
-@pytest.mark.parametrize("case", [*FAST_CASES, *slow(*(one for one in CASES if one not in FAST_CASES))], ids=str)
-def test_gradients_are_those_of_the_16_bit_operator(case: Case, device: str) -> None:
-    tensors = [one[6:] if one.dim() == 2 else one for one in case.tensors((9, 128), device)]
-    leaves = [tensor.requires_grad_() for tensor in tensors]
-    (y, s), (made, fused_s) = case.unfused(leaves), case.fused("block128", leaves)
+@pytest.mark.parametrize("norm", [*FAST_CASES, *slow(*(one for one in CASES if one not in FAST_CASES))], ids=str)
+def test_gradients_are_those_of_the_16_bit_operator(norm: Norm, device: str) -> None:
+    leaves = [None if one is None else one.requires_grad_() for one in usual_tensors_of(norm, device)]
+    (y, s), (made, fused_s) = norm.fused(*leaves), fused(norm, "block128", leaves)
     assert [one.requires_grad for one in (made.q, made.scale, made.rstd)] == [False] * 3
     assert made.placeholder.requires_grad
-    outputs, fused = [y], [made.placeholder]
+    outputs, ours_of = [y], [made.placeholder]
     if s is not None:
-        outputs, fused = [y, s], [made.placeholder, fused_s]
+        outputs, ours_of = [y, s], [made.placeholder, fused_s]
     incoming = [torch.randn_like(one) for one in outputs]
     for count in range(1, len(outputs) + 1):
-        ours, expected = (gradients(some[:count], incoming[:count], leaves) for some in (fused, outputs))
-        assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+        ours, expected = (gradients(some[:count], incoming[:count], leaves) for some in (ours_of, outputs))
+        assert_same(ours, expected)
     if s is not None:
-        ours, expected = (gradients(some[1:], incoming[1:], leaves) for some in (fused, outputs))
+        ours, expected = (gradients(some[1:], incoming[1:], leaves) for some in (ours_of, outputs))
         for one, other in zip(ours, expected, strict=True):
             assert one is other is None or torch.equal(one, other)
 
 
 def test_a_frozen_weight_costs_no_gradient(device: str, launched: Callable[[], Names]) -> None:
-    x, r, w = ADDED.tensors((7, 128), device)
+    x, r, w = tensors_of(ADDED, (7, 128), device)
     x.requires_grad_()
     made, _ = add_rms_norm_fp8(x, r, w, fp8_format="rowwise")
     assert launched() == ["_rows_kernel"]
@@ -186,27 +151,26 @@ def test_a_frozen_weight_costs_no_gradient(device: str, launched: Callable[[], N
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("case", [LLAMA, ADDED], ids=str)
-def test_what_was_made_in_inference_mode_trains_as_in_the_16_bit_operator(case: Case, device: str) -> None:
-    *rows, weight = [one[6:] if one.dim() == 2 else one for one in case.tensors((9, 128), device)]
-    for place in range(len(rows)):
-        leaves = [tensor.detach().requires_grad_() for tensor in (*rows, weight)]
+@pytest.mark.parametrize("norm", [LLAMA, ADDED], ids=str)
+def test_what_was_made_in_inference_mode_trains_as_in_the_16_bit_operator(norm: Norm, device: str) -> None:
+    tensors = usual_tensors_of(norm, device)
+    for place in (0, 1) if norm.r else (0,):
+        leaves = [None if one is None else one.detach().requires_grad_() for one in tensors]
         with torch.inference_mode():
-            leaves[place] = rows[place].clone()
-        trained = leaves[:place] + leaves[place + 1 :]
-        outputs = case.unfused(leaves)[0], case.fused("block128", leaves)[0].placeholder
+            leaves[place] = tensors[place].clone()
+        outputs = norm.fused(*leaves)[0], fused(norm, "block128", leaves)[0].placeholder
         dy = torch.randn_like(outputs[0])
-        expected, ours = (gradients([y], [dy], trained) for y in outputs)
-        assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+        expected, ours = (gradients([y], [dy], leaves) for y in outputs)
+        assert_same(ours, expected)
 
 
 def test_without_gradients_nothing_is_differentiable(device: str) -> None:
-    tensors = [one.requires_grad_() for one in ADDED.tensors((7, 128), device)]
+    tensors = [one.requires_grad_() for one in tensors_of(ADDED, (7, 128), device)]
     with torch.no_grad():
-        made, s = ADDED.fused("block128", tensors)
+        made, s = fused(ADDED, "block128", tensors)
     assert not made.placeholder.requires_grad
     assert not s.requires_grad
-    again, _ = ADDED.fused("block128", tensors)
+    again, _ = fused(ADDED, "block128", tensors)
     assert_same_codes(made, again)
     assert torch.equal(in_bits(made.rstd), in_bits(again.rstd))
 
@@ -237,9 +201,7 @@ def coat(x: Tensor, x_scale: Tensor, w: Tensor, dy: Tensor, eps: float) -> dict[
 
 
 @pytest.mark.parametrize("scale_dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize(
-    "shape", [(2, 3, 112), (5, 16), pytest.param((6, WIDEST_BACKWARD + 16), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("shape", [(2, 3, 112), (5, 16), *slow((6, WIDEST_BACKWARD + 16))])
 def test_norms_of_codes_are_coats(shape: tuple[int, ...], scale_dtype: torch.dtype, device: str) -> None:
     h = (torch.randn(shape, device=device) * 3).to(BF16).requires_grad_()
     w = torch.randn(shape[-1], device=device).to(BF16).requires_grad_()
@@ -302,13 +264,10 @@ def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
         assert torch.equal(dw, torch.zeros_like(w))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["tensorwise", "rowwise", "block128", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mxfp8", "coat_input"))],
-)
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block128", *slow("mxfp8", "coat_input")])
 def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) -> None:
     spec, bands = norm_spec("llama", False, 1e-6), Guarded()
-    x, r, w = ADDED.tensors((7, 160 if name == "mxfp8" else 128), device)
+    x, r, w = tensors_of(ADDED, (7, 160 if name == "mxfp8" else 128), device)
     outputs = tuple(map(bands, empty_norm_fp8(spec, x, r, w, FORMATS[name])))
     launch_norm_fp8(spec, (x, r, w, None, None), FORMATS[name], outputs)
     q, scale, _, s, _ = outputs
@@ -321,11 +280,11 @@ def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*LAYOUTS, "coat"])
 def test_offsets_of_64_bits_give_the_same(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = ADDED.tensors((7, 128), device)
-    expected = ADDED.fused(name, tensors)[0]
+    tensors = tensors_of(ADDED, (7, 128), device)
+    expected = fused(ADDED, name, tensors)[0]
     for module in (sys.modules[one.__module__] for one in (launch_norm_fp8, memory.is_long)):
         monkeypatch.setattr(module, "INT32_LIMIT", 1)
-    assert_same_codes(ADDED.fused(name, tensors)[0], expected)
+    assert_same_codes(fused(ADDED, name, tensors)[0], expected)
 
 
 def test_what_no_kernel_takes_is_computed_by_pytorch(device: str, launched: Callable[[], Names]) -> None:
@@ -388,7 +347,7 @@ def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8", "block128", "coat"])
 def test_opcheck(name: str, device: str) -> None:
-    x, r, w = (one[6:] if one.dim() == 2 else one for one in ADDED.tensors((9, 128), device))
+    x, r, w = usual_tensors_of(ADDED, device)
     codes = quantize(x, "coat_input")
     tensors, scale = {
         "tensorwise": ((x, None, w, None, None), 1.0),
@@ -415,8 +374,7 @@ def test_opcheck(name: str, device: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_as_one_graph_with_equal_results(backend: str, device: str) -> None:
     torch._dynamo.reset()
-    leaves = [one[6:] if one.dim() == 2 else one for one in ADDED.tensors((10, 128), device)]
-    leaves = [one.detach().requires_grad_() for one in leaves]
+    leaves = [one.detach().requires_grad_() for one in usual_tensors_of(ADDED, device)]
 
     def layer(x: Tensor, r: Tensor, w: Tensor) -> tuple[Quantized, Tensor, tuple[Tensor, ...]]:
         blocks, s = add_rms_norm_fp8(x, r, w, fp8_format="block128", scale=0.5)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fused_norm.kernels import gated_rms_norm
 from fused_norm.kernels.plans import WIDEST_GATED, backward_plan
 from fused_norm.kernels.triton.launch import Launch
 
-from .numerics import BF16, FP16, FP32, Scales, Tensors, assert_near, drawn, run, slow
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
+from ..conftest import slow
+from .numerics import ACTIVATIONS, BF16, FP16, FP32, Scales, Tensors, assert_near, drawn, run
 
 
 @dataclass(frozen=True)

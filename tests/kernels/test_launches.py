@@ -1,16 +1,13 @@
-"""Launches: what kernels are told that an interpreter does not need, and launches from several threads."""
+"""Launches: what kernels are told that an interpreter does not need."""
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
-from fused_norm.kernels import rms_norm
 from fused_norm.kernels.fp8 import FORMATS
 from fused_norm.kernels.fp8 import kernels as fp8_kernels
 from fused_norm.kernels.lora_add import LORA_ADD
@@ -172,39 +169,3 @@ def test_offsets_into_any_product_of_an_adapter_are_64_bits_wide_if_32_do_not_re
     forward, backward = offsets(Call(LORA_ADD.name, (expanded(rows, n), expanded(rows, k), a, b), (0.7,)))
     assert all(forward + backward)
     assert len(forward + backward) == {4: 1, 256: 5}[rank]
-
-
-@pytest.fixture
-def _threads_switch_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("_threads_switch_often")
-def test_threads_compute_what_one_thread_does(device: str) -> None:
-    inputs = [torch.randn(rows, 24, device=device).requires_grad_() for rows in (3, 70, 130, 260)]
-    w = torch.randn(24, device=device)
-
-    def results(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = rms_norm(x, w)
-        return y, *torch.autograd.grad(y.square().sum(), x)
-
-    expected = [results(x) for x in inputs]
-    wrong: list[object] = []
-
-    def work(index: int) -> None:
-        try:
-            for _ in range(6):
-                if not all(map(torch.equal, results(inputs[index]), expected[index])):
-                    wrong.append(index)
-        except Exception as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong

@@ -1,8 +1,9 @@
-"""linear_4bit: the bits of a product with the dequantised weight, in each form of a call."""
+"""linear_4bit and lora_linear_4bit: the bits of a product with the dequantised weight, and of ``lora_add``."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes.functional as bnb
@@ -10,118 +11,219 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from fused_norm.kernels.linear_4bit import LINEAR_4BIT
+from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 
-from .numerics import BF16, FP16, FP32, slow
+from ..conftest import slow_rows
+from .numerics import BF16, FP16, FP32, Tensors, assert_same
 from .test_dequantize import parts_of
 
-K, N = 64, 96
+FACTOR, K, N, RANK = 0.7, 64, 96, 4
 
 
 class FourBit:
-    """A weight in 4 bits, with a bias or without."""
+    """A weight in 4 bits, with a bias or without, and with an adapter if its factors have a dtype."""
 
-    def __init__(self, device: str, dtype: torch.dtype, *, bias: bool = False, features: int = N) -> None:
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype = BF16,
+        factors: torch.dtype | None = None,
+        *,
+        bias: bool = False,
+        features: int = N,
+    ) -> None:
         self.dtype, self.features = dtype, features
         weight = torch.randn(features, K, device=device).to(dtype)
         self.codes, self.state = bnb.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        self.parts = parts_of(self.codes, self.state)
         self.bias = torch.randn(features, device=device).to(dtype) if bias else None
+        self.factors: list[Tensor] = []
+        if factors is not None:
+            a, b = torch.randn(RANK, K, device=device) / 8, torch.randn(features, RANK, device=device)
+            self.factors = [a.to(factors), b.to(factors)]
 
-    def fused(self, x: Tensor, y_dtype: torch.dtype) -> Any:
-        options = self.features, self.state.blocksize, self.dtype, y_dtype
-        return LINEAR_4BIT(x, *parts_of(self.codes, self.state), self.bias, *options)
+    def fused(self, x: Tensor, adapter_x: Tensor, *factors: Tensor, y_dtype: torch.dtype) -> Any:
+        weight, dtypes = (*self.parts, self.bias), (self.dtype, y_dtype)
+        if not factors:
+            return LINEAR_4BIT(x, *weight, self.features, self.state.blocksize, *dtypes)
+        return LORA_LINEAR_4BIT(x, adapter_x, *factors, *weight, self.state.blocksize, FACTOR, *dtypes)
 
-    def stock(self, x: Tensor, y_dtype: torch.dtype) -> Tensor:
+    def stock(self, x: Tensor, adapter_x: Tensor, *factors: Tensor, y_dtype: torch.dtype) -> Tensor:
         weight = bnb.dequantize_4bit(self.codes, self.state).to(self.dtype)
-        return linear(x.to(self.dtype), weight, self.bias).to(y_dtype)
+        base = linear(x.to(self.dtype), weight, self.bias).to(y_dtype)
+        return LORA_ADD(base, adapter_x.to(self.dtype), *factors, FACTOR) if factors else base
+
+    def leaves(self, x: Tensor, needed: str = "xab") -> list[Tensor]:
+        """x and the factors, those that want a gradient by their letters."""
+        return [
+            one.clone().requires_grad_(name in needed) for name, one in zip("xab", (x, *self.factors), strict=False)
+        ]
+
+    def results(
+        self, way: Callable[..., Tensor], x: Tensor, y_dtype: torch.dtype, dropped: bool = False, needed: str = "xab"
+    ) -> Tensors:
+        """The output and the gradients by their names; the adapter reads another x if it is ``dropped``."""
+        leaves = self.leaves(x, needed)
+        wide, *factors = leaves
+        y = way(wide, wide * 0.5 if dropped else wide, *factors, y_dtype=y_dtype)
+        dy = torch.linspace(-1, 2, y.numel(), device=y.device).view_as(y).to(y.dtype)
+        wanted = {name: one for name, one in zip("xab", leaves, strict=False) if one.requires_grad}
+        return Tensors(y=y, **dict(zip(wanted, torch.autograd.grad(y, [*wanted.values()], dy), strict=True)))
 
 
-def results(way: Any, x: Tensor, y_dtype: torch.dtype) -> list[Tensor]:
-    """The output and the gradient of x."""
-    leaf = x.clone().requires_grad_()
-    y = way(leaf, y_dtype)
-    dy = torch.linspace(-1, 2, y.numel(), device=y.device).view_as(y).to(y.dtype)
-    return [y, *torch.autograd.grad(y, [leaf], dy)]
-
-
-@pytest.mark.parametrize(
-    "dtypes",
-    [(FP32, FP32, BF16), (BF16, BF16, BF16), (FP32, BF16, BF16), *slow((FP32, FP32, FP16), (FP16,) * 3)],
+FORMS = pytest.mark.parametrize(
+    ("x_dtype", "y_dtype", "dtype"),
+    [
+        *((FP32, FP32, BF16), (BF16, BF16, BF16), (BF16, FP32, BF16), (FP32, BF16, BF16)),
+        *slow_rows((FP32, FP32, FP16), (FP16, FP16, FP16)),
+    ],
     ids=str,
 )
-def test_a_call_has_the_bits_of_a_product(dtypes: tuple[torch.dtype, ...], device: str) -> None:
-    x_dtype, y_dtype, dtype = dtypes
+"""The dtypes of x, of the output and of products."""
+
+
+@FORMS
+def test_a_call_has_the_bits_of_a_product(
+    x_dtype: torch.dtype, y_dtype: torch.dtype, dtype: torch.dtype, device: str
+) -> None:
     for bias, shape in itertools.product((False, True), ((2, 5, K), (K,), (1, K))):
         layer, x = FourBit(device, dtype, bias=bias), torch.randn(shape, device=device).to(x_dtype)
-        expected = results(layer.stock, x, y_dtype)
+        expected = layer.results(layer.stock, x, y_dtype)
         for _ in range(2):  # recorded, and repeated
-            for one, other in zip(results(layer.fused, x, y_dtype), expected, strict=True):
-                assert one.dtype == other.dtype
-                assert torch.equal(one, other), (bias, shape)
+            assert_same(layer.results(layer.fused, x, y_dtype), expected, where=(bias, shape))
         with torch.no_grad():
-            assert torch.equal(layer.fused(x, y_dtype), expected[0])
+            assert torch.equal(layer.fused(x, x, y_dtype=y_dtype), expected.y)
 
 
-def test_a_gradient_may_have_any_strides(device: str) -> None:
-    layer, x = FourBit(device, BF16), torch.randn(3, 5, K, device=device).requires_grad_()
-    y = layer.fused(x, FP32)
-    for dy in (
-        torch.randn(5, 3, N, device=device).transpose(0, 1),
-        torch.randn(N, device=device).expand(3, 5, N),
-        torch.randn(3, 5, 2 * N, device=device)[..., ::2],
-    ):
-        gradients = [torch.autograd.grad(y, [x], one, retain_graph=True)[0] for one in (dy, dy.contiguous())]
-        assert torch.equal(*gradients)
+@pytest.mark.parametrize("needed", ["xab", "ab", "a"])
+@FORMS
+def test_with_an_adapter_a_call_has_the_bits_of_a_product_and_of_lora_add(
+    x_dtype: torch.dtype, y_dtype: torch.dtype, dtype: torch.dtype, needed: str, device: str
+) -> None:
+    for bias, dropped, factors in itertools.product((False, True), (False, True), (FP32, dtype)):
+        layer, x = FourBit(device, dtype, factors, bias=bias), torch.randn(2, 5, K, device=device).to(x_dtype)
+        expected = layer.results(layer.stock, x, y_dtype, dropped, needed)
+        for _ in range(2):  # recorded, and repeated
+            computed = layer.results(layer.fused, x, y_dtype, dropped, needed)
+            assert_same(computed, expected, where=(bias, dropped, factors))
 
 
-class Everything(TorchDispatchMode):
-    """A mode that sees the registered operators."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
+ADAPTED = pytest.mark.parametrize("factors", [None, FP32], ids=["without an adapter", "with one"])
 
 
-def test_registered_operators_make_the_same_gradients(device: str) -> None:
-    layer, x = FourBit(device, BF16, bias=True), torch.randn(2, 5, K, device=device)
-    expected = results(layer.fused, x, FP32)
-    with Everything():
-        for one, other in zip(results(layer.fused, x, FP32), expected, strict=True):
-            assert torch.equal(one, other)
+@ADAPTED
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_a_gradient_may_have_any_strides(dtype: torch.dtype, factors: torch.dtype | None, device: str) -> None:
+    layer, x = FourBit(device, BF16, factors), torch.randn(3, 5, K, device=device).to(dtype)
+    leaves = layer.leaves(x)
+    y = layer.fused(leaves[0], *leaves, y_dtype=dtype)
+    for name, dy in {
+        "transposed": torch.randn(5, 3, N, device=device).to(dtype).transpose(0, 1),
+        "expanded": torch.randn(N, device=device).to(dtype).expand(3, 5, N),
+        "columns": torch.randn(3, 5, 2 * N, device=device).to(dtype)[..., ::2],
+    }.items():
+        gradients = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in (dy, dy.contiguous())]
+        assert_same(*gradients, where=name)
 
 
-def test_nothing_is_saved_through_hooks(device: str) -> None:
-    """As bitsandbytes' product, which keeps its weight, and not what it reads."""
-    layer, x, saved = FourBit(device, BF16), torch.randn(2, 5, K, device=device).requires_grad_(), []
-    for _ in range(2):
-        with torch.autograd.graph.saved_tensors_hooks(lambda one: (saved.append(one), one)[1], lambda one: one):
-            layer.fused(x, FP32).sum().backward()
-    assert not saved
+@pytest.mark.parametrize("dropped", [False, True])
+@ADAPTED
+def test_registered_operators_make_the_same_gradients(factors: torch.dtype | None, dropped: bool, device: str) -> None:
+    layer, x = FourBit(device, BF16, factors, bias=factors is None), torch.randn(2, 5, K, device=device)
+    expected = layer.results(layer.fused, x, FP32, dropped)
+    with FlopCounterMode(display=False):  # sees PyTorch's operators
+        assert_same(layer.results(layer.fused, x, FP32, dropped), expected)
+
+
+@pytest.mark.parametrize("used", ["both", "base", "added"])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_summands_have_the_bits_of_the_sum(dropped: bool, used: str, device: str) -> None:
+    """Their sum in float32, and the gradients; a summand that nothing depends on has a gradient of zeros."""
+    layer, x = FourBit(device, BF16, FP32, bias=True), torch.randn(2, 5, K, device=device)
+    ways = []
+    for operator in (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
+
+        def way(*given: Tensor, y_dtype: torch.dtype, operator: Any = operator) -> Tensor:
+            y = operator(*given, *layer.parts, layer.bias, layer.state.blocksize, FACTOR, BF16, y_dtype)
+            if operator is LORA_LINEAR_4BIT:
+                return y
+            base, added = y
+            assert (base.dtype, added.dtype) == (BF16, BF16)
+            return {"both": base.float() + added, "base": base.float(), "added": added.float()}[used]
+
+        for _ in range(2):  # recorded, and repeated
+            found = layer.results(way, x, FP32, dropped)
+        ways.append(found)
+    same = [torch.equal(one, other) for one, other in zip(*(vars(one).values() for one in ways), strict=True)]
+    assert same == {"both": [True] * 4, "base": [False] * 4, "added": [False, False, True, True]}[used]
+    assert used != "base" or not any(getattr(ways[1], name).any() for name in "ab"), (
+        "factors have no gradient but zeros"
+    )
+
+
+def test_an_input_that_both_products_read_has_one_gradient(device: str) -> None:
+    """PyTorch adds nothing up: its node hands on one gradient, and none for the adapter's input."""
+    layer, x = FourBit(device, BF16, FP32), torch.randn(5, K, device=device, requires_grad=True)
+    y, seen = layer.fused(x, x, *layer.factors, y_dtype=FP32), []
+    y.grad_fn.register_hook(lambda dinputs, _: seen.append([dx for dx in dinputs if dx is not None]))
+    y.sum().backward()
+    assert [(dx.shape, dx.dtype) for dx in seen[0]] == [(x.shape, FP32)]
+
+
+@pytest.mark.parametrize(("factors", "shapes"), [(None, []), (FP32, [(5, K), (RANK, K), (N, RANK), (5, RANK)])])
+def test_saved_tensor_hooks_see_what_they_see_of_stock_and_no_weight(
+    factors: torch.dtype | None, shapes: list[tuple[int, ...]], device: str
+) -> None:
+    """bitsandbytes' product keeps its weight, and not what it reads."""
+    layer, seen = FourBit(device, BF16, factors), []
+    leaves = layer.leaves(torch.randn(5, K, device=device))
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: (seen.append(one.shape), one)[1], lambda one: one):
+        for _ in range(2):
+            layer.fused(leaves[0], *leaves, y_dtype=FP32).sum().backward()
+    assert sorted(seen) == sorted(2 * shapes)
 
 
 def test_a_gradient_is_differentiated_again(device: str) -> None:
-    layer, x = FourBit(device, BF16), torch.randn(2, 5, K, device=device).requires_grad_()
+    layer, x = FourBit(device), torch.randn(2, 5, K, device=device).requires_grad_()
     dy = torch.randn(2, 5, N, device=device).requires_grad_()
-    (dx,) = torch.autograd.grad(layer.fused(x, FP32), [x], dy, create_graph=True)
+    (dx,) = torch.autograd.grad(layer.fused(x, x, y_dtype=FP32), [x], dy, create_graph=True)
     direction = torch.randn_like(dx)
     (ddy,) = torch.autograd.grad(dx, [dy], direction)
-    torch.testing.assert_close(ddy, layer.stock(direction, FP32), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(ddy, layer.stock(direction, direction, y_dtype=FP32), rtol=2e-2, atol=2e-2)
 
 
-def test_a_weight_of_another_size_is_named(device: str) -> None:
-    layer = FourBit(device, BF16)
-    x = torch.randn(2, K + 2, device=device)
-    refusal = LINEAR_4BIT.unsupported(x, *parts_of(layer.codes, layer.state), None, N, 64, BF16, FP32)
-    assert refusal is not None
+@pytest.mark.parametrize("x_dtype", [FP32, BF16])
+def test_with_an_adapter_a_gradient_is_differentiated_again_or_refused(x_dtype: torch.dtype, device: str) -> None:
+    layer = FourBit(device, BF16, FP32)
+    rows = torch.linspace(-1, 1, 5 * K, device=device).view(5, K).to(x_dtype)
+
+    def second(way: Callable[..., Tensor]) -> Tensor:
+        x, a, b = layer.leaves(rows)
+        y = way(x, x, a, b, y_dtype=x_dtype)
+        (da,) = torch.autograd.grad(y.float().square().sum(), a, create_graph=True)
+        return torch.autograd.grad(da.square().sum(), x)[0].double()
+
+    expected = second(layer.stock)
+    if x_dtype == FP32:  # its copy in 16 bits was kept, and not x
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            second(layer.fused)
+    else:
+        assert (second(layer.fused) - expected).norm() < 2e-2 * expected.norm()
+
+
+def test_tensors_that_do_not_go_together_are_named_and_an_odd_number_of_weights_is_left_to_the_reference(
+    device: str,
+) -> None:
+    layer, x = FourBit(device, BF16, FP32), torch.randn(5, K + 2, device=device)
+    with pytest.raises(ValueError, match="must have shapes"):
+        LORA_LINEAR_4BIT.checked(x, x, *layer.factors, *layer.parts, None, 64, FACTOR, BF16, FP32)
+    refusal = LINEAR_4BIT.unsupported(x, *layer.parts, None, N, 64, BF16, FP32)
     assert refusal.reason == f"packed must have {N} * {K + 2} / 2 elements, not {N * K // 2}"
-
-
-def test_an_odd_number_of_weights_is_left_to_the_reference(device: str) -> None:
-    layer = FourBit(device, BF16, features=1)
-    x = torch.randn(2, K - 1, device=device)
-    packed = layer.codes.flatten()[: K // 2]
-    parts = layer.state.code, packed, layer.state.absmax.float(), None, None, None
-    refusal = LINEAR_4BIT.unsupported(x, *parts, None, 1, 64, BF16, FP32)
-    assert refusal is not None
+    one = FourBit(device, features=1)
+    parts = one.state.code, one.codes.flatten()[: K // 2], one.state.absmax.float(), None, None, None
+    refusal = LINEAR_4BIT.unsupported(x[:, : K - 1], *parts, None, 1, 64, BF16, FP32)
     assert refusal.reason == "its weight is packed otherwise"

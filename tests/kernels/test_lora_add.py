@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -14,7 +15,8 @@ from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton import lora_kernels
 from fused_norm.kernels.triton.launch import Launch
 
-from .numerics import BF16, FAR, FP16, FP32, Tensors, drawn, far_apart, floor, run, slow
+from ..conftest import slow
+from .numerics import BF16, FAR, FP16, FP32, Tensors, assert_same, drawn, far_apart, floor, run
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ROUNDED = ("h", "u", "scaled", "dy", "du", "dh", "da", "db")
@@ -77,14 +79,6 @@ def formula(given: Tensors, scale: float, without: str = "") -> Tensors:
     )
 
 
-def assert_equal(ours: Tensors, expected: Tensors) -> None:
-    """Bit for bit; ``ours`` may have fewer gradients."""
-    for name, value in ours.present().items():
-        other = getattr(expected, name)
-        assert (value.dtype, value.shape) == (other.dtype, other.shape), name
-        assert torch.equal(value, other), name
-
-
 SHAPES: list[tuple[tuple[int, ...], int, int, int]] = [
     ((1,), 1, 1, 1),
     ((17,), 33, 70, 4),
@@ -92,38 +86,39 @@ SHAPES: list[tuple[tuple[int, ...], int, int, int]] = [
     ((2, 9), 130, 65, 16),
     ((3, 2, 11), 48, 31, 24),
     ((65,), 64, 200, 64),
+    ((3,), 20, 17, lora_kernels.HIGHEST_RANK),
     *slow(((33,), 40, 66, 128), ((2, 20), 70, 30, 256)),
 ]
-DTYPES = [
-    {"x": x, "base": base, "weights": weights} for x in (BF16, FP16) for base in (FP32, x) for weights in (FP32, x)
-]
+DTYPES = [*itertools.product((BF16, FP16), (FP32, None), (FP32, None)), (FP16, BF16, FP32)]
+"""Of x, of base and of the factors, of which None is x's."""
 
 
 @pytest.mark.parametrize("scale", [0.7, *slow(1, 2, -1)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_where_sums_are_exact_every_shape_gives_the_bits_of_the_reference(
-    shape: tuple[tuple[int, ...], int, int, int], scale: float, device: str
+    shape: tuple[tuple[int, ...], int, int, int], scale: float, launches: list[Launch], device: str
 ) -> None:
     given = integers(inputs(device, *shape))
     ours = run(by(lora_add, scale), given)
-    assert_equal(ours, formula(given, scale))
-    assert_equal(ours, run(by(reference.lora_add, scale), given))
+    assert launches
+    assert_same(ours, formula(given, scale))
+    assert_same(ours, run(by(reference.lora_add, scale), given))
 
 
 @pytest.mark.parametrize("scale", [1, 0.7, *slow(2, -1)])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: "-".join(str(one)[6:] for one in dtypes.values()))
+@pytest.mark.parametrize(("x", "base", "weights"), DTYPES, ids=str)
 def test_where_sums_are_exact_every_dtype_gives_the_bits_of_the_formula(
-    dtypes: dict[str, torch.dtype], scale: float, device: str
+    x: torch.dtype, base: torch.dtype | None, weights: torch.dtype | None, scale: float, device: str
 ) -> None:
-    given = integers(inputs(device, *SMALL, **dtypes))
-    assert_equal(run(by(lora_add, scale), given), formula(given, scale))
+    given = integers(inputs(device, *SMALL, x=x, base=base or x, weights=weights or x))
+    assert_same(run(by(lora_add, scale), given), formula(given, scale))
 
 
 def test_many_rows_are_cut_into_shares_and_larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "FEW_LORA_ROWS", 8)
     monkeypatch.setattr(lora_kernels, "_MAX_PARTIALS", 2)
     given = integers(inputs(device, (300,), 40, 24, 8))
-    assert_equal(run(by(lora_add, 2), given), formula(given, 2))
+    assert_same(run(by(lora_add, 2), given), formula(given, 2))
 
 
 @pytest.mark.parametrize(("few_rows", "rows_of_tile"), [(100, 128), (200, 64), (300, 32)])
@@ -135,7 +130,7 @@ def test_tiles_of_a_large_gpu_give_the_same_bits(
     monkeypatch.setattr(lora_kernels, "device_props", lambda _: large)
     monkeypatch.setattr(plans, "FEW_LORA_ROWS", few_rows)
     given = integers(inputs(device, (300,), 300, 140, rank))
-    assert_equal(run(by(lora_add, 0.7), given), formula(given, 0.7))
+    assert_same(run(by(lora_add, 0.7), given), formula(given, 0.7))
     tiles = {launch.constants["ROWS"] for launch in launches if launch.name == "_narrow_kernel"}
     assert tiles == {min(rows_of_tile, 64) if rank <= 32 else rows_of_tile}
 
@@ -162,20 +157,19 @@ def apart(ours: Tensors, expected: Tensors) -> float:
     return max(shares)
 
 
-def test_every_rounding_of_the_formula_is_made(device: str) -> None:
-    given = inputs(device, (6,), 48, 64, 8, base=FP32)
+@pytest.mark.parametrize(
+    ("rows", "base", "names", "share"),
+    [(6, FP32, ROUNDED, 0.1), (40, BF16, ("h", "u", "scaled"), 0.05)],
+    ids=["of a float32 sum", "of a 16-bit sum, rounded behind the product"],
+)
+def test_every_rounding_of_the_formula_is_made(
+    rows: int, base: torch.dtype, names: Sequence[str], share: float, device: str
+) -> None:
+    given = inputs(device, (rows,), 48, 64, 8, base=base)
     ours = run(by(lora_add, 0.7), given)
     assert apart(ours, formula(given, 0.7)) < 0.02
-    for name in ROUNDED:
-        assert apart(ours, formula(given, 0.7, without=name)) > 0.1, name
-
-
-def test_a_16_bit_sum_is_rounded_behind_the_product(device: str) -> None:
-    given = inputs(device, (40,), 48, 64, 8)
-    ours = run(by(lora_add, 0.7), given)
-    assert apart(ours, formula(given, 0.7)) < 0.02
-    for name in ("h", "u", "scaled"):
-        assert apart(ours, formula(given, 0.7, without=name)) > 0.05, name
+    for name in names:
+        assert apart(ours, formula(given, 0.7, without=name)) > share, name
 
 
 WANTED = {
@@ -197,19 +191,8 @@ def test_gradients_are_those_that_are_wanted(wanted: str, launched: Callable[[],
     launched()
     some = run(by(lora_add, 0.7), given, tuple({"base", "x", "a", "b"} - {*wanted.split()}))
     assert some.present().keys() == {"y", *(f"d{name}" for name in wanted.split())}
-    assert_equal(some, whole)
+    assert_same(some, whole)
     assert launched() == ["_narrow_kernel", "_widen_kernel", *(f"_{name}_kernel" for name in WANTED[wanted])]
-
-
-def test_nothing_is_kept_where_no_gradient_is_wanted(device: str) -> None:
-    given = inputs(device, *SMALL)
-    plain = lora_add(given.base, given.x, given.a, given.b, 2)
-    with torch.no_grad():
-        given = given.mapped(lambda one: one.requires_grad_())
-        y = lora_add(given.base, given.x, given.a, given.b, 2)
-    assert not y.requires_grad
-    assert not plain.requires_grad
-    assert torch.equal(y, plain)
 
 
 def test_the_gradient_of_base_is_that_which_arrives(device: str) -> None:
@@ -219,32 +202,21 @@ def test_the_gradient_of_base_is_that_which_arrives(device: str) -> None:
     assert dbase.data_ptr() == given.dy.data_ptr()
 
 
-def test_base_may_be_of_another_16_bit_dtype(device: str) -> None:
-    given = integers(inputs(device, *SMALL, x=FP16, base=BF16))
-    ours = run(by(lora_add, 0.7), given)
-    assert (ours.y.dtype, ours.dbase.dtype) == (FP32, BF16)
-    assert_equal(ours, formula(given, 0.7))
-
-
-def test_x_the_weights_and_the_rows_between_the_products_are_kept(device: str) -> None:
-    given = inputs(device, *SMALL)
+@pytest.mark.parametrize("is_cast", [True, False])
+def test_x_the_weights_as_they_are_multiplied_and_the_rows_between_the_products_are_kept(
+    is_cast: bool, device: str
+) -> None:
+    """Of the factors the casts that stock code makes, or they themselves."""
+    given = inputs(device, *SMALL, weights=FP32 if is_cast else BF16)
     leaves = [one.requires_grad_() for one in (given.base, given.x, given.a, given.b)]
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         lora_add(*leaves)
-    assert kept[0].data_ptr() == given.x.data_ptr()
     assert [(tuple(one.shape), one.dtype) for one in kept[3:]] == [((5, 3, 4), BF16)]
-    for one, factor in zip(kept[1:3], (given.a, given.b), strict=True):  # the casts that stock code makes
+    assert kept[0].data_ptr() == given.x.data_ptr()
+    for one, factor in zip(kept[1:3], (given.a, given.b), strict=True):
         assert torch.equal(one, factor.bfloat16())
-
-
-def test_factors_that_are_not_cast_are_kept_themselves(device: str) -> None:
-    given = inputs(device, *SMALL)
-    leaves = [one.bfloat16().requires_grad_() for one in (given.base, given.x, given.a, given.b)]
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        lora_add(*leaves)
-    assert [one.data_ptr() for one in kept[:3]] == [one.data_ptr() for one in leaves[1:]]
+        assert (one.data_ptr() == factor.data_ptr()) == (not is_cast)
 
 
 LAYOUTS: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
@@ -265,7 +237,7 @@ def test_tensors_are_read_in_any_layout(layout: str, device: str) -> None:
     spread = given.but(**{name: turn(getattr(given, name)) for name, turn in LAYOUTS[layout].items()})
     assert not any(getattr(spread, name).is_contiguous() for name in LAYOUTS[layout])
     found = run(by(lora_add, 0.7), spread)
-    assert_equal(found, run(by(lora_add, 0.7), given))
+    assert_same(found, run(by(lora_add, 0.7), given))
     assert all(one.is_contiguous() for name, one in found.present().items() if name != "dbase")
 
 
@@ -273,7 +245,7 @@ def test_tensors_are_read_in_any_layout(layout: str, device: str) -> None:
 def test_without_columns_or_a_rank_the_rest_is_as_by_the_formula(k: int, n: int, rank: int, device: str) -> None:
     given = inputs(device, (6,), 40, n, rank)
     given = given.but(x=given.x[:, :k], a=given.a[:, :k])
-    assert_equal(run(by(lora_add, 0.7), given), formula(given, 0.7))
+    assert_same(run(by(lora_add, 0.7), given), formula(given, 0.7))
 
 
 @pytest.mark.parametrize("name", ["base", "x", "dy"])
@@ -283,7 +255,7 @@ def test_rows_lie_further_apart_than_32_bits_reach(name: str, launches: list[Lau
     given = inputs(device, (3,), 40, 24, 4)
     expected = run(by(lora_add, 0.7), given)
     launches.clear()
-    assert_equal(run(by(lora_add, 0.7), given.but(**{name: far_apart(getattr(given, name))})), expected)
+    assert_same(run(by(lora_add, 0.7), given.but(**{name: far_apart(getattr(given, name))})), expected)
     assert {one.constants["INT64"] for one in launches if FAR in one.numbers} == {True}
 
 
@@ -302,7 +274,7 @@ def test_what_kernels_do_not_take_is_left_to_the_reference(case: str, launches: 
     dtypes, rank = BEYOND[case]
     given = inputs(device, (5, 3), 40, 24, rank, **dtypes)
     ours, expected = (run(by(one, 0.7), given) for one in (lora_add, reference.lora_add))
-    assert_equal(ours, expected)
+    assert_same(ours, expected)
     assert not launches
 
 
@@ -322,25 +294,11 @@ def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(
     assert refusal.reason == "a or b has more elements than 32 bits count"
 
 
-def test_the_highest_rank_is_for_kernels(launches: list[Launch], device: str) -> None:
-    given = integers(inputs(device, (3,), 20, 17, lora_kernels.HIGHEST_RANK))
-    assert_equal(run(by(lora_add, 2), given), formula(given, 2))
-    assert launches
-
-
 def test_the_same_call_gives_the_same_bits_again(device: str) -> None:
     given = inputs(device, (300,), 40, 24, 8)
     first = run(by(lora_add, 0.7), given)
     for _ in range(2):
-        assert_equal(run(by(lora_add, 0.7), given), first)
-
-
-def test_the_shape_of_a_batch_is_no_matter(device: str) -> None:
-    given = inputs(device, (2, 3, 5), 40, 24, 4)
-    flat = given.but(**{name: getattr(given, name).flatten(0, 2) for name in ("base", "x", "dy")})
-    found, expected = (run(by(lora_add, 0.7), one) for one in (given, flat))
-    for name, value in found.present().items():
-        assert torch.equal(value.reshape(getattr(expected, name).shape), getattr(expected, name))
+        assert_same(run(by(lora_add, 0.7), given), first)
 
 
 def near(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -369,7 +327,7 @@ def test_a_compiled_call_gives_the_same_bits(frozen: tuple[str, ...], device: st
     def traced(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return compiled(base, x, a, b)
 
-    assert_equal(run(traced, given, frozen), run(by(lora_add, 0.7), given, frozen))
+    assert_same(run(traced, given, frozen), run(by(lora_add, 0.7), given, frozen))
 
 
 def test_stock_code_that_would_give_another_result_is_not_replaced(device: str) -> None:

@@ -39,18 +39,15 @@ def test_rows_are_copied_only_where_they_are_unevenly_spaced(layout: str) -> Non
     assert torch.equal(x, lead)
 
 
-def test_the_stride_of_a_dimension_of_one_means_nothing() -> None:
-    lead = torch.randn(3, 4, 8)[:, :1]
+@pytest.mark.parametrize(
+    ("lead", "step"),
+    [(torch.randn(3, 4, 8)[:, :1], 32), (torch.randn(8).expand(6, 8), 0)],
+    ids=["the stride of a dimension of one means nothing", "an expanded row"],
+)
+def test_rows_that_are_evenly_spaced_are_read_where_they_are(lead: Tensor, step: int) -> None:
     (x,), (stride,) = as_strided_rows(lead)
     assert x is lead
-    assert stride == 32
-
-
-def test_an_expanded_row_is_read_where_it_is() -> None:
-    lead = torch.randn(8).expand(6, 8)
-    (x,), (stride,) = as_strided_rows(lead)
-    assert x is lead
-    assert stride == 0
+    assert stride == step
 
 
 @pytest.mark.parametrize("layout", ROW_LAYOUTS)

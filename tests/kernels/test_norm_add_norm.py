@@ -11,27 +11,12 @@ from torch import Tensor
 
 from fused_norm.kernels import norm_add, norm_add_norm, rms_norm
 from fused_norm.kernels.norm import NORM_ADD_NORM
-from fused_norm.kernels.plans import (
-    WIDEST_SANDWICH_BACKWARD,
-    WIDEST_SANDWICH_FORWARD,
-    backward_plan,
-    forward_plan,
-)
+from fused_norm.kernels.plans import WIDEST_SANDWICH_BACKWARD, WIDEST_SANDWICH_FORWARD, backward_plan, forward_plan
 from fused_norm.kernels.triton import norm_backward, norm_forward
 from fused_norm.kernels.triton.launch import Launch
 
-from .numerics import (
-    BASE_CASTINGS,
-    BF16,
-    FP16,
-    FP32,
-    assert_rounded_once,
-    assert_same_row,
-    called,
-    in_layout,
-    run,
-)
-from .sandwich import Sandwich, assert_rounded_as_stock, assert_within_budget, run_true, scales
+from .numerics import BF16, FP16, FP32, assert_rounded_once, assert_same_row, called, in_layout, run, run_true
+from .sandwich import Sandwich, assert_rounded_as_stock, scales
 
 GEMMA = Sandwich("gemma", True, BF16, BF16, BF16, BF16)
 LLAMA = Sandwich("llama", False, BF16, BF16, BF16, BF16)
@@ -39,34 +24,6 @@ MIXED = Sandwich("llama", True, BF16, FP16, FP32, BF16)
 ONE_NUMBER = Sandwich("gemma", False, FP32, FP32, FP32, FP32)
 OPENED = [GEMMA.opened, MIXED.opened]
 
-# x, residual, inner weight, weight
-DTYPES = [
-    (FP32, FP32, FP32, FP32),
-    (BF16, BF16, BF16, BF16),
-    (FP16, FP16, FP16, FP16),
-    (BF16, BF16, FP32, FP32),
-    (BF16, FP32, BF16, BF16),
-    (FP32, BF16, BF16, FP16),
-    (BF16, FP16, FP16, BF16),
-]
-MEANINGS = [
-    *(Sandwich(c, z, *dtypes) for c in BASE_CASTINGS for z in (False, True) for dtypes in DTYPES),
-    *(Sandwich(c, False, BF16, BF16, *weights) for c in BASE_CASTINGS for weights in ((None, BF16), (FP32, None))),
-    *(Sandwich(c, False, BF16, BF16, None, None) for c in BASE_CASTINGS),
-    *(Sandwich("weight_dtype", False, *dtypes) for dtypes in DTYPES[3:]),
-    Sandwich("weight_dtype", True, BF16, BF16, None, FP32),
-    Sandwich("rounded_gamma", True, BF16, FP32, BF16, BF16),
-    Sandwich("rounded_gamma", True, FP32, BF16, BF16, FP16),
-    Sandwich("rounded_rstd", False, BF16, BF16, None, BF16),
-    Sandwich("rounded_rstd", True, FP16, FP32, FP16, BF16),
-    *(Sandwich(c, z, *dtypes).opened for c in BASE_CASTINGS for z in (False, True) for dtypes in DTYPES),
-    *(Sandwich(c, False, BF16, r, None).opened for c in BASE_CASTINGS for r in (BF16, FP32)),
-    Sandwich("weight_dtype", False, FP32, FP32, BF16).opened,
-    Sandwich("rounded_rstd", False, BF16, FP32, None).opened,
-    Sandwich("rounded_gamma", True, FP32, BF16, BF16).opened,
-]
-# Below, at and above every limit of the plans up to 8192.
-WIDTHS = (1, 7, 64, 123, 130, 513, 640, 1024, 1025, 2048, 2304, 3840, 4097, 5376)
 FROZEN = [("inner",), ("w",), ("inner", "w"), ("x",), ("r",), ("x", "inner"), ("x", "r", "inner"), ("x", "r", "w")]
 
 
@@ -75,35 +32,12 @@ def _limits(*directions: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("sandwich_limits", directions, indirect=True)
 
 
-@pytest.mark.parametrize("sandwich", MEANINGS, ids=str)
-def test_every_meaning_is_as_accurate_as_the_stock_code(sandwich: Sandwich, device: str) -> None:
-    assert_within_budget(sandwich, sandwich.inputs((19, 130), device))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("sandwich", [GEMMA, MIXED], ids=str)
-def test_every_width_is_as_accurate_as_the_stock_code(sandwich: Sandwich, width: int, device: str) -> None:
-    assert_within_budget(sandwich, sandwich.inputs((67 if width <= 130 else 5, width), device))
-
-
-@pytest.mark.parametrize("width", [1, 7, 64, 123, 513, 1024, 1025, 3840, 5376])
-def test_every_width_of_norm_add_is_as_accurate_as_the_stock_code(width: int, device: str) -> None:
-    assert_within_budget(GEMMA.opened, GEMMA.opened.inputs((67 if width <= 130 else 2, width), device))
-
-
-@pytest.mark.parametrize("width", [2304, 3840, 4097, 5376])
-def test_wide_rows_are_as_accurate_as_the_stock_code(width: int, device: str) -> None:
-    """With frozen weights, whose gradients take the interpreter most of its time."""
-    assert_within_budget(GEMMA, GEMMA.inputs((5, width), device), frozen=("inner", "w"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [WIDEST_SANDWICH_BACKWARD, WIDEST_SANDWICH_BACKWARD + 1])
 def test_backwards_at_and_beyond_what_a_program_holds(
     width: int, launched: Callable[[], list[str]], device: str
 ) -> None:
-    assert_within_budget(GEMMA, GEMMA.inputs((2, width), device))
+    GEMMA.assert_right(GEMMA.inputs((2, width), device))
     names = launched()
     assert names.count("_forward_kernel") == 1
     assert names.count("_backward_kernel") == (1 if width == WIDEST_SANDWICH_BACKWARD else 2)
@@ -128,7 +62,7 @@ def test_forwards_at_and_beyond_what_a_program_holds(
 @_limits("forward", "backward", "both")
 @pytest.mark.usefixtures("sandwich_limits")
 def test_too_wide_rows_are_as_accurate_as_the_stock_code(sandwich: Sandwich, device: str) -> None:
-    assert_within_budget(sandwich, sandwich.inputs((7, 130), device))
+    sandwich.assert_right(sandwich.inputs((7, 130), device))
 
 
 @pytest.mark.parametrize("sandwich", [*OPENED, Sandwich("none", False, BF16, FP32, None).opened], ids=str)
@@ -139,7 +73,7 @@ def test_too_wide_rows_of_norm_add_are_one_launch_each_way(
 ) -> None:
     inputs = sandwich.inputs((2, 3, 4, 130), device)
     inputs.x = in_layout("transposed heads", inputs.x)
-    ours = assert_within_budget(sandwich, inputs)
+    ours = sandwich.assert_right(inputs)
     sums = [] if sandwich.inner is None else ["_reduce_kernel"]
     assert launched() == ["_forward_kernel", "_backward_kernel", *sums]
     assert ours.s.transpose(1, 2).is_contiguous()
@@ -206,7 +140,7 @@ def test_only_what_is_needed_is_written_and_both_sums_are_one_launch(
 @pytest.mark.parametrize("frozen", [(), ("inner",), ("w",)], ids="-".join)
 @pytest.mark.parametrize("width", [64, 1100])
 def test_weights_are_summed_over_several_programs(width: int, frozen: tuple[str, ...], device: str) -> None:
-    assert_within_budget(MIXED, MIXED.inputs((200 if width == 64 else 9, width), device), frozen)
+    MIXED.assert_right(MIXED.inputs((200 if width == 64 else 9, width), device), frozen)
 
 
 def test_dw_is_summed_in_fp32(device: str) -> None:
@@ -226,16 +160,6 @@ def test_no_rows_that_one_kernel_would_not_hold(device: str) -> None:
     assert {one.shape for one in (ours.y, ours.s, ours.dx, ours.dr)} == {shape}
     for one in (ours.dinner, ours.dw):
         assert torch.equal(one, torch.zeros(shape[-1], dtype=BF16, device=device))
-
-
-def test_one_tensor_as_branch_and_residual_and_one_weight_for_both_norms(device: str) -> None:
-    inputs = LLAMA.inputs((5, 130), device)
-    inputs = inputs.but(r=inputs.x, w=inputs.inner)
-    separate = run(LLAMA.fused, inputs)
-    x, w = (one.detach().requires_grad_() for one in (inputs.x, inputs.w))
-    torch.autograd.backward(LLAMA.fused(x, x, w, w), (inputs.dy, inputs.ds))
-    assert torch.equal(x.grad, separate.dx + separate.dr)
-    assert torch.equal(w.grad, separate.dinner + separate.dw)
 
 
 @_limits("none", "both")
@@ -271,7 +195,7 @@ def test_a_grid_smaller_than_the_work_strides_over_all_of_it(
 
 def test_a_large_eps_counts_in_both_norms(device: str) -> None:
     sandwich = replace(GEMMA, eps=3.0)
-    assert_within_budget(sandwich, sandwich.inputs((5, 64), device))
+    sandwich.assert_right(sandwich.inputs((5, 64), device))
 
 
 @pytest.mark.parametrize("frozen", [("inner",), ("x",), ("x", "inner")], ids="-".join)

@@ -16,16 +16,8 @@ from fused_norm.kernels.triton import norm_backward
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
 
-from .numerics import (
-    BF16,
-    FP16,
-    FP32,
-    Norm,
-    assert_same_row,
-    assert_within_budget,
-    run,
-    run_true,
-)
+from ..conftest import slow
+from .numerics import BF16, FP16, FP32, Norm, assert_same, assert_same_row, run, run_true
 
 LLAMA = Norm("llama", x=BF16, w=BF16)
 Planned = Callable[[ForwardPlan | BackwardPlan], None]
@@ -52,13 +44,13 @@ def test_rstd_is_saved_unrounded_and_for_the_backward_alone(mode: str, device: s
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("width", [80, 1000, pytest.param(5120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width", [80, 1000, *slow(5120)])
 @pytest.mark.parametrize("norm", [LLAMA, Norm("none", x=FP32, w=BF16, r=BF16)], ids=str)
 def test_every_mode_computes_the_same_and_is_followed_by_the_same_backward(
     norm: Norm, width: int, mode: str, device: str
 ) -> None:
     inputs = norm.inputs((9 if width > 80 else 70, width), device)
-    assert_within_budget(replace(norm, mode=mode), inputs)
+    replace(norm, mode=mode).assert_right(inputs)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -84,7 +76,7 @@ def test_rows_in_two_pieces_have_all_their_gradients(
     norm: Norm, width: int, reload: bool, device: str, planned: Callable
 ) -> None:
     planned(replace(IN_TWO_PIECES, reload=reload))
-    assert_within_budget(norm, norm.inputs((9, width), device))
+    norm.assert_right(norm.inputs((9, width), device))
 
 
 @pytest.mark.parametrize(("plan", "grid"), [(IN_TWO_PIECES, (2, 1)), (IN_CHUNKS, (2, 4))], ids=str)
@@ -116,7 +108,7 @@ def test_one_below_at_and_one_above_every_limit_of_the_plans(
     width: int, r: torch.dtype | None, frozen: str, device: str
 ) -> None:
     norm = replace(LLAMA, r=r)
-    assert_within_budget(norm, norm.inputs((5, width), device), frozen)
+    norm.assert_right(norm.inputs((5, width), device), frozen)
 
 
 def test_an_eps_that_is_a_whole_number_prepares_no_launch_of_integers(device: str) -> None:
@@ -167,9 +159,9 @@ def test_many_more_wide_rows_than_programs_repeat_bit_for_bit(width: int, r: tor
     first = run(norm.fused, inputs)
     for _ in range(20):
         again = run(norm.fused, inputs)
-        assert all(torch.equal(value, getattr(first, name)) for name, value in again.present().items())
+        assert_same(again, first)
     rows = {name: value[::97] for name, value in vars(inputs).items() if name != "w"}
-    assert torch.equal(assert_within_budget(norm, inputs.but(**rows)).dx, first.dx[::97])
+    assert torch.equal(norm.assert_right(inputs.but(**rows)).dx, first.dx[::97])
     total = inputs.x if inputs.r is None else inputs.r + inputs.x
     exact = torch.zeros(width, dtype=torch.float64, device=device)
     for s, dy in zip(total.double().split(100), inputs.dy.double().split(100), strict=True):

@@ -10,17 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fused_norm.kernels.norm import (
-    ADD_RMS_NORM_FOR_CONSUMERS,
-    NORM_ADD_NORM_FOR_CONSUMERS,
-    RMS_NORM_FOR_CONSUMERS,
-)
+from fused_norm.kernels.norm import ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS, RMS_NORM_FOR_CONSUMERS
 from fused_norm.kernels.operator import OPERATORS, Operator
 from fused_norm.kernels.plans import BackwardPlan
 from fused_norm.kernels.triton.norm_backward import MOST_CONSUMERS
 from fused_norm.spec import NormSpec
 
-from .numerics import BF16, FP16, FP32, assert_same, slow
+from ..conftest import slow
+from .numerics import BF16, FP16, FP32, assert_same
 
 GEMMA, LLAMA = NormSpec("gemma", True), NormSpec("llama")
 PLAIN: dict[str, tuple[Any, ...]] = {"rms_norm": (None,), "add_rms_norm": (None, 0.5), "norm_add_norm": ()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -108,29 +108,30 @@ def test_a_second_piece_counts_as_columns_and_as_shared_memory() -> None:
 
 
 @EVERY_DEVICE
-def test_a_sandwich_holds_its_rows_in_few_enough_registers(device: Device) -> None:
-    for width in (width for width in ALL_WIDTHS if width <= WIDEST_SANDWICH_FORWARD):
-        forward = forward_plan(width, device, section="sandwich_forward")
-        assert forward.mode == "multi_wave_cached"
-        assert width <= forward.block
-    for width in (width for width in ALL_WIDTHS if width <= WIDEST_SANDWICH_BACKWARD):
-        for column_bytes in (8, 12, 24):
-            backward = backward_plan(width, column_bytes, device, "sandwich_backward")
-            assert width <= backward.block == next_power_of_2(backward.block)
-            assert backward.rows == next_power_of_2(backward.rows)
-            assert backward.rows * backward.block <= 32 * backward.warps * device.warp_size
-
-
-@EVERY_DEVICE
-def test_a_gated_norm_holds_a_group_in_registers_and_in_shared_memory(device: Device) -> None:
-    for width in (width for width in ALL_WIDTHS if width <= WIDEST_GATED):
-        backward = [backward_plan(width, column_bytes, device, "gated_backward") for column_bytes in (6, 16)]
-        for plan in (forward_plan(width, device, section="gated_forward"), *backward):
+@pytest.mark.parametrize(
+    ("section", "widest", "column_bytes"),
+    [
+        ("sandwich_forward", WIDEST_SANDWICH_FORWARD, ()),
+        ("sandwich_backward", WIDEST_SANDWICH_BACKWARD, (8, 12, 24)),
+        ("gated_forward", WIDEST_GATED, ()),
+        ("gated_backward", WIDEST_GATED, (6, 16)),
+    ],
+)
+def test_sandwiches_and_gated_norms_hold_their_rows_in_few_enough_registers_and_in_shared_memory(
+    section: str, widest: int, column_bytes: Sequence[int], device: Device
+) -> None:
+    for width in (width for width in ALL_WIDTHS if width <= widest):
+        plans = [backward_plan(width, one, device, section) for one in column_bytes]
+        for plan in plans or [forward_plan(width, device, section=section)]:
             assert width <= plan.block == next_power_of_2(plan.block)
             assert plan.rows == next_power_of_2(plan.rows)
-            assert plan.rows * plan.block <= 32 * plan.warps * device.warp_size
-        assert (plan.stages - 1) * plan.rows * plan.block * 16 < device.shared_memory
-        assert plan.stages >= 1
+            if section == "sandwich_forward":
+                assert plan.mode == "multi_wave_cached"
+            else:
+                assert plan.rows * plan.block <= 32 * plan.warps * device.warp_size
+        if section == "gated_backward":
+            assert (plan.stages - 1) * plan.rows * plan.block * 16 < device.shared_memory
+            assert plan.stages >= 1
 
 
 def test_fp32_rows_of_a_sandwich_are_held_by_twice_the_warps() -> None:

@@ -19,16 +19,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from fused_norm.kernels import reference
 from fused_norm.spec import CASTINGS, NormSpec
 
-from .numerics import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    Norm,
-    assert_same_rounding,
-    none_rounded_once,
-    squares_that_round_up,
-)
+from .numerics import BF16, DTYPES, FP16, FP32, Norm, assert_same_rounding, none_rounded_once, squares_that_round_up
 
 MODULES = {
     LlamaRMSNorm: ("llama", False),

@@ -46,7 +46,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 """Each operator and its tensors: ``x`` rows, ``h`` heads, ``w`` a weight, ``a`` angles."""
 
-CUTS = [(name, 1) for name in OPERATORS] + [("rms_norm", 0), ("glu", 2)]
+CUTS = [(name, dim) for name in OPERATORS for dim in (1, None)] + [("rms_norm", 0), ("glu", 2)]
+"""Operators, and the dimension that devices share; None: each of them has and computes all."""
 
 
 @pytest.fixture
@@ -78,11 +79,12 @@ def spread(whole: Tensor, part: Tensor, mesh: DeviceMesh, placement: Placement) 
 
 @pytest.mark.parametrize(("name", "dim"), CUTS)
 def test_a_device_computes_its_rows_and_weights_get_the_gradient_of_these(
-    name: str, dim: int, mesh: DeviceMesh, device: str
+    name: str, dim: int | None, mesh: DeviceMesh, device: str
 ) -> None:
     operator, kinds = OPERATORS[name]
     wholes = tensors_for(kinds, device)
-    placements = [Replicate() if kind in WHOLE else Shard(dim) for kind in kinds]
+    rows = Replicate() if dim is None else Shard(dim)
+    placements = [Replicate() if kind in WHOLE else rows for kind in kinds]
     parts = [part_of(whole, placement) for whole, placement in zip(wholes, placements, strict=True)]
     given = [spread(*one, mesh, placement) for *one, placement in zip(wholes, parts, placements, strict=True)]
 
@@ -96,11 +98,11 @@ def test_a_device_computes_its_rows_and_weights_get_the_gradient_of_these(
         outputs, expected, everywhere = (outputs,), (expected,), (everywhere,)
     for output, part, whole in zip(outputs, expected, everywhere, strict=True):
         assert torch.equal(output.to_local(), part)
-        assert output.placements == (Shard(dim),)
+        assert output.placements == (rows,)
         assert (output.shape, output.stride()) == (whole.shape, whole.stride())
 
     incoming = [torch.randn_like(part) for part in expected]
-    sharded = [spread(o.detach(), g, mesh, Shard(dim)) for o, g in zip(outputs, incoming, strict=True)]
+    sharded = [spread(o.detach(), g, mesh, rows) for o, g in zip(outputs, incoming, strict=True)]
     with CommDebugMode() as communication:
         torch.autograd.backward(outputs, sharded)
     assert communication.get_total_counts() == 0
@@ -108,7 +110,7 @@ def test_a_device_computes_its_rows_and_weights_get_the_gradient_of_these(
     for kind, one, part in zip(kinds, given, parts, strict=True):
         if kind != "a":
             assert torch.equal(one.grad.to_local(), part.grad)
-            assert one.grad.placements == ((Partial(),) if kind == "w" else (Shard(dim),))
+            assert one.grad.placements == ((Partial(),) if kind == "w" and dim is not None else (rows,))
 
 
 def test_a_device_without_rows_gives_its_weight_no_gradient(mesh: DeviceMesh, device: str) -> None:
@@ -130,19 +132,6 @@ def test_the_gradients_of_leaves_do_not_share_their_memory(mesh: DeviceMesh, dev
     branch.grad.to_local().zero_()
     assert torch.equal(residual.grad.to_local(), expected)
     assert expected.count_nonzero()
-
-
-def test_a_whole_tensor_is_computed_by_every_device_with_the_whole_gradient(mesh: DeviceMesh, device: str) -> None:
-    x, weight = tensors_for("xw", device)
-    given = [spread(one, one, mesh, Replicate()) for one in (x, weight)]
-    y = kernels.rms_norm(*given)
-    y.backward(y.detach())
-    expected = kernels.rms_norm(x, weight)
-    expected.backward(expected.detach())
-    assert torch.equal(y.to_local(), expected)
-    for one, plain in zip(given, (x, weight), strict=True):
-        assert one.grad.placements == (Replicate(),)
-        assert torch.equal(one.grad.to_local(), plain.grad)
 
 
 def test_the_reason_says_what_no_device_can_compute_alone(mesh: DeviceMesh, device: str) -> None:

@@ -20,6 +20,8 @@ import fused_norm
 from fused_norm.model_configs import build
 from tools.hub_export.command import export, main
 
+from ..conftest import slow_rows
+
 
 def has(base: Path, name: str) -> bool:
     """Whether ``from base import name`` finds a module, or a name that a file of its own gives."""
@@ -134,12 +136,7 @@ def olmo2(dtype: torch.dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "norm"),
-    [
-        ("olmo2", "Olmo2RMSNorm"),
-        pytest.param("llama", "LlamaRMSNorm", marks=pytest.mark.slow),
-        pytest.param("qwen3", "Qwen3RMSNorm", marks=pytest.mark.slow),
-    ],
+    ("name", "norm"), [("olmo2", "Olmo2RMSNorm"), *slow_rows(("llama", "LlamaRMSNorm"), ("qwen3", "Qwen3RMSNorm"))]
 )
 def test_kernelized_norms_give_the_bits_of_stock_and_its_gradients(name: str, norm: str, mapping, device: str) -> None:
     dtype = torch.bfloat16

@@ -86,8 +86,7 @@ def test_a_norm_is_not_fed_by_an_add_of_a_module_that_does_not_hold_it() -> None
 
 
 @pytest.mark.parametrize(
-    ("how", "gated"),
-    [("module", True), ("function", True), *((how, False) for how in ("tanh", "scaled", "squared"))],
+    ("how", "gated"), [("module", True), ("function", True), *((how, False) for how in ("tanh", "scaled", "squared"))]
 )
 def test_a_product_with_a_silu_or_a_gelu_is_a_gate(how: str, gated: bool) -> None:
     assert traced(Gated(how), set()).gated == ({"0"} if gated else set())

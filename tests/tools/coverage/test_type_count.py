@@ -14,6 +14,8 @@ from tools.coverage import type_count
 from tools.coverage.summary import Summary, summarise
 from tools.coverage.type_count import UnbuiltError, count
 
+from ...conftest import slow
+
 STORED = Path(__file__).parents[3] / "benchmarks" / "coverage" / f"transformers-{transformers.__version__}.json"
 
 QUICK = ("llama", "bert")
@@ -30,7 +32,7 @@ def stored() -> Summary:
     return Summary.load(STORED)
 
 
-@pytest.mark.parametrize("model_type", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("model_type", [*QUICK, *slow(*SLOW)])
 def test_a_type_has_what_the_stored_summary_says(model_type: str, stored: Summary) -> None:
     result = json.loads(json.dumps(count(model_type).to_dict()))
     found = summarise(stored.transformers, {model_type: result})
