@@ -17,7 +17,7 @@ import fused_norm
 from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 
-from .saved_tensors import assert_same
+from .models import assert_same
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RANK, WIDTH, COLUMNS = 4, 24, 20
@@ -98,7 +98,7 @@ def assert_pefts_bits(
         for doing in (between, None):
             ran_fused, found = step(fused, device, doing)
             assert is_fused in (None, ran_fused)
-            assert_same(step(stock, device, doing)[1], found)
+            assert_same(found, step(stock, device, doing)[1])
 
 
 @pytest.fixture
@@ -364,7 +364,7 @@ def test_inside_disabled_pefts_code_runs_and_nothing_is_logged(
     with fused_norm.disabled():
         ran_fused, found = step(fused, device, autocast=autocast)
     assert not ran_fused
-    assert_same(step(stock, device, autocast=autocast)[1], found)
+    assert_same(found, step(stock, device, autocast=autocast)[1])
     assert logged() == []
 
 

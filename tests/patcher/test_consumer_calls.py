@@ -17,7 +17,7 @@ import fused_norm
 from fused_norm.kernels.triton.norm_backward import MOST_CONSUMERS
 from fused_norm.patcher import fused_norm_module
 
-from .models import equal_in_fp32, fused_copy, relative
+from .models import assert_same, equal_in_fp32, fused_copy, relative
 from .test_consumer_contracts import (
     BF16,
     BLOCK,
@@ -303,7 +303,7 @@ def test_what_is_switched_off_between_a_forward_and_another_reads_one_norm(devic
     with fused_norm.disabled():
         found = step(model, device)
     assert own_inputs(found[0]) == 0
-    assert [torch.equal(*both) for both in zip(found, step(stock, device), strict=True)] == [True] * len(found)
+    assert_same(found, step(stock, device))
 
 
 # ---- Dtypes ----

@@ -218,8 +218,7 @@ LAYERS: dict[str, tuple[str, str, int]] = {
     "as a keyword alone": (LAYER.replace("(h)", "(x=h)"), "*, x", 0),
     "as one of many": (LAYER, "*all, x=2", 0),
     "twice in one call": (LAYER.replace("(h)", "(h, h)"), "x, y", 0),
-    "by two modules": (LAYER.replace("residual + h", "residual + h").replace(
-        "h = self.block(h)", "h = self.block(h) + self.proj(h)"), "x", 0),
+    "by two modules": (LAYER.replace("self.block(h)", "self.block(h) + self.proj(h)"), "x", 0),
     "by an add too": (LAYER.replace("self.block(h)", "self.block(h) + h"), "x", 0),
     "by a view": (LAYER.replace("self.block(h)", "self.block(h[:, :])"), "x", 0),
     "in a loop": ("h = self.norm(x)\nfor _ in range(2):\n    x = x + self.block(h)\nreturn x", "x", 0),

@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from transformers import AutoConfig, AutoModel
 
 import fused_norm
 from fused_norm.kernels.lora_linear_4bit import LORA_SUMMANDS_4BIT
-from fused_norm.kernels.operator import calls
+from fused_norm.kernels.operator import Operator, calls
 from fused_norm.patcher import four_bit, recompute_linears
 
-from .models import EXPERTS_ARE_MLPS, relative
+from .models import EXPERTS_ARE_MLPS, assert_same, relative, slow
 from .ranks import called_operators, on_two_ranks
 from .test_frames import explained, frames_of
 
@@ -145,9 +144,6 @@ def near(bound: float) -> Callable[[Tensor, Tensor], bool]:
     return lambda one, other: relative(one, other) < bound
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(("model_type", "dropout"), [("qwen3", 0.0), ("qwen3", 0.05), slow("gemma3_text", 0.0)])
 def test_a_model_has_the_bits_of_pefts_layers_and_norms_are_written_in_16_bits(
     model_type: str, dropout: float, device: str
@@ -172,8 +168,8 @@ def test_linears_without_an_adapter_have_the_bits_of_bitsandbytes(
     assert counts["glu_for_consumers"] == 1
 
 
-def marked_slow(cases: Iterable[str], *slow: str) -> list[Any]:
-    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
+def marked_slow(cases: Iterable[str], *long: str) -> list[Any]:
+    return [slow(case) if case in long else case for case in cases]
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3"])
@@ -362,9 +358,18 @@ def test_norms_and_gates_before_dropout_are_written_in_16_bits_and_in_float32(
         assert all(same(one, other) for one, other in zip(computed, right, strict=True))
 
 
-def test_what_is_recomputed_is_written_in_one_dtype(device: str) -> None:
-    counts = compare(model_of(device, lora_dropout=0.05), device, recompute=True, counts=False)
-    assert not counts["written in two dtypes"]
+def test_what_is_recomputed_is_written_in_one_dtype(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide: list[bool] = []
+    call = Operator.results_of
+
+    def noted(operator: Operator, *arguments: Any) -> Any:
+        wide.append(bool(operator.by_name(arguments).get("wide")))
+        return call(operator, *arguments)
+
+    monkeypatch.setattr(Operator, "results_of", noted)
+    compare(model_of(device, lora_dropout=0.05), device, recompute=True, counts=False)
+    assert wide
+    assert not any(wide)
 
 
 @pytest.mark.parametrize("reentrant", [False, slow(True)])
@@ -463,7 +468,7 @@ def test_a_patched_model_is_saved_and_copied_as_a_stock_one(device: str) -> None
         }
         assert all(torch.equal(tensor, expected[name]) for name, tensor in one.state_dict().items())
     results = [step(one, device)[0] for one in (model, copy.deepcopy(model))]
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert_same(*results)
     assert fused_norm.remove_fused_norm(model) > 0
     assert type(linear) is Linear4bit
 
@@ -576,7 +581,7 @@ def test_disabled_runs_pefts_code(device: str) -> None:
     with fused_norm.disabled():
         results, counts = step(fused, device)
     assert not counts
-    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+    assert_same(results, expected)
 
 
 def sharded_steps(rank: int, ranks: int) -> dict[bool, tuple[list[Tensor], dict[str, int]]]:
@@ -607,4 +612,4 @@ def test_weights_that_fsdp_shards_are_read(tmp_path: Path) -> None:
         assert not without.keys() & {"linear_4bit", "lora_linear_4bit"}
         assert (called["linear_4bit"], called["lora_linear_4bit"]) == (5, 2)
         assert len(gradients) == 2 * 4
-        assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+        assert_same(gradients, expected)
