@@ -11,12 +11,14 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
 from fused_norm import FusedNormError, disabled
 from fused_norm.integrations.trainer import FusedNormCallback
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 from fused_norm.patcher.class_swap import Fused
+
+from ..patcher.models import counts, losses_of, rows_of, trainer_of
 
 
 def llama() -> nn.Module:
@@ -48,25 +50,11 @@ class WatchedTrainer(Trainer):
         self.accelerator.prepare = watched
 
 
-def trainer(model: nn.Module | None, folder: Path, callbacks: list[Any], **arguments: Any) -> WatchedTrainer:
-    rows = torch.randint(0, 256, (4, 6), generator=torch.Generator().manual_seed(1))
-    given = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=1,
-        learning_rate=1e-3,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=not torch.cuda.is_available(),
-        disable_tqdm=True,
-        **{"max_steps": 2, "save_strategy": "no", **arguments},
-    )
-    data = [{"input_ids": row, "labels": row} for row in rows]
+def trainer(model: nn.Module | None, folder: Path, callbacks: list[Any], **arguments: Any) -> Any:
+    data = rows_of(torch.randint(0, 256, (4, 6), generator=torch.Generator().manual_seed(1)))
     model_init = None if model is not None else lambda: llama()
-    return WatchedTrainer(model=model, args=given, train_dataset=data, callbacks=callbacks, model_init=model_init)
-
-
-def losses(one: Trainer) -> torch.Tensor:
-    return torch.tensor([entry["loss"] for entry in one.state.log_history if "loss" in entry])
+    how = {"max_steps": 2, "callbacks": callbacks, "model_init": model_init, **arguments}
+    return trainer_of(model, folder, data, WatchedTrainer, **how)
 
 
 def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path: Path, caplog) -> None:
@@ -75,16 +63,7 @@ def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path:
     with caplog.at_level(logging.INFO, "fused_norm"):
         fused = trainer(llama(), tmp_path, [callback])
     assert callback.report is not None
-    assert callback.report.counts == {
-        **FAMILIES["llama"].sites(1),
-        "qk": 0,
-        "sandwich": 0,
-        "mlp": 0,
-        "conv": 0,
-        "experts": 0,
-        "linear": 0,
-        "adapter": 0,
-    }
+    assert callback.report.counts == counts(**FAMILIES["llama"].sites(1) | {"mlp": 0})
     assert callback.report.summary() in caplog.messages
     fused.train()
     assert len(fused.seen) > 1
@@ -92,7 +71,7 @@ def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path:
     stock = trainer(llama(), tmp_path, [])
     stock.train()
     assert set(stock.seen) == {0}
-    torch.testing.assert_close(losses(fused), losses(stock), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses_of(fused), losses_of(stock), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -127,7 +106,7 @@ def test_it_goes_with_lora_and_checkpointing_and_what_is_saved_is_stock(tmp_path
     stock.train()
     fused.train()
     assert callback.report.counts["residual"] == 2
-    torch.testing.assert_close(losses(fused), losses(stock), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses_of(fused), losses_of(stock), rtol=1e-4, atol=1e-4)
     saved = tmp_path / "fused" / "checkpoint-2"
     again = peft.PeftModel.from_pretrained(build("qwen3", seed=0), saved)
     ids = torch.arange(12)[None]
@@ -144,7 +123,7 @@ def test_a_saved_model_is_loaded_as_stock_and_training_goes_on_from_it(tmp_path:
     assert fused_modules(stock) == 0
     again = trainer(stock, tmp_path, [FusedNormCallback()], save_strategy="steps", save_steps=1)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    torch.testing.assert_close(losses(again), losses(first), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(losses_of(again), losses_of(first), rtol=1e-6, atol=1e-6)
 
 
 def test_layers_are_compiled_by_themselves_after_they_are_fused(tmp_path: Path) -> None:
@@ -172,9 +151,9 @@ def test_levels_of_recompute_take_the_place_of_checkpointing(
             model.gradient_checkpointing_enable()
         run = trainer(model, tmp_path, callbacks, gradient_checkpointing=True)
         run.train()
-        losses.append([row["loss"] for row in run.state.log_history if "loss" in row])
+        losses.append(losses_of(run))
         assert model.is_gradient_checkpointing == (not callbacks)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
     assert [row.reason for row in callback.report.recompute] == [None]
     assert "recompute='attention' takes the place of gradient checkpointing" in caplog.text
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 import fused_norm
 from fused_norm.model_configs import FAMILIES, build, families_here
@@ -27,10 +31,16 @@ MODEL_TYPES = [name for name in families_here() if name not in NEWER_MODEL_TYPES
 QUICK_MODEL_TYPES = ("qwen3", "llama", "gemma3_text")
 """Those that the fast tests take: with norms of heads, with rotations by themselves, with sandwiches."""
 
-SLOW_BUT_FOR_A_FEW = [
-    *QUICK_MODEL_TYPES,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in MODEL_TYPES if name not in QUICK_MODEL_TYPES),
-]
+slow = partial(pytest.param, marks=pytest.mark.slow)
+"""Parameters of a slow test."""
+
+
+def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """These values of a parameter, slow but for the quick ones."""
+    return [value if value in quick else slow(value) for value in values]
+
+
+SLOW_BUT_FOR_A_FEW = slow_but(QUICK_MODEL_TYPES, MODEL_TYPES)
 """All of them, for tests that take long with each."""
 
 EXPERTS_ARE_MLPS = transformers.__version__.startswith("4.")
@@ -71,6 +81,10 @@ def gradients_of(model: nn.Module) -> Gradients:
     return {name.removeprefix("_orig_mod."): grad.clone() for name, grad in gradients if grad is not None}
 
 
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
 def step(model: nn.Module, ids: torch.Tensor) -> Step:
     """Logits and gradients of a step of training, in which every trained parameter gets one."""
     model.zero_grad()
@@ -87,11 +101,35 @@ Step = tuple[torch.Tensor, Gradients]
 """What ``step`` returns: logits, and gradients."""
 
 
+Tensors = Iterable[torch.Tensor | None] | Mapping[str, torch.Tensor | None]
+"""Several, in their order or by name, of which some may be None."""
+
+
+def assert_all_near(found: Tensors, expected: Tensors, bound: float) -> None:
+    """They have the same dtypes, are None in the same places, and relatively no further apart than ``bound``."""
+    if isinstance(found, Mapping) and isinstance(expected, Mapping):
+        assert found.keys() == expected.keys()
+        pairs = [(name, found[name], other) for name, other in expected.items()]
+    else:
+        pairs = [(str(place), *pair) for place, pair in enumerate(zip(found, expected, strict=True))]
+    far = []
+    for name, one, other in pairs:
+        if one is None or other is None:
+            far += [] if one is other else [f"{name}: one is None"]
+        elif one.dtype != other.dtype:
+            far.append(f"{name}: {one.dtype}, not {other.dtype}")
+        elif not (torch.equal(one, other) or (bound and relative(one, other) < bound)):
+            far.append(f"{name}: {relative(one, other):.2g} apart")
+    assert not far, f"of {len(pairs)} tensors these differ: {far}"
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    """They have the same bits and dtypes, and are None in the same places."""
+    assert_all_near(found, expected, 0.0)
+
+
 def assert_same_bits(one: Step, other: Step) -> None:
-    assert torch.equal(one[0], other[0])
-    assert one[1].keys() == other[1].keys()
-    different = [name for name, gradient in one[1].items() if not torch.equal(gradient, other[1][name])]
-    assert not different
+    assert_same({"logits": one[0], **one[1]}, {"logits": other[0], **other[1]})
 
 
 def equal_in_fp32(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -110,11 +148,21 @@ def relative(value: torch.Tensor, truth: torch.Tensor) -> float:
     return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
-def assert_gradients_near(actual: Gradients, expected: Gradients, bound: float = 1e-5) -> None:
-    """The same parameters have gradients, and none is further away than ``bound``, relatively."""
+def assert_gradients_near(actual: Gradients, expected: Gradients, bound: float = 1e-5, floor: float = 0.0) -> None:
+    """The same parameters have gradients, and none is further away than ``bound``, relatively.
+
+    ``floor``: a distance that is none, for gradients that are 0 but for roundings.
+    """
+    assert expected
     assert actual.keys() == expected.keys()
-    worst = max((relative(actual[name], value), name) for name, value in expected.items())
-    assert worst[0] < bound, worst
+    distances = {name: (actual[name].double() - value.double()).norm() for name, value in expected.items()}
+    norms = {name: value.double().norm() for name, value in expected.items()}
+    far = {
+        name: (one.item(), norms[name].item())
+        for name, one in distances.items()
+        if not one <= bound * norms[name] + floor
+    }
+    assert not far, f"distances and norms: {far}"
 
 
 def assert_near(actual: Step, expected: Step, gradients: float = 1e-5) -> None:
@@ -125,6 +173,29 @@ def assert_near(actual: Step, expected: Step, gradients: float = 1e-5) -> None:
 
 def assert_trains_as_stock(stock: nn.Module, fused: nn.Module, ids: torch.Tensor) -> None:
     assert_near(step(fused, ids), step(stock, ids))
+
+
+def rows_of(ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """Data of a Trainer: sequences that are their own labels."""
+    return [{"input_ids": row, "labels": row} for row in ids.cpu()]
+
+
+def trainer_of(
+    model: Any, folder: Path, data: list[dict[str, torch.Tensor]], kind: type[Trainer] = Trainer, **options: Any
+) -> Trainer:
+    """A Trainer that logs every step; ``options`` are its own, or those of ``TrainingArguments``."""
+    own = {name: options.pop(name) for name in ("callbacks", "compute_metrics", "model_init") if name in options}
+    how = {
+        "per_device_train_batch_size": 1, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no",
+        "report_to": "none", "use_cpu": not torch.cuda.is_available(), "disable_tqdm": True,
+    }  # fmt: skip
+    arguments = TrainingArguments(str(folder), **how | options)
+    return kind(model=model, args=arguments, train_dataset=data, eval_dataset=data, **own)
+
+
+def losses_of(trainer: Trainer) -> torch.Tensor:
+    """The losses that a Trainer has logged."""
+    return torch.tensor([row["loss"] for row in trainer.state.log_history if "loss" in row])
 
 
 def snapshot(model: nn.Module) -> list[tuple[type, dict]]:

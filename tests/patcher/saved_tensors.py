@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from fused_norm.patcher.recompute_linears import Kept, Recipe
 
@@ -39,10 +36,3 @@ def saved_bytes(graph: Any) -> int:
         for tensor in one.reads if type(one) is Recipe else (one.tensor if type(one) is Kept else one,):
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(sizes.values())
-
-
-def assert_same(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
-    """Check that gradients have the same bits and dtypes, and that the same ones are None."""
-    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert (one is None) == (other is None), index
-        assert one is None or (one.dtype == other.dtype and torch.equal(one, other)), index

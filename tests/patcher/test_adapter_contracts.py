@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 import fused_norm
 from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
+
+from .models import assert_same
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RANK, WIDTH, COLUMNS = 4, 24, 20
@@ -75,10 +76,29 @@ def step(
     return is_fused(y), [y.detach(), *torch.autograd.grad(y, [x, *trained], dy.to(y.dtype), allow_unused=True)]
 
 
-def assert_same_bits(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or (one.dtype == other.dtype and torch.equal(one, other))
+def assert_pefts_bits(
+    device: str,
+    change: Callable[[Any], Any] = lambda layer: None,
+    between: Callable[[Any], Any] | None = None,
+    is_fused: bool | None = None,
+    **options: Any,
+) -> None:
+    """Assert the bits of a layer that is changed after the patch, before its first call and after one.
+
+    ``between``: what is done between the forward and the backward of a step, after which there is another step.
+    ``is_fused``: whether it runs fused then, if that is known. ``options``: of the adapter.
+    """
+    for is_warm in (False, True):
+        stock, fused = pair(device, **options)
+        if is_warm:
+            assert step(fused, device)[0]
+        for model in (stock, fused):
+            torch.manual_seed(2)
+            change(layer_of(model))
+        for doing in (between, None):
+            ran_fused, found = step(fused, device, doing)
+            assert is_fused in (None, ran_fused)
+            assert_same(found, step(stock, device, doing)[1])
 
 
 @pytest.fixture
@@ -89,24 +109,6 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # ---- The scale ----
-
-
-@pytest.mark.parametrize("scale", [3.0, 0.75, 0.0, -2.0, 0])
-def test_the_scale_is_that_of_the_call_and_not_of_the_first_one(scale: float, device: str) -> None:
-    stock, fused = pair(device)
-    assert_same_bits(step(fused, device)[1], step(stock, device)[1])
-    for model in (stock, fused):
-        layer_of(model).scaling["default"] = scale
-    ran_fused, found = step(fused, device)
-    assert ran_fused
-    assert_same_bits(found, step(stock, device)[1])
-
-
-def test_a_scale_that_is_set_between_a_forward_and_its_backward_is_for_the_next_forward(device: str) -> None:
-    stock, fused = pair(device)
-    change = partial(lambda layer: layer.set_scale("default", 3))
-    assert_same_bits(step(fused, device, between=change)[1], step(stock, device, between=change)[1])
-    assert_same_bits(step(fused, device)[1], step(stock, device)[1])
 
 
 def test_a_scale_of_zero_adds_nothing_and_trains_nothing(device: str) -> None:
@@ -145,32 +147,6 @@ def with_two_active(layer: Any) -> None:
     layer.set_adapter(["default", "other"])
 
 
-ACTIVE: dict[str, tuple[Callable[[Any], Any], bool]] = {
-    "none": (without_adapters, False),
-    "one that this layer has not": (with_another_active, False),
-    "switched off": (switched_off, False),
-    "merged": (merged, False),
-    "two": (with_two_active, True),
-}
-"""A change of the adapters of a layer that ran fused before, and whether it still adds anything."""
-
-
-@pytest.mark.parametrize("name", ACTIVE)
-def test_other_adapters_than_one_run_pefts_code_and_are_logged_if_they_add_something(
-    name: str, device: str, logged: Callable[[], list[str]]
-) -> None:
-    change, adds = ACTIVE[name]
-    stock, fused = pair(device)
-    assert step(fused, device)[0]
-    for model in (stock, fused):
-        torch.manual_seed(2)
-        change(layer_of(model))
-    ran_fused, found = step(fused, device)
-    assert not ran_fused
-    assert_same_bits(found, step(stock, device)[1])
-    assert len(logged()) == adds
-
-
 # ---- The factors ----
 
 
@@ -205,25 +181,53 @@ def in_another_dtype(layer: Any) -> None:
     layer.lora_B.to(BF16)
 
 
-FACTORS: dict[str, tuple[Callable[[Any], Any], bool]] = {
-    "a first one of another class": (partial(of_another_class, part="lora_A"), False),
-    "a second one of another class": (partial(of_another_class, part="lora_B"), False),
-    "one row for all columns": (for_all_columns, False),
-    "in another order of memory": (transposed, True),
-    "of two dtypes": (in_another_dtype, True),
+def with_a_bias(layer: Any) -> None:
+    product = layer.lora_B["default"]
+    product.bias = nn.Parameter(torch.ones_like(product.weight[:, 0]))
+
+
+def with_scale(scale: Any) -> Callable[[Any], Any]:
+    return lambda layer: layer.scaling.update(default=scale)
+
+
+def returning(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """A hook that gives the linear's output another dtype than autocast's."""
+    return lambda layer: layer.base_layer.register_forward_hook(lambda _, __, y: y.to(dtype))
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], bool, str | None]] = {
+    "a scale of 3": (with_scale(3.0), True, None),
+    "a scale of three quarters": (with_scale(0.75), True, None),
+    "a scale of 0": (with_scale(0.0), True, None),
+    "a scale of -2": (with_scale(-2.0), True, None),
+    "an integer for a scale": (with_scale(0), True, None),
+    "a tensor for a scale": (with_scale(torch.tensor(3.0)), False, "its scale is a tensor"),
+    "no adapter active": (without_adapters, False, None),
+    "an adapter active that this layer has not": (with_another_active, False, None),
+    "switched off": (switched_off, False, None),
+    "merged": (merged, False, None),
+    "two adapters active": (with_two_active, False, "it has 2 active adapters"),
+    "a first factor of another class": (partial(of_another_class, part="lora_A"), False, "a is a Doubling"),
+    "a second factor of another class": (partial(of_another_class, part="lora_B"), False, "b is a Doubling"),
+    "one row for all columns": (for_all_columns, False, "base"),
+    "factors in another order of memory": (transposed, True, None),
+    "factors of two dtypes": (in_another_dtype, True, None),
+    "a bias of a factor": (with_a_bias, False, "its adapter has a bias"),
+    "a linear that returns float32": (returning(FP32), True, None),
+    "a linear that returns float16": (returning(torch.float16), False, "x is torch.bfloat16 and base torch.float16"),
 }
-"""A change of the factors after the patch, and whether a kernel takes them."""
+"""A change of a layer, whether it runs fused then, and how the reason begins if it does not and adds something."""
 
 
-@pytest.mark.parametrize("name", FACTORS)
-def test_factors_of_other_classes_shapes_and_dtypes_have_pefts_bits(name: str, device: str) -> None:
-    change, takes = FACTORS[name]
-    stock, fused = pair(device)
-    for model in (stock, fused):
-        change(layer_of(model))
-    ran_fused, found = step(fused, device)
-    assert ran_fused == takes
-    assert_same_bits(found, step(stock, device)[1])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_layer_that_is_changed_after_the_patch_has_pefts_bits(name: str, device: str, logged: Any) -> None:
+    change, is_fused, reason = CHANGES[name]
+    assert_pefts_bits(device, change, is_fused=is_fused)
+    assert [one.partition(", ")[0] for one in logged()] == ([] if reason is None else [reason])
+
+
+def test_a_scale_that_is_set_between_a_forward_and_its_backward_is_for_the_next_forward(device: str) -> None:
+    assert_pefts_bits(device, between=lambda layer: layer.set_scale("default", 3))
 
 
 @pytest.mark.parametrize("part", ["lora_A", "lora_B"])
@@ -237,33 +241,20 @@ def test_factors_that_do_not_fit_raise_as_in_peft(part: str, device: str) -> Non
             step(model, device)
 
 
-def test_a_bias_that_a_factor_gets_later_is_added(device: str, logged: Callable[[], list[str]]) -> None:
-    stock, fused = pair(device)
-    assert step(fused, device)[0]
-    for model in (stock, fused):
-        product = layer_of(model).lora_B["default"]
-        product.bias = nn.Parameter(torch.ones_like(product.weight[:, 0]))
-    ran_fused, found = step(fused, device)
-    assert not ran_fused
-    assert_same_bits(found, step(stock, device)[1])
-    assert logged() == ["its adapter has a bias"]
-
-
 # ---- The order of what is called, and who sees it ----
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_random_numbers_are_drawn_in_the_order_of_peft(late: bool, device: str) -> None:
     """A linear that draws some is called before the adapter's dropout."""
-    stock, fused = pair(device, lora_dropout=0.5)
-    for model in (stock, fused):
-        base = layer_of(model).base_layer
+
+    def change(layer: Any) -> None:
         if late:
-            base.register_forward_hook(lambda _, __, y: nn.functional.dropout(y, 0.5))
+            layer.base_layer.register_forward_hook(lambda _, __, y: nn.functional.dropout(y, 0.5))
         else:
-            base.register_forward_pre_hook(lambda _, given: nn.functional.dropout(given[0], 0.5))
-    _, found = step(fused, device)
-    assert_same_bits(found, step(stock, device)[1])
+            layer.base_layer.register_forward_pre_hook(lambda _, given: nn.functional.dropout(given[0], 0.5))
+
+    assert_pefts_bits(device, change, lora_dropout=0.5)
 
 
 def with_forward(product: nn.Module) -> None:
@@ -296,16 +287,14 @@ SEEN: dict[str, Callable[[nn.Module], Any]] = {
         *(("lora_dropout", seen) for seen in SEEN if seen != "a forward"),  # it has no weight
     ],
 )
-def test_what_other_code_has_put_on_a_part_of_a_layer_runs(part: str, seen: str, device: str) -> None:
+def test_what_other_code_has_put_on_a_part_of_a_layer_runs(part: str, seen: str, device: str, logged: Any) -> None:
     """It multiplies by three what it sees."""
-    stock, fused = pair(device, lora_dropout=0.5 if part == "lora_dropout" else 0.0)
-    for model in (stock, fused):
-        found = getattr(layer_of(model), part)
+
+    def change(layer: Any) -> None:
+        found = getattr(layer, part)
         SEEN[seen](found if isinstance(found, nn.Linear) else found["default"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_norm_module, "_warned", {})
-        _, found = step(fused, device)
-    assert_same_bits(found, step(stock, device)[1])
+
+    assert_pefts_bits(device, change, lora_dropout=0.5 if part == "lora_dropout" else 0.0)
 
 
 # ---- Calls ----
@@ -375,7 +364,7 @@ def test_inside_disabled_pefts_code_runs_and_nothing_is_logged(
     with fused_norm.disabled():
         ran_fused, found = step(fused, device, autocast=autocast)
     assert not ran_fused
-    assert_same_bits(found, step(stock, device, autocast=autocast)[1])
+    assert_same(found, step(stock, device, autocast=autocast)[1])
     assert logged() == []
 
 
@@ -407,28 +396,6 @@ def test_inputs_that_kernels_do_not_take_have_pefts_bits(device: str) -> None:
                 ys.append(model(x.to(device)))
         assert ys[0].dtype == ys[1].dtype
         torch.testing.assert_close(ys[1], ys[0], rtol=2**-6, atol=2**-5)
-
-
-@pytest.mark.parametrize("dtype", [FP32, torch.float16], ids=str)
-def test_a_linear_that_returns_another_dtype_than_autocasts_is_added_to_as_in_peft(
-    dtype: torch.dtype, device: str
-) -> None:
-    """A hook may give the linear's output another dtype."""
-    stock, fused = pair(device)
-    for model in (stock, fused):
-        layer_of(model).base_layer.register_forward_hook(lambda _, __, y: y.to(dtype))
-    _, found = step(fused, device)
-    assert_same_bits(found, step(stock, device)[1])
-
-
-def test_a_scale_that_is_no_number_is_multiplied_by_as_in_peft(device: str) -> None:
-    stock, fused = pair(device)
-    for model in (stock, fused):
-        layer_of(model).scaling["default"] = torch.tensor(3.0, device=device)
-    ran_fused, found = step(fused, device)
-    assert not ran_fused
-    assert_same_bits(found, step(stock, device)[1])
-    assert not math.isnan(found[0].sum())
 
 
 def tensor_scalings(layer: Any) -> None:

@@ -29,7 +29,7 @@ from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 from fused_norm.patcher.adapters import why_stock
 
-from .models import logged, step, tokens
+from .models import assert_same, logged, slow, step, tokens
 from .ranks import on_two_ranks
 
 LINEARS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -93,9 +93,7 @@ def errors(found: Sequence[Tensor], true: Sequence[Tensor]) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma3_text"))]
-)
+@pytest.mark.parametrize("family", ["llama", *(slow(name) for name in ("qwen3", "gemma3_text"))])
 def test_a_model_is_as_near_to_float32_as_with_stock_layers(family: str, device: str) -> None:
     model = adapted(device, family, lora_alpha=7)
     true = gradients_at_hidden_states(copy.deepcopy(model).float(), device, None)
@@ -211,7 +209,7 @@ def test_a_layer_has_pefts_bits_and_says_whether_it_is_fused(
         is_taken = make is linear or autocast == BF16
         count = len(fused_calls(run))
         assert count == (model is fused and is_fused and is_taken) or (autocast == torch.float16 and make is not linear)
-    assert [torch.equal(one, other) for one, other in zip(*found, strict=True)] == [True] * len(found[0])
+    assert_same(*found)
     assert [site.reason is None for site in (*report.fused, *report.kept)] == [
         is_fused or change is not None or autocast is None
     ]
@@ -285,7 +283,7 @@ def test_a_forward_that_other_code_puts_on_pefts_class_runs(device: str, monkeyp
 
 @pytest.mark.parametrize(
     ("reentrant", "dropout"),
-    [(False, 0.3), (True, 0.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 0.0), (True, 0.3)))],
+    [(False, 0.3), (True, 0.0), *(slow(*case) for case in ((False, 0.0), (True, 0.3)))],
 )
 def test_checkpointed_layers_have_the_bits_of_others(reentrant: bool, dropout: float, device: str) -> None:
     model, _ = fused_copy(adapted(device, lora_dropout=dropout).train())
@@ -300,7 +298,7 @@ def test_checkpointed_layers_have_the_bits_of_others(reentrant: bool, dropout: f
             loss = model(input_ids=tokens(device), labels=tokens(device), use_cache=False).loss
         assert bool(fused_calls(loss.backward)) == is_checkpointed
         found.append([loss.detach(), *(one.grad for one in weights)])
-    assert [torch.equal(one, other) for one, other in zip(*found, strict=True)] == [True] * (1 + len(weights))
+    assert_same(*found)
 
 
 WRAPPED = ("ddp", "fsdp2", "fsdp2, patched later")

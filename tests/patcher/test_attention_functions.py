@@ -29,10 +29,9 @@ from fused_norm.patcher import attention_functions
 from fused_norm.patcher.attention_functions import read_dtype
 from fused_norm.patcher.fused_block import FusedBlock
 
-from .models import tokens
+from .models import assert_same, slow, tokens
 
 OLD = transformers.__version__.startswith("4.")
-slow = partial(pytest.param, marks=pytest.mark.slow)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -132,7 +131,7 @@ def test_every_bit_is_that_of_q_and_k_in_their_own_dtype(family: str, way: str, 
     layers = len(model.model.layers) if dtypes else 0
     assert before == [(FP32, FP32)] * layers
     assert seen == [dtypes] * layers
-    assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3", slow("llama"), slow("gemma3_text")])
@@ -150,7 +149,7 @@ def test_layers_that_run_again_in_the_backward_write_the_same(family: str, reent
     with reading(noted):
         found, _ = results(model, ids)
     assert decided == [BF16] * 2 * len(model.model.layers)
-    assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
+    assert_same(found, expected)
 
 
 def test_recomputed_in_the_backward_they_are_of_that_dtype(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,4 +390,4 @@ def test_flash_attention_gets_the_same_from_either_dtype(masked: bool, monkeypat
         for one, other in ((q, k), (q.to(BF16), k.to(BF16))):
             flash_attention_forward(module, one, other, v, PADDED if masked else None, scaling=0.5)
     assert [one.dtype for one in given[0]] == [BF16] * 3
-    assert [torch.equal(*pair) for pair in zip(*given, strict=True)] == [True] * 3
+    assert_same(*given)

@@ -14,6 +14,8 @@ import fused_norm
 from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.model_configs import build
 
+from .models import assert_same, slow
+
 BF16 = torch.bfloat16
 ON_HEADS = {"*.q_norm": "gemma", "*.k_norm": "gemma"}
 TOKENS = torch.arange(12).view(2, 6)
@@ -45,8 +47,7 @@ def test_a_norm_rounds_as_it_is_told_with_and_without_an_add(model, device):
     told, own = (rms_norm(x, norm.weight, eps, casting=casting) for casting in ("gemma", "llama"))
     assert not torch.equal(told, own)
     assert torch.equal(norm(x), told)
-    for ours, expected in zip(norm(x, r), add_rms_norm(x, r, norm.weight, eps, casting="gemma"), strict=True):
-        assert torch.equal(ours, expected)
+    assert_same(norm(x, r), add_rms_norm(x, r, norm.weight, eps, casting="gemma"))
     assert torch.equal(other(x), rms_norm(x, other.weight, eps))
 
 
@@ -65,7 +66,7 @@ def test_what_kernels_do_not_take_rounds_as_it_is_told_and_stock_code_runs_only_
 
 @pytest.mark.parametrize(
     "casting",
-    [ON_HEADS, pytest.param({"*.q_norm": "gemma"}, marks=pytest.mark.slow)],
+    [ON_HEADS, slow({"*.q_norm": "gemma"})],
     ids=["both", "one of two"],
 )
 def test_a_model_computes_what_it_would_with_norms_of_that_code(casting, model, device):

@@ -41,23 +41,43 @@ def test_a_plain_consumer_is_found() -> None:
     assert (consumed.consumer.module.attr, consumed.consumer.argument) == ("attention", 0)
 
 
-BLOCKS_WITH_ANOTHER_CONSUMER = {
-    "in a loop": "for _ in range(2):\n    q = self.q(x)\nreturn q",
-    "in a comprehension": "return sum(self.q(x) for _ in range(2))",
-    "in a function inside": "def read():\n    return self.q(x)\nreturn read() + self.k(x)",
-    "of a name with two values": "if self.flag:\n    x = x * 2\nreturn self.q(x)",
-    "of a name that another argument may have": "if y is not None:\n    x = y\nreturn self.q(x)",
-    "as *args": "return self.q(*(x,))",
-    "written into": "q = self.q(x)\nx += 1\nreturn q",
-    "no linear": "return self.q(x) + x",
-    "a copy": "z = x\nreturn self.q(z)",
+BLOCKS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
+    "by linears": ("if x.shape[0] > 1:\n    return self.q(x) + self.k(x)\nreturn self.k(x)", ("q", "k", "k"), None),
+    "in a loop": ("for _ in range(2):\n    q = self.q(x)\nreturn q", (), "self.q(x)"),
+    "in a comprehension": ("return sum(self.q(x) for _ in range(2))", (), "self.q(x)"),
+    "in a function inside": (
+        "def read():\n    return self.q(x)\nreturn read() + self.k(x)",
+        ("k",),
+        "a function inside",
+    ),
+    "in a lambda": ("return (lambda: self.q(x))() + self.k(x)", ("q", "k"), "a function inside"),
+    "of a name with two values": ("if self.flag:\n    x = x * 2\nreturn self.q(x)", (), "x * 2"),
+    "of a name that another argument may have": ("if y is not None:\n    x = y\nreturn self.q(x)", (), "self.q(x)"),
+    "as *args": ("return self.q(*(x,))", (), "(x,)"),
+    "written into": ("q = self.q(x)\nx += 1\nreturn q", ("q",), "x += 1"),
+    "no linear": ("return self.q(x) + x", ("q",), "self.q(x) + x"),
+    "a view": ("return self.q(x) + self.k(x.view(-1, 8))", ("q",), "x.view"),
+    "a copy": ("z = x\nreturn self.q(z)", (), "z = x"),
 }
+"""A forward, the linears that read its first argument, and what reads it otherwise."""
 
 
-@pytest.mark.parametrize("name", BLOCKS_WITH_ANOTHER_CONSUMER)
-def test_a_block_that_reads_its_argument_otherwise_is_told_so(name: str) -> None:
-    block = layer_of(BLOCKS_WITH_ANOTHER_CONSUMER[name], "x, y=None", Block, names=GLOBALS)
-    assert find_inputs(block)[0].other is not None
+@pytest.mark.parametrize("name", BLOCKS)
+def test_who_reads_an_argument_is_told(name: str) -> None:
+    block, consumers, other = BLOCKS[name]
+    first = find_inputs(layer_of(block, "x, y=None", Block, names=GLOBALS))[0]
+    assert (first.consumers, first.other) == (consumers, other)
+
+
+class BehindADecorator(Block):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x) + self.k(x)
+
+
+def test_a_decorator_may_read_an_argument_otherwise() -> None:
+    first = find_inputs(BehindADecorator)[0]
+    assert (first.consumers, first.other) == (("q", "k"), "a decorator from torch.utils._contextlib")
 
 
 @pytest.mark.parametrize("edit", ["b += 1", "b.mul_(2)", "b[..., 0] = 1", "c.add_(1)"])

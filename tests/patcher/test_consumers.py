@@ -26,9 +26,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import fused_norm
 from fused_norm.model_configs import build
-from fused_norm.patcher.patterns.consumers import find_inputs
 
-from .models import assert_gradients_near, fused_copy, gradients_of, relative, tokens
+from .forwards import layer_of
+from .models import assert_all_near, assert_gradients_near, fused_copy, gradients_of, relative, slow, tokens
 
 BF16, FP32 = torch.bfloat16, torch.float32
 HOW = {
@@ -89,11 +89,7 @@ def pair(family: str, how: str, device: str, **options: Any) -> tuple[nn.Module,
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Assert equal bits; nearly equal numbers on a GPU, where a kernel of other dtypes may add up in another order."""
-    assert actual.keys() == expected.keys()
-    if next(iter(actual.values())).is_cuda:
-        assert [name for name in expected if relative(actual[name], expected[name]) > 2e-3] == []
-    else:
-        assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    assert_all_near(actual, expected, 2e-3 if next(iter(actual.values())).is_cuda else 0.0)
 
 
 @contextlib.contextmanager
@@ -115,11 +111,7 @@ def inputs_of_linears() -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize(
     ("family", "how"),
-    [
-        pytest.param(family, how, marks=() if family in QUICK[how] else pytest.mark.slow)
-        for family in FAMILIES
-        for how in HOW
-    ],
+    [(family, how) if family in QUICK[how] else slow(family, how) for family in FAMILIES for how in HOW],
 )
 def test_every_bit_is_that_of_one_output(family: str, how: str, device: str) -> None:
     without, within = pair(family, how, device)
@@ -145,7 +137,7 @@ def test_adapters_of_the_other_16_bits_round_their_input_to_these_first(device: 
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("how", ["autocast", pytest.param("adapters", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["autocast", slow("adapters")])
 def test_what_is_recomputed_has_the_same_bits(how: str, device: str) -> None:
     without, within = pair("qwen3", how, device, recompute=True)
     assert_same(step(within, how, device), step(without, how, device))
@@ -257,68 +249,6 @@ def test_a_block_that_reads_a_norm_otherwise_has_a_row_with_the_reason(device: s
     assert '"consumers": [' in report.to_json()
 
 
-class Attention(nn.Module):
-    """Forwards that read ``x`` in several ways are put on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
-
-
-class ByLinears(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] > 1:
-            return self.q(x) + self.k(x)
-        return self.k(x)
-
-
-class ByAView(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.q(x) + self.k(x.view(-1, 8))
-
-
-class InALoop(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        total = 0
-        for _ in range(2):
-            total = total + self.q(x)
-        return total
-
-
-class WhereItMayBeAnother(Attention):
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        if y is not None:
-            x = y
-        return self.q(x) + self.k(x)
-
-
-class ByAFunctionInside(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        return (lambda: self.q(x))() + self.k(x)
-
-
-class BehindADecorator(Attention):
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        return self.q(x) + self.k(x)
-
-
-@pytest.mark.parametrize(
-    ("block", "consumers", "other"),
-    [
-        (ByLinears, ("q", "k", "k"), None),
-        (BehindADecorator, ("q", "k"), "a decorator from torch.utils._contextlib"),
-        (ByAView, ("q",), "x.view"),
-        (InALoop, (), "self.q(x)"),
-        (WhereItMayBeAnother, (), "self.q(x)"),
-        (ByAFunctionInside, ("q", "k"), "a function inside"),
-    ],
-)
-def test_who_reads_an_argument(block: type[nn.Module], consumers: tuple[str, ...], other: str | None) -> None:
-    first = find_inputs(block)[0]
-    assert (first.consumers, first.other) == (consumers, other)
-
-
 class Rounding(TorchFunctionMode):
     """Doubles what ``torch.nn.functional.linear`` returns, as a mode that quantises or calibrates may."""
 
@@ -376,8 +306,8 @@ def test_linears_that_other_code_has_replaced_run_as_in_stock(
     assert relative(logits, stock_logits) < 2e-2
 
 
-class Inside(nn.Module):
-    """Calls linears of a norm's result in a context of its own."""
+class Plain(nn.Module):
+    """Calls linears of a norm's result."""
 
     def __init__(self, context: Callable[[], Any]) -> None:
         super().__init__()
@@ -385,19 +315,19 @@ class Inside(nn.Module):
         self.context = context
 
     def forward(self, hidden: Tensor) -> Tensor:
+        return self.q(hidden) + self.k(hidden)
+
+
+class Inside(Plain):
+    """Calls them in a context of its own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
         with self.context():
             return self.q(hidden) + self.k(hidden)
 
 
-class Plain(Inside):
-    """Calls linears of a norm's result."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.q(hidden) + self.k(hidden)
-
-
-class ByCalls(Inside):
-    """Changes autocast by functions, and calls linears of a norm's result."""
+class ByCalls(Plain):
+    """Changes autocast by functions."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         before = torch.get_autocast_dtype(hidden.device.type)
@@ -407,18 +337,15 @@ class ByCalls(Inside):
         return y
 
 
-class ByCall(Inside):
+class ByCall(Plain):
     """Is called inside a context."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.context():
             return super().__call__(*args, **kwargs)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.q(hidden) + self.k(hidden)
 
-
-class Decorated(Inside):
+class Decorated(Plain):
     """Has a forward that is decorated with a context."""
 
     @torch.autocast("cpu", torch.float16)
@@ -428,66 +355,45 @@ class Decorated(Inside):
 
 
 class Layer(nn.Module):
-    """A norm, and what reads it."""
+    """A norm, and what reads it: each may be in a context."""
 
     def __init__(self, attention: nn.Module, context: Callable[[], Any]) -> None:
         super().__init__()
         self.norm, self.attention = LlamaRMSNorm(64), attention
         self.context = context
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        residual = hidden
-        hidden = self.norm(hidden)
-        hidden = self.attention(hidden)
-        return residual + hidden.repeat(1, 1, 8)
+
+NORM, ATTENTION = "hidden = self.norm(hidden)", "hidden = self.attention(hidden)"
+INSIDE = "with self.context():\n    "
+PLAIN, NORM_INSIDE, CONSUMER_INSIDE, ENTERED = (
+    layer_of("\n".join(["residual = hidden", *lines, "return residual + hidden.repeat(1, 1, 8)"]), "hidden", base=Layer)
+    for lines in (
+        (NORM, ATTENTION),
+        (f"{INSIDE}{NORM}", ATTENTION),
+        (NORM, f"{INSIDE}{ATTENTION}"),
+        (NORM, "context = self.context()", "context.__enter__()", ATTENTION, "context.__exit__(None, None, None)"),
+    )
+)
 
 
-class NormInside(Layer):
-    """A norm in a context, and what reads it outside of that."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        residual = hidden
-        with self.context():
-            hidden = self.norm(hidden)
-        hidden = self.attention(hidden)
-        return residual + hidden.repeat(1, 1, 8)
-
-
-class ConsumerInside(Layer):
-    """A norm, and what reads it in a context."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        residual = hidden
-        hidden = self.norm(hidden)
-        with self.context():
-            hidden = self.attention(hidden)
-        return residual + hidden.repeat(1, 1, 8)
-
-
-class Entered(Layer):
-    """A norm, and what reads it in a context that is entered by a call."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        residual = hidden
-        hidden = self.norm(hidden)
-        context = self.context()
-        context.__enter__()
-        hidden = self.attention(hidden)
-        context.__exit__(None, None, None)
-        return residual + hidden.repeat(1, 1, 8)
-
-
-PLACES = [
-    (Layer, Inside), (Layer, ByCalls), (Layer, ByCall), (Layer, Decorated),
-    (NormInside, Plain), (ConsumerInside, Plain), (Entered, Plain),
-]  # fmt: skip
+PLACES: dict[str, tuple[type[Layer], type[Plain]]] = {
+    "in the block": (PLAIN, Inside),
+    "in the block, by functions": (PLAIN, ByCalls),
+    "around the block's call": (PLAIN, ByCall),
+    "on the block's forward": (PLAIN, Decorated),
+    "around the norm": (NORM_INSIDE, Plain),
+    "around the block": (CONSUMER_INSIDE, Plain),
+    "entered before the block": (ENTERED, Plain),
+}
+"""By the place of a context of autocast: a layer and its block."""
 
 
 @pytest.mark.parametrize("context", ["off", "float16", "nothing"])
-@pytest.mark.parametrize(("layer", "block"), PLACES)
+@pytest.mark.parametrize("place", PLACES)
 def test_linears_read_what_the_autocast_of_their_own_call_makes_of_a_norm(
-    layer: type[Layer], block: type[Inside], context: str, device: str
+    place: str, context: str, device: str
 ) -> None:
+    layer, block = PLACES[place]
     contexts: dict[str, Callable[[], Any]] = {
         "off": lambda: torch.autocast(device, enabled=False),
         "float16": lambda: torch.autocast(device, torch.float16),
@@ -507,9 +413,7 @@ def test_linears_read_what_the_autocast_of_their_own_call_makes_of_a_norm(
             y = layers[0](leaf)
         y.float().square().sum().backward()
         outcomes.append([y, leaf.grad, *(p.grad for p in layers.parameters())])
-    for expected, actual in zip(*outcomes, strict=True):
-        assert actual.dtype == expected.dtype
-        assert relative(actual, expected) < 5e-4
+    assert_all_near(*reversed(outcomes), 5e-4)
 
 
 def checkpointed(model: Any) -> None:

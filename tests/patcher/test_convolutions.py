@@ -22,7 +22,7 @@ from fused_norm.patcher import disabled
 from fused_norm.patcher.convolution_recognition import recognise_convolution
 from fused_norm.patcher.probe import UnrecognisedError
 
-from .models import EXPERTS_ARE_MLPS, logged, relative
+from .models import EXPERTS_ARE_MLPS, assert_all_near, logged, relative, slow_but
 from .other_families import OTHERS, SIZES
 
 CONV_ALONE: dict[str, Any] = {
@@ -53,10 +53,6 @@ IN_FORWARDS = ("qwen3_next",) if EXPERTS_ARE_MLPS else tuple(CONVOLVING)
 """The models whose layers convolve in their forward; transformers 4 does so elsewhere in most."""
 QUICK = ("qwen3_next", "lfm2", "mamba2", "qwen3_5_text")
 TOKENS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(1))
-
-MODELS = pytest.mark.parametrize(
-    "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONVOLVING]
-)
 
 
 def model_of(model_type: str, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -107,7 +103,7 @@ def assert_equal(ours: list[Tensor], expected: list[Tensor]) -> None:
         assert relative(tensor, stock) < bound if stock.is_cuda else torch.equal(tensor, stock)
 
 
-@MODELS
+@pytest.mark.parametrize("model_type", slow_but(QUICK, CONVOLVING))
 def test_a_model_has_the_bits_of_stock_by_pytorchs_operators_and_is_near_by_kernels(
     model_type: str, device: str, launches: list[str]
 ) -> None:
@@ -237,8 +233,7 @@ def test_every_form_of_source_is_fused_with_the_bits_of_stock(form: type[Convolv
         with by_reference() as noted:
             assert_equal(grads(fused, x), grads(stock, x))
         assert noted.names == ["causal_conv1d"]
-        for ours, expected in zip(grads(fused, x), grads(stock, x), strict=True):
-            assert relative(ours, expected) < 8 * torch.finfo(dtype).eps
+        assert_all_near(grads(fused, x), grads(stock, x), 8 * torch.finfo(dtype).eps)
 
 
 OTHERWISE: dict[str, dict[str, Any]] = {

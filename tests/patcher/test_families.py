@@ -10,15 +10,11 @@ from fused_norm.check.against_float64 import check_step
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.rewrite import Rewrite
 
-from .models import EXPERTS_ARE_MLPS, fused_copy, relative, step
+from .models import EXPERTS_ARE_MLPS, fused_copy, relative, slow, slow_but, step
 from .other_families import OTHERS, TOKENS, TOKENS_OF_TOWERS, model_of
 
 QUICK = ("glm4", "olmo2", "exaone4", "granite", "phi3", "lfm2", "qwen3_next", "t5", "aimv2_vision_model", "qwen2_5_vl")
 QUICK_IN_BF16 = ("glm4", "granite", "olmo2")
-
-
-def slow_but(quick: tuple[str, ...], names: list[str]) -> list:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.mark.parametrize("model_type", slow_but(QUICK, [*OTHERS]))
@@ -75,7 +71,7 @@ def test_of_an_attention_whose_q_and_k_norms_differ_in_width_the_rotation_is_fus
     assert not rows, "no norm of a layer takes a sum"
 
 
-@pytest.mark.parametrize("narrow", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("narrow", [torch.bfloat16, slow(torch.float16)], ids=str)
 def test_of_a_wide_stream_t5s_norms_make_what_their_narrow_weights_are(narrow: torch.dtype, device: str) -> None:
     """``from_pretrained`` keeps one projection in fp32, and with it all sums after it."""
     stock = model_of("t5", device, narrow)

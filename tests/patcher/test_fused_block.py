@@ -23,7 +23,18 @@ from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 from fused_norm.patcher.rotation_recognition import recognise_rotation
 
-from .models import assert_near, assert_trains_as_stock, relative, sites, step, tokens, twins
+from .models import (
+    assert_all_near,
+    assert_near,
+    assert_same,
+    assert_trains_as_stock,
+    relative,
+    sites,
+    slow,
+    step,
+    tokens,
+    twins,
+)
 from .rotary import of_a_table, of_sections, with_positions
 
 
@@ -40,7 +51,7 @@ def edits(module: nn.Module, args: tuple, output: object) -> None:
 
 
 @pytest.mark.parametrize("hook", [reads, replaces, edits])
-@pytest.mark.parametrize("layer", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layer", [0, slow(1)])
 def test_hooks_on_layers_are_heard(hook: Callable, layer: int, device: str) -> None:
     stock, fused = twins("gemma2", device)
     for model in (stock, fused):
@@ -64,11 +75,11 @@ def test_checkpointing_of_the_last_layer_alone_recomputes_it(device: str) -> Non
     [
         ("qwen3", "model.layers.1.self_attn.q_norm"),
         ("llama", "model.layers.0.post_attention_layernorm"),
-        pytest.param("gemma3_text", "model.layers.0.self_attn.k_norm", marks=pytest.mark.slow),
-        pytest.param("gemma2", "model.layers.0.post_attention_layernorm", marks=pytest.mark.slow),
-        pytest.param("gemma2", "model.layers.1.post_feedforward_layernorm", marks=pytest.mark.slow),
-        pytest.param("gemma2", "model.layers.1.input_layernorm", marks=pytest.mark.slow),
-        pytest.param("qwen3", "model.norm", marks=pytest.mark.slow),
+        slow("gemma3_text", "model.layers.0.self_attn.k_norm"),
+        slow("gemma2", "model.layers.0.post_attention_layernorm"),
+        slow("gemma2", "model.layers.1.post_feedforward_layernorm"),
+        slow("gemma2", "model.layers.1.input_layernorm"),
+        slow("qwen3", "model.norm"),
     ],
 )
 def test_hooks_on_norms_see_what_they_see_on_stock(model_type: str, path: str, device: str) -> None:
@@ -176,7 +187,7 @@ def test_angles_that_are_trained_get_their_gradients(
         output = attention(x, position_embeddings=angles, attention_mask=None)[0]
         output.square().sum().backward()
         results.append([output.detach(), *(angle.grad for angle in angles)])
-    assert all(relative(mine, theirs) < 1e-5 for mine, theirs in zip(*reversed(results), strict=True))
+    assert_all_near(*reversed(results), 1e-5)
     assert set(launches) == launched
 
 
@@ -329,7 +340,7 @@ def test_a_rotation_of_a_vision_tower_gives_what_stock_gives(case: str, device: 
         results.append((*rotated, *torch.autograd.grad(weighted, heads)))
     for mine, theirs in zip(*results, strict=True):
         assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*(one[:2] for one in results), strict=True))
+    assert_same(*(one[:2] for one in results))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, results[1], strict=False))
     assert relative(results[0][2], results[1][2]) < 2**-8
     assert launches == ["rope"]
@@ -360,10 +371,10 @@ def test_a_rotation_with_other_angles_or_arguments_gives_what_stock_gives(
         with swapped_rotation(attention, rotation, arguments):
             actual = attention.fused_norm_rope(rotation, q, k, cos, sin, *given, **named)
         expected = rotation(q, k, cos, sin, *given, **named)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+        assert_same(actual, expected)
         dy = [torch.randn_like(y) for y in expected]
         gradients = (torch.autograd.grad(y, (q, k), dy) for y in (actual, expected))
-        assert all(relative(mine, theirs) < 2**-7 for mine, theirs in zip(*gradients, strict=True))
+        assert_all_near(*gradients, 2**-7)
     assert launches == ["rope"] * len(further)
 
 
@@ -393,7 +404,7 @@ def test_a_rotation_by_sections_compiles_in_one_graph(device: str) -> None:
     with swapped_rotation(attention, of_sections, 5):
         actual = compiled(of_sections, q, k, cos, sin, [1, 2, 3])
     expected = of_sections(q, k, cos, sin, [1, 2, 3])
-    assert all(relative(mine, theirs) < 1e-6 for mine, theirs in zip(actual, expected, strict=True))
+    assert_all_near(actual, expected, 1e-6)
 
 
 def of_an_old_table(q, k, cos, sin, positions, unsqueeze_dim=1):
@@ -412,7 +423,7 @@ def test_a_table_of_other_dimensions_is_left_to_the_function(device: str, launch
         attention.fused_norm_rope(of_an_old_table, q, k, cos[0, 0], sin[0, 0], positions.expand(2, -1))
     assert launches == ["rope"]
     expected = of_an_old_table(q, k, cos, sin, positions)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+    assert_same(actual, expected)
 
 
 @contextlib.contextmanager
@@ -437,7 +448,7 @@ def test_norms_before_a_rotation_that_rounds_once_are_made_together_and_then_rot
     assert launches == ["qk_norm", "rope"]
     with fused_norm.disabled():
         expected = olmo2_rotation(weights[0](q), weights[1](k), cos, sin)
-    assert all(relative(mine, theirs) < 2**-8 for mine, theirs in zip(actual, expected, strict=True))
+    assert_all_near(actual, expected, 2**-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -458,7 +469,7 @@ def test_gradients_reach_the_inputs_of_an_mlp_and_an_attention(
         results.append([output.detach(), given.grad, *(one.grad for one in layer.parameters() if one.grad is not None)])
     limit = 1e-5 if dtype == torch.float32 else 2**-6
     assert len(results[0]) == 9
-    assert all(relative(mine, theirs) < limit for mine, theirs in zip(*reversed(results), strict=True))
+    assert_all_near(*reversed(results), limit)
 
 
 FUSED_GATES = ("plain", "up of another dtype", "gate of another dtype")
@@ -638,6 +649,5 @@ def test_sums_and_norms_lie_in_memory_as_in_stock(
     for actual, expected in zip(*(outputs for outputs, _ in results), strict=True):
         assert actual.stride() == expected.stride()
         assert relative(actual, expected) < 1e-6
-    for actual, expected in zip(*(gradients for _, gradients in results), strict=True):
-        assert relative(actual, expected) < 1e-5
+    assert_all_near(*(gradients for _, gradients in results), 1e-5)
     assert "RMSNorm runs PyTorch's add: residual lies in another order in memory than x" in caplog.messages

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fused_norm
-from fused_norm.kernels.operator import calls
 from fused_norm.patcher import fused_experts, fused_norm_module
 from fused_norm.patcher.activation_recognition import FORMULAS
 from fused_norm.patcher.fused_experts import FusedExperts, is_experts
 
-from .models import logged
+from .models import assert_same, logged, slow_but
+from .ranks import called_operators
 
 moe = pytest.importorskip("transformers.integrations.moe", reason="experts are modules of their own in transformers 4")
 
@@ -65,9 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {**_WIDTHS, **_FOUR, "intermediate_size": 16},
 }  # fmt: skip
 QUICK = ("qwen3_moe", "gpt_oss")
-EACH = pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in MODELS if one not in QUICK)]
-)
+EACH = pytest.mark.parametrize("name", slow_but(QUICK, MODELS))
 FP32, BF16 = torch.float32, torch.bfloat16
 ONLY = dict.fromkeys(("norms", "qk", "rope", "residual", "mlp", "loss"), False)
 OPERATORS = ["expert_permute", "expert_gate", "expert_unpermute"]
@@ -119,22 +117,11 @@ class Definition(nn.Module):
         return y
 
 
-class Observed:
-    """Notes the operators that run."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
-        self.names.append(operator.name)
-        return operator.results_of(*arguments)
-
-
 def operators_of(call: Callable[[], Any]) -> list[str]:
     """The names of the operators that a call runs."""
-    with calls.by(observed := Observed()):
+    with called_operators() as called:
         call()
-    return observed.names
+    return called
 
 
 def inputs_of(module: Any, tokens: int = 6, dtype: torch.dtype = FP32, absent: int = 0) -> tuple[Tensor, ...]:
@@ -165,11 +152,6 @@ def step(model: nn.Module) -> dict[str, Tensor]:
     return {"logits": outputs.logits.detach(), **found}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
-
-
 @pytest.fixture
 def by_formula(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has the formula computed in the place of kernels, in the bits of stock; returns the names of what was called."""
@@ -192,7 +174,7 @@ def test_by_the_formula_a_model_has_stocks_bits(name: str, dtype: torch.dtype, b
     count = sum(map(is_experts, model.modules()))
     assert report.counts["experts"] == count > 0
     assert not any(row.kind == "experts" for row in report.kept)
-    assert_equal(step(fused), step(model))
+    assert_same(step(fused), step(model))
     assert by_formula == operators_for(experts_of(model)) * count
 
 
@@ -245,7 +227,7 @@ def test_another_gate_is_not_fused(gate: Any, monkeypatch: pytest.MonkeyPatch) -
         "what it computes between its products is no gate that is known here",
         "its grouped_mm does not compute the formula bit for bit",
     }
-    assert_equal(step(fused), step(model))
+    assert_same(step(fused), step(model))
 
 
 def without_mask(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -300,7 +282,7 @@ def test_other_implementations_run_as_they_are(device: str, caplog: pytest.LogCa
         fused_norm_module._warned.clear()
         assert operators_of(lambda: module(*given)) == []
         assert f"by {chosen}, not by grouped_mm" in logged(caplog)[-1]
-        assert_equal(results(module, *given), results(experts_of(model), *given))
+        assert_same(results(module, *given), results(experts_of(model), *given))
         _, report = fused_copy(model, strict=False)
         assert {(row.cause, row.reason) for row in report.kept if row.kind == "experts"} == {
             ("overridden", f"its config asks for experts by {chosen}, not by grouped_mm")
@@ -343,7 +325,7 @@ def test_what_other_code_changes_afterwards_runs(change: Any, device: str, monke
     assert operators_of(lambda: module(*given)) == []
     found = results(module, *given)
     with fused_norm.disabled():
-        assert_equal(found, results(module, *given))
+        assert_same(found, results(module, *given))
 
 
 def test_calls_in_unusual_forms_run_as_in_stock(device: str) -> None:
@@ -410,12 +392,12 @@ def test_patching_ends_and_repeats_and_survives_copies() -> None:
     assert fused_norm.apply_fused_norm(fused, **ONLY) == report
     for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         assert type(experts_of(other)) is type(experts_of(fused))
-        assert_equal(step(other), before)
+        assert_same(step(other), before)
     assert isinstance(experts_of(fused), FusedExperts)
     assert isinstance(experts_of(fused), type(experts_of(model)))
     assert fused_norm.remove_fused_norm(fused) == report.counts["experts"]
     assert type(experts_of(fused)) is type(experts_of(model))
-    assert_equal(step(fused), step(model))
+    assert_same(step(fused), step(model))
 
 
 def test_options_leave_experts_out() -> None:
@@ -451,9 +433,9 @@ def test_checkpointed_and_recomputing_layers_have_the_same_gradients() -> None:
     expected = step(fused)
     recomputing, report = fused_copy(model, recompute=True)
     assert [row.reason for row in report.recompute or ()] == [None, None]
-    assert_equal(step(recomputing), expected)
+    assert_same(step(recomputing), expected)
     fused.gradient_checkpointing_enable()
-    assert_equal(step(fused.train()), expected)
+    assert_same(step(fused.train()), expected)
 
 
 def test_no_experts_are_found_in_a_dense_model() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import fused_norm
 from fused_norm.patcher import guard
 
-from .models import relative, tokens, twins
+from .models import assert_all_near, relative, tokens, twins
 
 HOOKED = [
     ("qwen3", "self_attn.q_norm"),
@@ -107,7 +107,7 @@ def test_a_stock_forward_gets_the_tensor_that_a_norm_returns_in_stock(
             model(ids, use_cache=False).logits.float().sum().backward()
         grads.append([parameter.grad for parameter in model.model.layers[0].self_attn.parameters()])
     assert len(heard) == 1
-    assert all(relative(mine, theirs) < (1e-5 if dtype is None else 3e-2) for mine, theirs in zip(*grads, strict=True))
+    assert_all_near(*grads, (1e-5 if dtype is None else 3e-2))
 
 
 class OneNorm(nn.Module):

@@ -54,6 +54,11 @@ class Head:
         return list(torch.autograd.grad(value, leaves, allow_unused=True))
 
 
+def assert_as_of_real_logits(head: Head, outcome: Callable[[Tensor], Any], **tolerance: float) -> None:
+    """Assert that tensors are the same whether they are made of a head's lazy logits or of real ones."""
+    torch.testing.assert_close(outcome(head.lazy()), outcome(head.real()), **tolerance)
+
+
 def labels(*, ignored: int = 2) -> Tensor:
     found = torch.arange(10).view(ROWS) % VOCABULARY
     found[0, :ignored] = -100
@@ -124,10 +129,8 @@ def test_steps_stay_lazy_and_compute_what_they_would_of_real_logits(name: str, d
     assert torch.equal(found + 0, expected + 0)
     assert len(head.readers) == 1
     if expected.requires_grad:
-        for one, other in zip(
-            head.gradients((found * 2).sin().sum()), head.gradients((expected * 2).sin().sum()), strict=True
-        ):
-            torch.testing.assert_close(one, other, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-6)
+        gradients = (head.gradients((one * 2).sin().sum()) for one in (found, expected))
+        torch.testing.assert_close(*gradients, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-6)
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {
@@ -189,20 +192,15 @@ def test_all_else_reads_once_and_gets_the_real_logits(name: str) -> None:
     assert found.requires_grad == expected.requires_grad
     assert len(head.readers) == 1
     if expected.requires_grad:
-        pairs = zip(head.gradients(found.float().sum()), head.gradients(expected.float().sum()), strict=True)
-        for one, other in pairs:
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        gradients = (head.gradients(one.float().sum()) for one in (found, expected))
+        torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_second_read_is_the_same_tensor(bias: bool) -> None:
     head = Head(bias=bias)
-    lazy = head.lazy()
-    total = lazy.sin().sum() + lazy.cos().sum()
+    assert_as_of_real_logits(head, lambda logits: head.gradients(logits.sin().sum() + logits.cos().sum()))
     assert len(head.readers) == 1
-    real = head.real()
-    for one, other in zip(head.gradients(total), head.gradients(real.sin().sum() + real.cos().sum()), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_what_is_written_into_them_is_seen_where_it_would_be_in_real_ones() -> None:
@@ -214,12 +212,8 @@ def test_what_is_written_into_them_is_seen_where_it_would_be_in_real_ones() -> N
         return [logits + 0, copied + 0, view + 0]
 
     head = Head()
-    for one, other in zip(write(head.lazy()), write(head.real()), strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(
-        head.gradients(write(head.lazy())[0].sum()), head.gradients(write(head.real())[0].sum()), strict=True
-    ):
-        torch.testing.assert_close(one, other)
+    assert_as_of_real_logits(head, write, rtol=0, atol=0)
+    assert_as_of_real_logits(head, lambda logits: head.gradients(write(logits)[0].sum()))
 
 
 def added(logits: Tensor) -> Tensor:
@@ -245,10 +239,8 @@ def test_what_was_made_of_them_before_a_write_is_as_of_real_ones(name: str) -> N
         WRITES[name](logits)
         return [logits + 0, copied + 0, view + 0, logits * 2 + 0]
 
-    head = Head(trained=False)
     with torch.no_grad():
-        for one, other in zip(write(head.lazy()), write(head.real()), strict=True):
-            assert torch.equal(one, other)
+        assert_as_of_real_logits(Head(trained=False), write, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("hooked", ["logits", "view", "neither"])
@@ -265,23 +257,19 @@ def test_a_write_into_a_view_with_a_hook_is_seen_in_both_or_an_error(written: st
     if hooked != "neither":
         with pytest.raises(RuntimeError, match=r"mul_ writes into logits.*loss=False"):
             write(head.lazy())
-        return
-    for one, other in zip(write(head.lazy()), write(head.real()), strict=True):
-        assert torch.equal(one, other)
+    else:
+        assert_as_of_real_logits(head, write, rtol=0, atol=0)
 
 
 def test_a_loss_is_scaled_and_added_to_in_place() -> None:
-    def total(logits: Tensor) -> Tensor:
+    def total(logits: Tensor) -> list[Tensor]:
         loss = shifted_loss(logits, labels())
         loss *= 3
         loss += 1
-        return loss
+        return [loss, *head.gradients(loss)]
 
     head = Head()
-    found, expected = total(head.lazy()), total(head.real())
-    assert torch.equal(found, expected)
-    for one, other in zip(head.gradients(found), head.gradients(expected), strict=True):
-        torch.testing.assert_close(one, other)
+    assert_as_of_real_logits(head, total)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -305,8 +293,7 @@ def test_their_cross_entropy_is_the_fused_one(reduction: str) -> None:
     assert rows.shape == (8, WIDTH)
     assert (how.reduction, how.label_smoothing, how.num_items) == (reduction, 0.1, None)
     assert head.readers == []
-    for one, other in zip(head.gradients(found + 0), head.gradients(expected), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(head.gradients(found + 0), head.gradients(expected))
 
 
 @pytest.mark.parametrize("items", [7, torch.tensor(7), torch.tensor(7.0)])
@@ -442,90 +429,87 @@ def test_rows_of_logits_that_were_written_into_have_the_loss_of_what_was_written
         return functional.cross_entropy(rows, labels().flatten())
 
     head = Head()
-    assert torch.equal(loss(head.lazy()), loss(head.real()))
+    assert_as_of_real_logits(head, loss, rtol=0, atol=0)
     assert head.losses == []
 
 
 def test_logits_that_were_read_have_pytorchs_loss() -> None:
+    def loss(logits: Tensor) -> Tensor:
+        logits.argmax(-1)
+        return shifted_loss(logits, labels())
+
     head = Head()
-    lazy = head.lazy()
-    lazy.argmax(-1)
-    loss = shifted_loss(lazy, labels())
+    assert_as_of_real_logits(head, loss, rtol=0, atol=0)
     assert head.losses == []
-    assert torch.equal(loss, shifted_loss(head.real(), labels()))
 
 
-@pytest.mark.parametrize("way", ["retain_grad", "register_hook", "autograd.grad"])
-@pytest.mark.parametrize("capped", [False, True])
-def test_a_gradient_of_the_logits_is_there_for_who_asks(way: str, capped: bool) -> None:
-    def gradient(logits: Tensor) -> list[Tensor]:
-        logits = torch.tanh(logits / 2.0) * 2.0 if capped else logits
-        loss = shifted_loss(logits, labels())
-        found: list[Tensor] = []
-        if way == "register_hook":
-            logits.register_hook(lambda one: found.append(one) or 2 * one)
-        elif way == "retain_grad":
-            logits.retain_grad()
-        else:
-            return list(torch.autograd.grad(loss, [logits]))
-        found += head.gradients(loss)
-        assert way == "register_hook" or logits.grad is not None
-        return [*found, *([logits.grad] if way == "retain_grad" else [])]
-
-    head = Head()
-    for one, other in zip(gradient(head.lazy()), gradient(head.real()), strict=True):
-        torch.testing.assert_close(one, other)
+ASKED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "a loss": (lambda logits: logits, lambda logits: shifted_loss(logits, labels())),
+    "a loss of capped logits": (
+        lambda logits: torch.tanh(logits / 2) * 2,
+        lambda logits: shifted_loss(logits, labels()),
+    ),
+    "a read": (lambda logits: (logits * 0.5)[:, 1:], lambda logits: logits.sin().sum()),
+}
+"""What is made of logits, whose gradient somebody asks for, and a number that is made of them."""
 
 
-@pytest.mark.parametrize("way", ["retain_grad", "register_hook"])
-def test_who_asks_for_the_gradient_of_logits_that_are_read_gets_it(way: str) -> None:
-    def gradient(logits: Tensor) -> list[Tensor]:
-        logits, found = (logits * 0.5)[:, 1:], []
+@pytest.mark.parametrize(
+    ("of", "way"),
+    [
+        *((of, way) for of in ASKED for way in ("retain_grad", "register_hook")),
+        *((of, "autograd.grad") for of in ASKED if of != "a read"),
+    ],
+)
+def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> None:
+    change, number = ASKED[of]
+
+    def gradients(logits: Tensor) -> list[Tensor]:
+        logits, found = change(logits), []
+        if way == "autograd.grad":
+            return list(torch.autograd.grad(number(logits), [logits]))
         if way == "register_hook":
             logits.register_hook(lambda one: found.append(one) or 2 * one)
         else:
             logits.retain_grad()
-        return [*head.gradients(logits.sin().sum()), *found, *([] if found else [logits.grad])]
+        of_leaves = head.gradients(number(logits))
+        assert found or logits.grad is not None
+        return [*of_leaves, *found, *([] if found else [logits.grad])]
 
     head = Head()
-    for one, other in zip(gradient(head.lazy()), gradient(head.real()), strict=True):
-        torch.testing.assert_close(one, other)
+    assert_as_of_real_logits(head, gradients)
 
 
 def test_a_loss_and_a_read_in_one_backward() -> None:
-    def total(logits: Tensor) -> Tensor:
-        return shifted_loss(logits, labels()) + logits.square().mean() + logits.float()[0].sin().sum()
+    def gradients(logits: Tensor) -> list[Tensor]:
+        return head.gradients(shifted_loss(logits, labels()) + logits.square().mean() + logits.float()[0].sin().sum())
 
     head = Head()
-    for one, other in zip(head.gradients(total(head.lazy())), head.gradients(total(head.real())), strict=True):
-        torch.testing.assert_close(one, other)
+    assert_as_of_real_logits(head, gradients)
 
 
-def test_second_derivatives_go_through_a_read() -> None:
-    head = Head(bias=True)
+def hooked_loss(logits: Tensor, reduction: str) -> Tensor:
+    logits = torch.tanh(logits / 2.0) * 2.0
+    logits.register_hook(lambda gradient: None)
+    return shifted_loss(logits, labels(), reduction=reduction) / 7
 
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda logits: torch.tanh(logits / 2.0).square().sum(),
+        lambda logits: hooked_loss(logits, "mean"),
+        lambda logits: hooked_loss(logits, "sum"),
+    ],
+    ids=["a read", "a mean", "a sum"],
+)
+def test_second_derivatives_go_through_reads_and_through_losses_whose_logits_have_a_hook(number: Any) -> None:
     def second(logits: Tensor) -> list[Tensor]:
-        loss = torch.tanh(logits / 2.0).square().sum()
-        first = torch.autograd.grad(loss, [head.x, head.weight], create_graph=True)
+        first = torch.autograd.grad(number(logits), [head.x, head.weight], create_graph=True)
         return head.gradients(sum(one.square().sum() for one in first))
 
-    for one, other in zip(second(head.lazy()), second(head.real()), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_second_derivatives_go_through_a_loss_whose_logits_have_a_hook(reduction: str) -> None:
     head = Head(bias=True)
-
-    def second(logits: Tensor) -> list[Tensor]:
-        logits = torch.tanh(logits / 2.0) * 2.0
-        logits.register_hook(lambda gradient: None)
-        loss = shifted_loss(logits, labels(), reduction=reduction) / 7
-        first = torch.autograd.grad(loss, [head.x, head.weight], create_graph=True)
-        return head.gradients(sum(one.square().sum() for one in first))
-
-    for one, other in zip(second(head.lazy()), second(head.real()), strict=True):
-        torch.testing.assert_close(one, other)
+    assert_as_of_real_logits(head, second)
 
 
 class Doubled(torch.autograd.Function):
@@ -542,22 +526,22 @@ class Doubled(torch.autograd.Function):
         return 2 * logits * gradient
 
 
-@pytest.mark.parametrize("step", [lambda one: one, lambda one: (one / 2.0)[:, 1:], lambda one: one.float()])
-def test_they_are_connected_for_autograd_functions_of_others(step: Any) -> None:
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda one: one,
+        lambda one: (one / 2.0)[:, 1:],
+        lambda one: one.float(),
+        lambda one: shifted_loss(one, labels(), reduction="sum"),
+    ],
+)
+def test_they_and_sums_of_losses_are_connected_for_autograd_functions_of_others(step: Any) -> None:
+    def outcome(logits: Tensor) -> list[Tensor]:
+        y = Doubled.apply(step(logits))
+        return [y, *head.gradients(y)]
+
     head = Head(bias=True)
-    found, expected = Doubled.apply(step(head.lazy())), Doubled.apply(step(head.real()))
-    torch.testing.assert_close(found, expected)
-    for one, other in zip(head.gradients(found), head.gradients(expected), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_a_sum_is_connected_for_autograd_functions_of_others() -> None:
-    head = Head()
-    found = Doubled.apply(shifted_loss(head.lazy(), labels(), reduction="sum"))
-    expected = Doubled.apply(shifted_loss(head.real(), labels(), reduction="sum"))
-    torch.testing.assert_close(found, expected)
-    for one, other in zip(head.gradients(found), head.gradients(expected), strict=True):
-        torch.testing.assert_close(one, other)
+    assert_as_of_real_logits(head, outcome)
 
 
 def test_late_reads_have_the_forwards_modes() -> None:
@@ -570,10 +554,8 @@ def test_late_reads_have_the_forwards_modes() -> None:
         without = head.lazy()
     assert not found.requires_grad
     assert torch.equal(lazy + 0, real)
-    for one, other in zip(
-        head.gradients(lazy.float().sin().sum()), head.gradients(real.float().sin().sum()), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    gradients = (head.gradients(one.float().sin().sum()) for one in (lazy, real))
+    torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-2)
     assert not (without + 0).requires_grad
 
 

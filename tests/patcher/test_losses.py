@@ -37,7 +37,16 @@ from fused_norm.patcher import fused_norm_module
 from fused_norm.patcher.lazy_logits import CrossEntropy, LazyLogits, Projection
 from fused_norm.patcher.losses import CountedLabels, FusedHead, FusedLoss
 
-from .models import relative, tokens
+from .models import (
+    assert_all_near,
+    assert_gradients_near,
+    gradients_of,
+    losses_of,
+    relative,
+    slow_but,
+    tokens,
+    trainer_of,
+)
 from .ranks import called_operators, on_two_ranks
 
 SOFTCAP = {"final_logit_softcapping": 3.0}
@@ -51,10 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Families, with what stands between head and loss."""
 
-FEW_FAST = [
-    *("qwen3", "gemma2"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in ("qwen3", "gemma2")),
-]
+FEW_FAST = slow_but(("qwen3", "gemma2"), MODELS)
 
 
 @pytest.fixture
@@ -101,17 +107,9 @@ def run(model: nn.Module, labels: Tensor, **given: Any) -> Any:
     return output
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: one.grad for name, one in model.named_parameters() if one.requires_grad and one.grad is not None}
-
-
 def assert_gradients_are_near(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
-    found, expected = gradients_of(one), gradients_of(other)
-    assert expected
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        # Some are 0 but for roundings, as that of a bias which softmax does not see.
-        assert (found[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-10, name
+    """Some are 0 but for roundings, as that of a bias which softmax does not see."""
+    assert_gradients_near(gradients_of(one), gradients_of(other), tolerance, floor=1e-10)
 
 
 def is_fused(model: nn.Module, **given: Any) -> bool:
@@ -245,21 +243,23 @@ def test_a_head_that_is_trained_alone_and_one_that_is_frozen(device: str) -> Non
         assert_gradients_are_near(fused, own)
 
 
-@pytest.mark.parametrize("kept", [3, torch.tensor([0, 2, 4])])
-def test_a_loss_of_the_tokens_whose_logits_are_kept(kept: Any, device: str) -> None:
-    ids = tokens(device)
-    wanted = slice(-kept, None) if isinstance(kept, int) else kept
-    losses = [model(ids, labels=ids[:, wanted], logits_to_keep=kept).loss for model in pair(device)]
-    assert relative(losses[1], losses[0]) < 1e-6
+LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "of the last tokens": lambda model, ids: model(ids, labels=ids[:, -3:], logits_to_keep=3).loss,
+    "of some tokens": lambda model, ids: (
+        model(ids, labels=ids[:, ::2], logits_to_keep=torch.arange(0, ids.shape[1], 2)).loss
+    ),
+    "of labels that are shifted already": lambda model, ids: (
+        model(ids, labels=ids, shift_labels=some_ignored(ids.device.type, length=ids.shape[1]).roll(-1, 1)).loss
+    ),
+    "without a token": lambda model, ids: model(ids, labels=ids, ignore_index=5).loss,
+    "summed": lambda model, ids: model(ids, labels=ids, reduction="sum").loss,
+}
 
 
-@pytest.mark.parametrize("given", [{"shift_labels": True}, {"ignore_index": 5}, {"reduction": "sum"}])
-def test_arguments_of_the_loss_function_reach_it(given: dict[str, Any], device: str) -> None:
-    own, fused = pair(device)
-    labels = some_ignored(device)
-    given = {"shift_labels": labels.roll(-1, 1)} if "shift_labels" in given else given
-    losses = [model(labels.clamp(min=0), labels=labels.clamp(min=0), **given).loss for model in (own, fused)]
-    assert relative(losses[1], losses[0]) < 1e-6
+@pytest.mark.parametrize("name", LOSSES)
+def test_arguments_of_the_model_and_of_the_loss_function_reach_it(name: str, device: str) -> None:
+    own, fused = (LOSSES[name](model, tokens(device, length=9)) for model in pair(device))
+    assert relative(fused, own) < 1e-6
 
 
 def test_labels_may_be_positional_and_outputs_a_tuple(device: str) -> None:
@@ -308,64 +308,61 @@ def test_a_backward_may_be_repeated_scaled_and_differentiated(device: str) -> No
         first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         found.append(torch.autograd.grad(sum(one.square().sum() for one in first), list(model.parameters())))
     assert_gradients_are_near(fused, own)
-    for one, other in zip(*found, strict=True):
-        assert relative(one, other) < 1e-4
+    assert_all_near(*found, 1e-4)
 
 
-def test_a_step_of_the_optimizer_before_the_read_is_an_error(device: str) -> None:
+@pytest.mark.parametrize("way", ["a step of the optimizer", "data"])
+def test_a_weight_written_into_before_the_read_is_an_error(way: str, device: str) -> None:
     _, fused = pair(device)
     optimizer = torch.optim.AdamW(fused.parameters(), lr=1e-3)
     before, after = run(fused, tokens(device)), run(fused, tokens(device))
     before.logits.argmax(-1)
-    optimizer.step()
+    if way == "data":
+        fused.lm_head.weight.data.mul_(2)
+    else:
+        optimizer.step()
     before.logits.argmax(-1)
-    with pytest.raises(RuntimeError, match="computed when they are first read"):
+    with pytest.raises(RuntimeError, match=r"computed when they are first read.*written to or freed"):
         after.logits.argmax(-1)
 
 
 # ---- Where it is found ----
 
 
-def _t5() -> nn.Module:
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 1}
-    config = AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0, dropout_rate=0.0)
-    return transformers.AutoModelForSeq2SeqLM.from_config(config)
-
-
-def _bert() -> nn.Module:
-    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model("bert", **sizes, intermediate_size=32, hidden_dropout_prob=0.0)
-    config.attention_probs_dropout_prob = 0.0
-    return transformers.AutoModelForMaskedLM.from_config(config)
-
-
-def _gemma3() -> nn.Module:
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma3Config(
-        text_config=tiny_config("gemma3_text").to_dict(), vision_config={**vision, "image_size": 28, "patch_size": 14}
-    )
-    return transformers.Gemma3ForConditionalGeneration(config)
-
-
-def _gpt2() -> nn.Module:
-    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-ELSEWHERE: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "an encoder and a decoder": (_t5, "lm_head"),
-    "a masked language model, with a bias": (_bert, "cls.predictions.decoder"),
-    "a conditional generation": (_gemma3, "lm_head"),
-    "without RMSNorms": (_gpt2, "lm_head"),
-}
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+ELSEWHERE: dict[str, tuple[Any, str, dict[str, Any], str]] = {
+    "an encoder and a decoder": (
+        transformers.AutoModelForSeq2SeqLM, "t5", {
+            "vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 1,
+            "decoder_start_token_id": 0, "dropout_rate": 0.0,
+        }, "lm_head",
+    ),
+    "a masked language model, with a bias": (
+        transformers.AutoModelForMaskedLM, "bert",
+        {**SMALL, "vocab_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "cls.predictions.decoder",
+    ),
+    "a conditional generation": (
+        transformers.AutoModelForImageTextToText, "gemma3", {
+            "text_config": tiny_config("gemma3_text").to_dict(),
+            "vision_config": {**SMALL, "image_size": 28, "patch_size": 14},
+        }, "lm_head",
+    ),
+    "without RMSNorms": (
+        transformers.AutoModelForCausalLM, "gpt2", {
+            "vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        }, "lm_head",
+    ),
+}  # fmt: skip
+"""By name: a class of models, a type, its sizes, and the path of its head."""
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_other_models_have_it_too(name: str, device: str, reads: list[str]) -> None:
-    make, path = ELSEWHERE[name]
+    kind, model_type, sizes, path = ELSEWHERE[name]
     torch.manual_seed(0)
-    own = make().to(device)
+    own = kind.from_config(AutoConfig.for_model(model_type, **sizes)).to(device)
     fused = copy.deepcopy(own)
     report = fused_norm.apply_fused_norm(fused, strict=False)
     assert [(row.path, row.reason) for row in (*report.fused, *report.kept) if row.kind == "loss"] == [(path, None)]
@@ -413,14 +410,6 @@ def test_a_head_that_is_called_by_another_model_or_thread_meanwhile_has_real_log
     fused.model.register_forward_hook(meanwhile)
     run(fused, labels)
     assert found == {"its own": LazyLogits, "another one": Tensor, "in another thread": Tensor}
-
-
-def test_a_weight_written_into_through_data_before_the_read_is_an_error(device: str) -> None:
-    _, fused = pair(device)
-    logits = fused(input_ids=tokens(device), labels=tokens(device)).logits
-    fused.lm_head.weight.data.mul_(2)
-    with pytest.raises(RuntimeError, match="written to or freed"):
-        logits.sum()
 
 
 SELECTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
@@ -608,68 +597,60 @@ def cross_entropy_doubled(
     return 2 * torch._C._nn.cross_entropy_loss(input.float(), target, weight, 1, ignore_index, label_smoothing)
 
 
-REPLACED: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
-    "the loss of the model": lambda patch, model: setattr(model, "loss_function", my_loss),
-    "the loss for causal models": lambda patch, model: _replace_loss(patch),
-    "the cross entropy of transformers": lambda patch, model: patch.setattr(
-        loss_utils, "fixed_cross_entropy", doubled(loss_utils.fixed_cross_entropy)
+def with_twice_the_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = _FORWARD(self, *args, **kwargs)
+    output.loss = output.loss * 2
+    return output
+
+
+def doubled_logits(module: nn.Module, given: Any, out: Any) -> Any:
+    return out * 2 if getattr(module, "out_features", 0) == 256 else None
+
+
+_FORWARD, _ENTROPY, _LOSS = (
+    modeling_llama.LlamaForCausalLM.forward,
+    functional.cross_entropy,
+    loss_utils.ForCausalLMLoss,
+)
+REPLACED: dict[str, tuple[tuple[Any, Any, Any], ...]] = {
+    "the loss for causal models": (
+        (loss_utils, "ForCausalLMLoss", doubled(_LOSS)),
+        (loss_utils.LOSS_MAPPING, "ForCausalLM", doubled(_LOSS)),
     ),
-    "the cross entropy of PyTorch": lambda patch, model: patch.setattr(
-        functional, "cross_entropy", doubled(functional.cross_entropy)
+    "the cross entropy of transformers": (
+        (loss_utils, "fixed_cross_entropy", doubled(loss_utils.fixed_cross_entropy)),
     ),
-    "the code of that": lambda patch, model: patch.setattr(
-        functional.cross_entropy, "__code__", cross_entropy_doubled.__code__
-    ),
-    "the defaults of that": lambda patch, model: patch.setattr(
-        functional.cross_entropy, "__defaults__", (*functional.cross_entropy.__defaults__[:-1], 0.5)
-    ),
-    "the linear of PyTorch": lambda patch, model: patch.setattr(functional, "linear", doubled(functional.linear)),
-    "the forward of linears": lambda patch, model: patch.setattr(nn.Linear, "forward", doubled(nn.Linear.forward)),
-    "the forward of the model": lambda patch, model: patch.setattr(
-        modeling_llama.LlamaForCausalLM, "forward", _with_twice_the_loss(modeling_llama.LlamaForCausalLM.forward)
-    ),
-    "a hook on the head": lambda patch, model: (
-        model.lm_head.register_forward_hook(lambda _, given, out: out * 2) and None
-    ),
-    "a hook on all modules": lambda patch, model: patch.setitem(
-        nn.modules.module._global_forward_hooks,
-        0,
-        lambda module, given, out: out * 2 if getattr(module, "out_features", 0) == model.config.vocab_size else None,
-    ),
-    "a forward on the head": lambda patch, model: setattr(
+    "the cross entropy of PyTorch": ((functional, "cross_entropy", doubled(_ENTROPY)),),
+    "the code of that": ((_ENTROPY, "__code__", cross_entropy_doubled.__code__),),
+    "the defaults of that": ((_ENTROPY, "__defaults__", (*_ENTROPY.__defaults__[:-1], 0.5)),),
+    "the linear of PyTorch": ((functional, "linear", doubled(functional.linear)),),
+    "the forward of linears": ((nn.Linear, "forward", doubled(nn.Linear.forward)),),
+    "the forward of the model": ((modeling_llama.LlamaForCausalLM, "forward", with_twice_the_loss),),
+    "a hook on all modules": ((nn.modules.module._global_forward_hooks, 0, doubled_logits),),
+}
+"""What others replace for all models: the owner, the name, and the replacement."""
+
+OF_A_MODEL: dict[str, Callable[[Any], Any]] = {
+    "the loss of the model": lambda model: setattr(model, "loss_function", my_loss),
+    "a hook on the head": lambda model: model.lm_head.register_forward_hook(doubled_logits),
+    "a forward on the head": lambda model: setattr(
         model.lm_head, "forward", types.MethodType(doubled(nn.Linear.forward), model.lm_head)
     ),
-    "float64": lambda patch, model: model.double() and None,
+    "float64": nn.Module.double,
 }
-
-
-OF_A_MODEL = ("the loss of the model", "a hook on the head", "a forward on the head", "float64")
-"""What is replaced in a model, and not in all."""
-
-
-def _replace_loss(patch: pytest.MonkeyPatch) -> None:
-    twice = doubled(loss_utils.ForCausalLMLoss)
-    patch.setattr(loss_utils, "ForCausalLMLoss", twice)
-    patch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", twice)
-
-
-def _with_twice_the_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = forward(self, *args, **kwargs)
-        output.loss = output.loss * 2
-        return output
-
-    return replaced
+"""What others change in one model."""
 
 
 @pytest.mark.parametrize("order", ["patch, replace", "replace, patch"])
-@pytest.mark.parametrize("what", REPLACED)
+@pytest.mark.parametrize("what", [*REPLACED, *OF_A_MODEL])
 def test_what_others_have_replaced_is_what_runs(what: str, order: str, device: str, monkeypatch: Any) -> None:
     own, fused = pair(device)
     if order == "replace, patch":
         fused_norm.remove_fused_norm(fused)
-    for model in (own, fused) if what in OF_A_MODEL else (own,):
-        REPLACED[what](monkeypatch, model)
+    for owner, name, value in REPLACED.get(what, ()):
+        (monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr)(owner, name, value)
+    for model in (own, fused) if what in OF_A_MODEL else ():
+        OF_A_MODEL[what](model)
     if order == "replace, patch":
         fused_norm.apply_fused_norm(fused, strict=False)
     expected, found = (run(model, some_ignored(device)) for model in (own, fused))
@@ -731,9 +712,8 @@ def test_a_model_that_accelerate_dispatches(order: str, device: str, reads: list
     own, fused = pair(device)
     if order == "dispatch, patch":
         fused_norm.remove_fused_norm(fused)
-    places = {name: device for name, _ in fused.named_children()} | {"model.norm": device}
-    places = {"model.embed_tokens": device, "model.layers": device, "model.norm": device, "lm_head": device}
-    places["model.rotary_emb"] = device
+    names = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+    places = dict.fromkeys(names, device)
     accelerate.dispatch_model(fused, places, main_device=device, force_hooks=True)
     if order == "dispatch, patch":
         fused_norm.apply_fused_norm(fused)
@@ -752,34 +732,17 @@ def test_an_offloaded_head_is_stock(device: str) -> None:
     assert type(found.logits) is Tensor
 
 
-class Repeated(torch.utils.data.Dataset):
-    """A few sequences, of unequal numbers of labels."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = tokens(length=12).view(-1).roll(index)[:12]
-        labels = ids.clone()
-        labels[: index % 7] = -100
-        return {"input_ids": ids, "labels": labels}
+IN_PAIRS = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 5e-5, "max_steps": 3}
 
 
-def trainer(model: Any, folder: Path, metrics: Any = None, **options: Any) -> transformers.Trainer:
-    arguments = transformers.TrainingArguments(
-        folder,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
-        max_steps=3,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=not torch.cuda.is_available(),
-        **options,
-    )
-    return transformers.Trainer(
-        model, arguments, train_dataset=Repeated(), eval_dataset=Repeated(), compute_metrics=metrics
-    )
+def sequence(index: int) -> dict[str, Tensor]:
+    """A sequence of which some tokens are no labels."""
+    ids = tokens(length=12).view(-1).roll(index)[:12]
+    return {"input_ids": ids, "labels": torch.where(torch.arange(12) < index % 7, -100, ids)}
 
+
+UNEQUAL = [sequence(index) for index in range(12)]
+"""Sequences with unequal numbers of labels."""
 
 TRAINERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -789,18 +752,15 @@ TRAINERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "accumulation" else pytest.mark.slow) for name in TRAINERS]
-)
+@pytest.mark.parametrize("name", slow_but(["accumulation"], TRAINERS))
 def test_the_trainer_trains_as_without_and_reads_no_logits(
     name: str, device: str, tmp_path: Path, reads: list[str]
 ) -> None:
     losses = []
     for model in pair(device):
-        one = trainer(model, tmp_path, **TRAINERS[name])
+        one = trainer_of(model, tmp_path, UNEQUAL, **IN_PAIRS, **TRAINERS[name])
         one.train()
-        losses.append([row["loss"] for row in one.state.log_history if "loss" in row])
-        losses[-1].append(one.evaluate()["eval_loss"])
+        losses.append([*losses_of(one).tolist(), one.evaluate()["eval_loss"]])
     assert reads == []
     assert losses[1] == pytest.approx(losses[0], rel=1e-3 if name == "bf16" else 1e-4)
 
@@ -809,11 +769,11 @@ def test_the_trainer_trains_as_without_and_reads_no_logits(
 def test_the_trainer_reads_them_for_metrics_and_label_smoothing(device: str, tmp_path: Path, reads: list[str]) -> None:
     found = []
     for model in pair(device):
-        one = trainer(model, tmp_path, lambda given: {"sum": float(given.predictions.sum())})
-        found.append(one.evaluate())
-        smoothed = trainer(model, tmp_path, label_smoothing_factor=0.1)
+        total = lambda given: {"sum": float(given.predictions.sum())}  # noqa: E731
+        found.append(trainer_of(model, tmp_path, UNEQUAL, compute_metrics=total, **IN_PAIRS).evaluate())
+        smoothed = trainer_of(model, tmp_path, UNEQUAL, label_smoothing_factor=0.1, **IN_PAIRS)
         smoothed.train()
-        found[-1]["smoothed"] = smoothed.state.log_history[0]["loss"]
+        found[-1]["smoothed"] = losses_of(smoothed)[0].item()
     assert len(reads) == 6
     for name in ("eval_sum", "eval_loss", "smoothed"):
         assert found[1][name] == pytest.approx(found[0][name], rel=1e-4)

@@ -16,19 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_norm
 from fused_norm.kernels.autocast import autocast_dtype, set_autocast
-from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build, tiny_config
 
+from .models import slow
+from .ranks import called_operators
+
 BF16 = torch.bfloat16
-MODELS = [pytest.param("qwen3", marks=pytest.mark.slow), "llama", "gemma3_text", "qwen3 with LoRA"]
-OPTIONS = [
-    {},
-    *(
-        pytest.param(one, marks=pytest.mark.slow)
-        for one in ({"loss": False}, {"consumers": False}, {"recompute": True}, {"recompute": "mlp"})
-    ),
-    {"recompute": "attention"},
-]
+MODELS = [slow("qwen3"), "llama", "gemma3_text", "qwen3 with LoRA"]
+OFF = ({"loss": False}, {"consumers": False}, {"recompute": True}, {"recompute": "mlp"})
+OPTIONS = [{}, *map(slow, OFF), {"recompute": "attention"}]
 DEVICE_TYPES = (
     "cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "ipu", "xla", "privateuseone",
     "meta", "vulkan", "lazy", "fpga", "ve", "hip", "opengl", "opencl", "ideep",
@@ -69,17 +65,6 @@ def made_by(model: nn.Module, ids: torch.Tensor, *, is_trained: bool) -> dict[st
     return {name: (one.shape, one.stride(), one.dtype, one.device) for name, one in tensors.items()}
 
 
-class Counted:
-    """Counts the calls of operators."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
-        self.count += 1
-        return operator.results_of(*arguments)
-
-
 def assert_made_as_stock(model: nn.Module, ids: torch.Tensor, options: dict[str, Any]) -> int:
     """Check every mode of gradients and of autocast, and return the number of operators' calls in fused forwards."""
     modes: list[tuple[bool, Callable[[], Any]]] = [
@@ -92,12 +77,12 @@ def assert_made_as_stock(model: nn.Module, ids: torch.Tensor, options: dict[str,
         with mode():
             expected.append(made_by(model, ids, is_trained=is_trained))
     fused_norm.apply_fused_norm(model, **options)
-    counted = Counted()
-    for (is_trained, mode), stock in zip(modes, expected, strict=True):
-        with mode(), calls.by(counted):
-            assert made_by(model, ids, is_trained=is_trained) == stock
+    with called_operators() as called:
+        for (is_trained, mode), stock in zip(modes, expected, strict=True):
+            with mode():
+                assert made_by(model, ids, is_trained=is_trained) == stock
     fused_norm.remove_fused_norm(model)
-    return counted.count
+    return len(called)
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="its rotary embeddings fail on the meta device")

@@ -14,7 +14,7 @@ from fused_norm.model_configs import FAMILIES, build, tiny_config
 from fused_norm.patcher import apply
 from fused_norm.spec import FusedNormError, GatedNormSpec
 
-from .models import EXPERTS_ARE_MLPS, NEWER_MODEL_TYPES, step, tokens, twins
+from .models import EXPERTS_ARE_MLPS, NEWER_MODEL_TYPES, assert_gradients_near, slow_but, step, tokens, twins
 
 QUICK = ("glm4", "gemma4_text")
 
@@ -42,17 +42,13 @@ def test_every_site_of_every_layer_is_fused_and_computes_its_spec(model_type: st
     assert {site.path.rpartition(".")[2] for site in report.kept if site.kind != "consumers"} <= {"experts"}
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NEWER_MODEL_TYPES],
-)
+@pytest.mark.parametrize("model_type", slow_but(QUICK, NEWER_MODEL_TYPES))
 def test_a_step_is_that_of_stock(model_type: str, device: str) -> None:
     stock, fused = twins(model_type, device)
     ids = tokens(device, length=19)  # more than a sliding window of 16
     (expected, gradients), (logits, fused_gradients) = step(stock, ids), step(fused, ids)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    for name, gradient in gradients.items():
-        assert (fused_gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+    assert_gradients_near(fused_gradients, gradients, 1e-4, floor=1e-7)
 
 
 @pytest.mark.parametrize(

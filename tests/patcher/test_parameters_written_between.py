@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fused_norm.model_configs import build
 
-from .models import assert_gradients_near, fused_copy, gradients_of, tokens
+from .models import assert_gradients_near, fused_copy, gradients_of, slow, tokens
 from .test_adapters import adapted
 
 BF16 = torch.bfloat16
@@ -67,7 +67,7 @@ def assert_trains_or_raises_as_stock(
     return True
 
 
-LEVELS = [False, True, *(pytest.param(level, marks=pytest.mark.slow) for level in ("mlp", "attention"))]
+LEVELS = [False, True, *(slow(level) for level in ("mlp", "attention"))]
 
 
 @WRITES
@@ -92,7 +92,7 @@ def test_weights_that_stock_keeps_without_a_cast_are_read_in_the_backward(write:
         assert trains == (write is through_data), which
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["gemma3_text", slow("lora")])
 def test_two_forwards_may_have_an_optimizers_step_between_them_if_stock_trains(kind: str, device: str) -> None:
     stock = build(kind, seed=0, device=device) if kind != "lora" else adapted(device, "qwen3", torch.float32)
     trained = []

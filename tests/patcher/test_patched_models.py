@@ -25,6 +25,7 @@ from .models import (
     logged,
     relative,
     sites,
+    slow,
     step,
     tokens,
     twins,
@@ -77,7 +78,7 @@ def test_disabled_runs_stock_code_bit_for_bit_in_every_thread(
     assert launches
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model_type", ["qwen3", slow("gemma3_text")])
 def test_hidden_states_are_those_of_stock(model_type: str, device: str) -> None:
     stock, fused = twins(model_type, device)
     ids = tokens(device)
@@ -95,7 +96,7 @@ def test_hidden_states_are_those_of_stock(model_type: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model_type", ["qwen3", slow("gemma3_text")])
 def test_gradient_checkpointing_still_recomputes(
     model_type: str, reentrant: bool, device: str, launches: list[str]
 ) -> None:
@@ -117,7 +118,7 @@ def test_gradient_checkpointing_still_recomputes(
         ("llama", "static"),
         ("gemma2", "static"),
         ("gemma3_text", None),
-        *(pytest.param(name, "static", marks=pytest.mark.slow) for name in ("qwen3_moe", "gemma3_text")),
+        *(slow(name, "static") for name in ("qwen3_moe", "gemma3_text")),
     ],
 )
 def test_generation_gives_the_stock_tokens(model_type: str, cache: str | None, device: str) -> None:
@@ -139,11 +140,11 @@ def test_a_patched_model_compiles_in_one_graph(model_type: str, device: str) -> 
 
 
 COMPILED = [
-    pytest.param("llama", True, "eager", marks=pytest.mark.slow),
-    *(pytest.param(name, True, "aot_eager", marks=pytest.mark.slow) for name in ("gemma2", "gemma3_text")),
+    slow("llama", True, "eager"),
+    *(slow(name, True, "aot_eager") for name in ("gemma2", "gemma3_text")),
     # Lengths become dynamic when the second one comes.
-    pytest.param("llama", None, "aot_eager", marks=pytest.mark.slow),
-    pytest.param("qwen3", True, "inductor", marks=pytest.mark.slow),
+    slow("llama", None, "aot_eager"),
+    slow("qwen3", True, "inductor"),
 ]
 
 
@@ -194,7 +195,7 @@ def test_compiled_code_calls_the_operators(
     assert {name: called[f"fused_norm.{name}_forward.default"] for name in expected} == expected
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model_type", ["qwen3", slow("gemma2")])
 def test_what_is_left_to_the_compiler_is_the_stock_forward(
     model_type: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

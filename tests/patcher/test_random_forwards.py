@@ -16,7 +16,7 @@ import fused_norm
 from fused_norm.kernels.operator import Operator, calls
 from fused_norm.patcher.fused_block import FusedBlock
 
-from .models import relative
+from .models import relative, slow
 from .random_forwards import TOKENS, WIDTH, Layer, Model, Writer, layer_with
 
 BF16 = torch.bfloat16
@@ -150,9 +150,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "fused_norm")
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(80), *(pytest.param(range(i, i + 250), marks=pytest.mark.slow) for i in range(80, 3080, 250))]
-)
+@pytest.mark.parametrize("seeds", [range(80), *(slow(range(i, i + 250)) for i in range(80, 3080, 250))])
 def test_random_forwards_compute_what_they_compute_in_stock(seeds: range, device: str) -> None:
     counted = compare_random(seeds, device)
     scarce = {kind: counted[kind] for kind, count in SEEN_IN_TEN.items() if counted[kind] < count * len(seeds) / 10}

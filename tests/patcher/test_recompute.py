@@ -38,11 +38,10 @@ from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.recompute import call_recomputing
 from fused_norm.patcher.recompute_linears import Recipe
 
-from .models import assert_same_bits, snapshot, step, tokens
+from .models import assert_same, assert_same_bits, loss_of, slow, snapshot, step, tokens
 from .ranks import called_operators, on_two_ranks
 from .saved_tensors import recomputed_in, saved_bytes, saved_in
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
 SPEC = norm_spec("llama", False, 1e-6)
 FEW = tokens("cuda" if torch.cuda.is_available() else "cpu", batch=1, length=4)
 
@@ -54,10 +53,6 @@ def pair(model_type: str, device: str, **options: Any) -> tuple[Any, Any]:
     fused_norm.apply_fused_norm(plain)
     fused_norm.apply_fused_norm(recomputing, recompute=True)
     return plain, recomputing
-
-
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
 def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +396,7 @@ def test_an_output_is_recomputed_where_it_is_what_is_saved(name: str, device: st
     for result in (forward(*inputs), call_recomputing(forward, inputs[0], tuple(inputs[1:]), {})):
         gradients.append((len(recomputed_in(result.grad_fn)), torch.autograd.grad(result.square().sum(), inputs)))
     assert [count for count, _ in gradients] == [0, recomputed]
-    assert all(torch.equal(*both) for both in zip(gradients[0][1], gradients[1][1], strict=True))
+    assert_same(gradients[0][1], gradients[1][1])
 
 
 @pytest.mark.parametrize("read_in", [torch.float32, torch.float64], ids=str)

@@ -12,7 +12,7 @@ import fused_norm
 from fused_norm.patcher import fused_norm_module
 from tools.coverage.traced_sums import TracedSums
 
-from .models import assert_near, assert_same_bits, fused_copy, relative, step
+from .models import assert_all_near, assert_near, assert_same_bits, fused_copy, relative, slow, step
 from .other_families import TOKENS_WITH_AN_IMAGE, model_of
 
 
@@ -37,7 +37,7 @@ def test_a_tower_of_images_is_stock_with_hooks_checkpointing_and_where_fusing_is
     stock(tokens, use_cache=False)
     fused(tokens, use_cache=False)
     assert len(seen["fused"]) == len(seen["stock"]) >= 5
-    assert all(relative(mine, theirs) < 1e-5 for mine, theirs in zip(seen["fused"], seen["stock"], strict=True))
+    assert_all_near(seen["fused"], seen["stock"], 1e-5)
     assert launches.count("add_rms_norm") == 3
     for handle in handles:
         handle.remove()
@@ -174,7 +174,7 @@ QUICK = ("llama", "lfm2", "qwen2_5_vl")
 COUNTED = ("gemma2", "gemma3n_text", "glm4", "glm4v", "granite", "longcat_flash", "olmo2", "qwen3_next")
 
 
-@pytest.mark.parametrize("model_type", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in COUNTED)])
+@pytest.mark.parametrize("model_type", [*QUICK, *(slow(name) for name in COUNTED)])
 def test_rows_are_those_of_the_adds_that_are_seen_to_feed_a_norm(model_type: str) -> None:
     model = model_of(model_type, "cpu")
     report = fused_norm.apply_fused_norm(model, strict=False)

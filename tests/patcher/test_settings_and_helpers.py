@@ -16,7 +16,7 @@ import fused_norm
 from fused_norm.patcher.patch_report import PatchReport
 from fused_norm.patcher.source import helpers_of
 
-from .models import step, tokens
+from .models import assert_gradients_near, step, tokens
 
 
 def rows(report: PatchReport, kind: str) -> Counter[tuple[str, str | None]]:
@@ -64,8 +64,7 @@ def test_a_rotation_that_is_chosen_after_the_patch_is_fused_and_has_the_same_row
     with fused_norm.disabled():
         stock_logits, stock_gradients = step(model, tokens(device))
     torch.testing.assert_close(logits, stock_logits, rtol=1e-5, atol=1e-5)
-    for name, gradient in stock_gradients.items():
-        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+    assert_gradients_near(gradients, stock_gradients, 1e-5, floor=1e-6)
 
 
 @pytest.mark.parametrize("q_lora_rank", [28, None])
@@ -85,8 +84,7 @@ def test_linears_of_another_config_do_not_keep_those_that_are_there_from_reading
     (logits, gradients), (fused_logits, fused_gradients) = results
     limit = 4e-2 if autocast else 1e-5
     torch.testing.assert_close(fused_logits, logits, rtol=limit, atol=limit)
-    for name, gradient in gradients.items():
-        assert (fused_gradients[name] - gradient).norm() <= limit * gradient.norm() + 1e-6, name
+    assert_gradients_near(fused_gradients, gradients, limit, floor=1e-6)
 
 
 def test_an_activation_that_is_none_where_it_is_never_called_has_no_row(device: str) -> None:

@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .models import relative, tokens, twins
+from .models import loss_of, relative, slow, tokens, twins
 
-MODEL_TYPES = ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2"))]
-
-
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids, use_cache=False).loss
+MODEL_TYPES = ["qwen3", *(slow(name) for name in ("llama", "gemma2"))]
 
 
 def hessian_vector_product(model: nn.Module, ids: Tensor) -> list[Tensor]:

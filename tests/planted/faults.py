@@ -283,6 +283,18 @@ def _convolution_unrounded(call: Forward) -> Results:
     return call.results(**wide)
 
 
+def _sum_unrounded(call: Forward) -> Results:
+    return call.results("y", x=call["x"].float(), residual=call["residual"].float())
+
+
+def _other_activation(call: Forward) -> Results:
+    return call.results(activation="gelu" if call["activation"] == "gelu_tanh" else "gelu_tanh")
+
+
+def _last_rank_lost(call: Forward) -> Results:
+    return call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:])))
+
+
 def _second_summand_lost(call: Forward) -> Results:
     added = call["gate_added"]
     return call.results() if added is None else call.results(gate_added=torch.zeros_like(added))
@@ -622,10 +634,8 @@ _IN_RECOMPUTATION: tuple[tuple[str, Planting], ...] = (
     ("attention", _recomputes_as(attention="mlp")),  # attention keeps what its linears make, in silence
     ("no-linears", _recomputes_as(mlp=True, attention=True)),  # outputs of no linear are recomputed
     ("one-layer", replaced_by(fused_classes, "call_recomputing", _not_in_the_first_layer)),  # one layer keeps all
-    (
-        "held",
-        replaced_by(_Recomputable, "recipe_for_view", _held_for_ever),
-    ),  # outputs that are recomputed are held as well
+    # Outputs that are recomputed are held as well.
+    ("held", replaced_by(_Recomputable, "recipe_for_view", _held_for_ever)),
     ("freed", replaced_by(_Recomputable, "materialize", _never_freed)),  # what was recomputed is never freed
     ("head", _real_logits),  # logits are real in silence
 )
@@ -638,16 +648,10 @@ _IN_LAZY_LOGITS: tuple[tuple[Any, ...], ...] = (
 """Faults of logits that are computed when they are read, as ``_IN_LOSSES``."""
 
 _IN_SUMS: tuple[tuple[Any, ...], ...] = (
-    (
-        "order",
-        _FOR_CONSUMERS,
-        _of_consumers(lambda dys: dys[::-1]),
-    ),  # gradients are added up from the first consumer on
-    (
-        "early",
-        _FOR_CONSUMERS,
-        _of_consumers(lambda dys: reduce(add, dys)),
-    ),  # sums of fp32 gradients are rounded to 16 bits
+    # Gradients are added up from the first consumer on.
+    ("order", _FOR_CONSUMERS, _of_consumers(lambda dys: dys[::-1])),
+    # Sums of fp32 gradients are rounded to 16 bits.
+    ("early", _FOR_CONSUMERS, _of_consumers(lambda dys: reduce(add, dys))),
     ("late", _FOR_CONSUMERS, _of_consumers(lambda dys: reduce(add, [dy.float() for dy in dys]))),
     ("ds-joined", _FOR_CONSUMERS[:1], _residual_before_rounding),  # the residual's gradient joins before a rounding
 )
@@ -697,12 +701,7 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("shape", OF_ROWS, _rows_of_the_first_call),  # a second, smaller shape loses a row
     ("in-place", _EVERY, _writes_over_its_branch),  # the input is written over
     # The sum is normalised before it is rounded.
-    (
-        "unrounded",
-        _NORM_OF_SUM,
-        lambda call: call.results("y", x=call["x"].float(), residual=call["residual"].float()),
-        _16_BITS,
-    ),
+    ("unrounded", _NORM_OF_SUM, _sum_unrounded, _16_BITS),
     ("stream", _SUMMED, _edited(_narrow, "s"), "no sum is in fp32"),  # an fp32 sum is rounded to bf16
     ("residual", _SUMMED, lambda call: call.results(residual=torch.zeros_like(call["residual"]))),
     ("scale", (ADD_RMS_NORM,), lambda call: call.results(scale=1.0), "no branch is scaled"),  # the branch is not scaled
@@ -710,11 +709,7 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("position", _ROTATED, _with_angles(_of_a_neighbour)),  # rotated by a neighbour's angles from position 32 on
     ("half", (ROPE,), _half_of_it_rotated_the_other_way),  # the first half is rotated the wrong way
     ("unrounded", (GLU,), lambda call: call.results(gate=call["gate"].float()), _16_BITS),
-    (
-        "activation",
-        (GLU,),
-        lambda call: call.results(activation="gelu" if call["activation"] == "gelu_tanh" else "gelu_tanh"),
-    ),
+    ("activation", (GLU,), _other_activation),
     ("tap", (CAUSAL_CONV1D,), lambda call: call.results(weight=call["weight"].roll(1, 1))),  # a tap off by one
     ("unrounded", (CAUSAL_CONV1D,), _convolution_unrounded, _16_BITS),  # SiLU before the convolution is rounded
     ("bias", (CAUSAL_CONV1D,), lambda call: call.results(bias=None), "no convolution has a bias"),
@@ -723,11 +718,7 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     # The halves of gate and up are exchanged.
     ("halves", (EXPERT_GATE,), lambda call: call.results(x=call["x"].roll(call["x"].shape[-1] // 2, -1))),
     # Rows get the bias of the next expert.
-    (
-        "next-bias",
-        (EXPERT_BIAS,),
-        lambda call: call.results(bias=call["bias"].roll(1, 0)),
-    ),
+    ("next-bias", (EXPERT_BIAS,), lambda call: call.results(bias=call["bias"].roll(1, 0))),
     # Rows go to the experts of the next token.
     ("next-row", (EXPERT_PERMUTE,), lambda call: call.results(position=call["position"].roll(1, 0))),
     # Rows have the weights of the next token, or of the token's next expert.
@@ -742,11 +733,7 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     # Gate and up come as two summands each, of which the second one is lost.
     ("summands", (GLU_FOR_CONSUMERS,), _second_summand_lost, "gate and up come in one piece"),
     ("gate", (GLU_FOR_CONSUMERS,), lambda call: call.results(gate=0.99 * call["gate"])),
-    (
-        "rank",
-        (*OF_ADAPTERS, LORA_SUMMANDS_4BIT),
-        lambda call: call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:]))),
-    ),
+    ("rank", (*OF_ADAPTERS, LORA_SUMMANDS_4BIT), _last_rank_lost),
     ("base", (LORA_ADD,), lambda call: call.results(base=torch.zeros_like(call["base"]))),
     ("factor", (LORA_LINEAR_4BIT,), lambda call: call.results(factor=call["factor"] ** 2)),  # it is applied twice
     ("cut", (LORA_LINEAR_4BIT,), lambda call: call.results(adapter_x=_half_nearer_zero(call["adapter_x"]))),
@@ -765,11 +752,8 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dh", (LORA_ADD,), lambda call: call.results("dx", "da", scale=1.0)),
     ("dh", (LORA_LINEAR_4BIT,), lambda call: call.results("dadapter_x", "da", factor=1.0)),
     ("absmax-back", _IN_4_BITS, lambda call: call.results(scale=call["scale"].roll(-1))),
-    (
-        "shifted",
-        (*OF_ADAPTERS, LORA_SUMMANDS_4BIT),
-        lambda call: call.results(h=call["h"].roll(1, -2)),
-    ),  # the gradient of b is of other rows
+    # The gradient of b is of other rows.
+    ("shifted", (*OF_ADAPTERS, LORA_SUMMANDS_4BIT), lambda call: call.results(h=call["h"].roll(1, -2))),
     ("dgate", (GLU,), _edited(lambda dgate: dgate * 1.003, "dgate")),  # the gradient of the gate is .3 % too large
     ("square", (GLU,), _slope_without_its_square, "no GELU by tanh"),  # a slope without its square term
     # The gradients of weights are those of another expert.
@@ -782,11 +766,8 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dbias", (EXPERT_BIAS,), _edited(lambda dbias: dbias * 0.99, "dbias")),
     ("dbias-next", (EXPERT_BIAS,), _edited(lambda dbias: dbias.roll(1, 0), "dbias")),  # that of the next expert
     ("ahead", (CAUSAL_CONV1D,), _edited(lambda dx: dx.roll(1, 1), "dx")),  # the gradient of x is that of the row before
-    (
-        "dx-size",
-        _EVERY_BACKWARD,
-        _edited(lambda dx: dx * 0.99, *_INPUTS),
-    ),  # the gradient of the input is 1 % too small
+    # The gradient of the input is 1 % too small.
+    ("dx-size", _EVERY_BACKWARD, _edited(lambda dx: dx * 0.99, *_INPUTS)),
     # The gradient of the input is cut off, not rounded.
     ("dx-cut", _EVERY_BACKWARD, _edited(_half_nearer_zero, *_INPUTS), _16_BITS),
     # The gradient of an fp32 stream is rounded to bf16.
@@ -796,16 +777,10 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dw-tile", _WITH_WEIGHTS, _without_rows(lambda rows: 8)),  # dw lacks the last eight rows
     ("dw-share", _WITH_WEIGHTS, _without_rows(lambda rows: rows // 4)),  # dw lacks a quarter of the rows
     ("frozen", _WITH_WEIGHTS, _dx_where_the_weight_is_frozen),  # dx is wrong where the weight is frozen
-    (
-        "dropped",
-        (*_FOR_CONSUMERS, GLU_FOR_CONSUMERS),
-        _of_consumers(lambda dys: dys[:-1]),
-    ),  # the gradient of the first consumer is missing
-    (
-        "doubled",
-        _FOR_CONSUMERS,
-        _of_consumers(lambda dys: (2 * dys[0], *dys[1:])),
-    ),  # that of the last consumer counts twice
+    # The gradient of the first consumer is missing.
+    ("dropped", (*_FOR_CONSUMERS, GLU_FOR_CONSUMERS), _of_consumers(lambda dys: dys[:-1])),
+    # That of the last consumer counts twice.
+    ("doubled", _FOR_CONSUMERS, _of_consumers(lambda dys: (2 * dys[0], *dys[1:]))),
     ("ds", _FOR_CONSUMERS, _residual_times(0.0)),  # the gradient of the residual is missing
     ("ds-twice", _FOR_CONSUMERS, _residual_times(2.0)),  # the gradient of the residual counts twice
     ("ds-in-place", _EVERY_BACKWARD, _writes_over_a_gradient),  # a gradient handed to it is written over
@@ -854,10 +829,8 @@ def _faults() -> Iterator[Fault]:
         ("fallback-onto", falls_back(NORM_ADD)),  # runs its parts in silence
         ("fallback-head", _real_logits),  # logits are real in silence
         ("fallback-one-row", one_row),  # runs stock code for one sequence with gradients
-        (
-            "consumers-none",
-            replaced_by(fused_block, "consumer_spec", lambda *_: None),
-        ),  # linears read one tensor in silence
+        # Linears read one tensor in silence.
+        ("consumers-none", replaced_by(fused_block, "consumer_spec", lambda *_: None)),
         # A residual's gradient is added by autograd.
         ("consumers-unjoined", replaced_by(FusedBlock, "fused_norm_passthrough", _not_joined)),
         # The residual connection reads past the norm.

@@ -55,12 +55,8 @@ def test_no_fault_is_missed(family, precision):
 @pytest.mark.slow
 def test_no_fault_of_biases_of_experts_is_missed():
     forms = ("size", "last-row", "no-grad", "in-place", "even", "next-bias", "dbias", "dbias-next")
-    outcomes = outcomes_of(
-        "gpt_oss",
-        "bf16",
-        [f"expert_bias-{form}" for form in forms],
-        layers=FAMILIES["gpt_oss"].tiny["num_hidden_layers"],
-    )
+    names = [f"expert_bias-{form}" for form in forms]
+    outcomes = outcomes_of("gpt_oss", "bf16", names, layers=FAMILIES["gpt_oss"].tiny["num_hidden_layers"])
     assert set(outcomes.values()) == {"caught"}, outcomes
 
 
@@ -89,9 +85,7 @@ def test_faults_of_norms_that_know_their_consumers_are_caught_where_they_change_
         "doubled",
         "ds",
         "ds-twice",
-        "consumers-input",
-        "consumers-neighbour",
-        "consumers-detached",
+        *(f"consumers-{name}" for name in ("input", "neighbour", "detached")),
     }
     assert caught - everywhere == ({"early", "copy"} if precision == "mixed" else {"order", "late", "ds-joined"})
     assert caught >= everywhere
