@@ -133,13 +133,12 @@ def whole_model(model_type: str) -> tuple[nn.Module, Any]:
     try:
         config = default_config(model_type)
         model_class = model_class_of(config)
-        if model_class is None:
-            raise UnbuiltError(PART)
-        return build(model_class, config, "meta"), config
-    except UnbuiltError:
-        raise
+        model = None if model_class is None else build(model_class, config, "meta")
     except Exception as error:  # of whatever kind a foreign model raises
         raise UnbuiltError(in_a_line(error)) from error
+    if model is None:
+        raise UnbuiltError(PART)
+    return model, config
 
 
 def judged(model: nn.Module) -> dict[str, Normalises]:
