@@ -119,7 +119,7 @@ class LinearCrossEntropy(Operator):
             return tuple(map(empty_weight_like, (x, weight, bias), call.needed))
         if all(grad is not None and grad.numel() for grad, need in zip(grads, call.needed, strict=True) if need):
             # Not in place: whoever has traced this may run it once more.
-            return tuple(grad * dloss if need else None for grad, need in zip(grads, call.needed, strict=True))
+            return tuple(_times(grad, dloss) if need else None for grad, need in zip(grads, call.needed, strict=True))
         return _gradients((x, weight, bias, target, num_items, *call.saved_scalars), dloss, call.needed)
 
     def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
@@ -171,6 +171,11 @@ class _Eager(torch.autograd.Function):
 
 _apply_eager: Any = super(torch.autograd.Function, _Eager).apply
 LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
+
+
+def _times(grad: Any, factor: Tensor) -> Tensor:
+    """``grad * factor``, but 0 stays 0: rows without a label have no gradient of a loss that is NaN or infinite."""
+    return (grad * factor).masked_fill(grad == 0, 0.0)
 
 
 def _divisor(target: Tensor, num_items: Tensor | None, reduction: str, ignored: int) -> Tensor | None:

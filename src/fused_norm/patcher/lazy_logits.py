@@ -100,9 +100,9 @@ class Projection:
         self.arguments = self.x, self.weight, self.bias
         self._tensors = [tensor for tensor in self.arguments if tensor is not None]
         self._versions = list(map(_version, self._tensors))
-        # Autograd does not count what optimizers of other libraries write, and what sharding gathers.
-        may_be_written = self.weight.requires_grad or _is_distributed()
-        self._sample = _sample(self.weight) if may_be_written else None
+        # Autograd does not count writes through ``data``, nor any into tensors of inference mode.
+        uncounted = [self.weight, *([self.x] if self.x.is_inference() else [])]
+        self._samples = [(tensor, _sample(tensor)) for tensor in uncounted]
 
     def compute(self) -> Tensor:
         """The logits.
@@ -121,8 +121,8 @@ class Projection:
         """
         changed = list(map(_version, self._tensors)) != self._versions
         changed = changed or any(one.untyped_storage().nbytes() == 0 for one in self._tensors if one.numel())
-        if self._sample is not None and not self.is_running:
-            changed = changed or not torch.equal(self._sample, _sample(self.weight))
+        for tensor, sample in () if self.is_running else self._samples:
+            changed = changed or tensor.dtype != sample.dtype or not torch.equal(sample, _sample(tensor))
         if changed:
             raise RuntimeError(
                 "outputs.logits are computed when they are first read, and the weights have been written to or freed"
@@ -500,11 +500,7 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _sample(weight: Tensor) -> Tensor:
-    """Some of a weight's numbers, by which a step of an optimizer is noticed."""
-    flat = weight.detach().flatten()
+def _sample(tensor: Tensor) -> Tensor:
+    """Some of a tensor's numbers, by which a step of an optimizer is noticed."""
+    flat = tensor.detach().flatten()
     return flat[:: max(1, len(flat) // _SAMPLED)].clone()

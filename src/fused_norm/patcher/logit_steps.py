@@ -89,8 +89,10 @@ def _rows_of(lazy: Tensor, index: Any) -> Step | None:
     fixed: list[Any] = []
     for part in parts:
         if isinstance(part, Tensor) and part.dtype == torch.bool:
-            if part.device != lazy.device or part.dim() == 0:
-                return None
+            selected = lazy.shape[len(fixed) : len(fixed) + part.dim()]
+            is_after_ellipsis = any(one is Ellipsis for one in fixed)
+            if part.device != lazy.device or part.dim() == 0 or is_after_ellipsis or selected != part.shape:
+                return None  # PyTorch says what is wrong with it
             fixed += part.nonzero(as_tuple=True)  # waits for the device, as the selection itself does
         elif part is Ellipsis or type(part) in (int, slice):
             fixed.append(part)

@@ -23,7 +23,7 @@ from .class_swap import (
 from .fused_classes import fused_head_class, fused_loss_class
 from .hooks import name_of_function
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
-from .losses import FusedHead, FusedLoss, replaced_function, why_seen
+from .losses import FusedHead, FusedLoss, replaced_function, why_compiled_loss, why_seen
 from .patch_report import Cause, Site
 from .probe import plain_pytorch
 from .source import names_in
@@ -68,11 +68,15 @@ def survey_losses(surveyed: SurveyedModel) -> list[Site]:
 
 
 def language_models(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """The modules in ``model`` whose forward takes labels, the outermost first, each with its head."""
+    """The modules in ``model`` whose forward takes labels, or passes on what may be labels, each with its head.
+
+    The outermost come first.
+    """
     module: Any
     for module in model.modules():
         origin: Any = stock_class(module)
-        if not hasattr(origin, "get_output_embeddings") or "labels" not in _parameters(origin):
+        takes_labels = any("labels" in _parameters(base) for base in origin.__mro__ if "forward" in vars(base))
+        if not hasattr(origin, "get_output_embeddings") or not takes_labels:
             continue
         try:
             head = module.get_output_embeddings()
@@ -94,6 +98,8 @@ def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterato
     origin, linear = stock_class(module), stock_class(head)
     yield forward_override_reason(module) or class_override_reason(origin), "overridden"
     yield why_left_out("loss", path, head, options), "option"
+    if "labels" not in _parameters(origin):
+        yield "its forward has no argument of the name labels", "unrecognised"
     if linear is not nn.Linear:
         yield f"its head is a {name_of(linear)}, no plain linear", "unrecognised"
     override = forward_override_reason(head) or class_override_reason(linear)
@@ -106,6 +112,7 @@ def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterato
     yield replaced_function(), "overridden"
     for fused in (fused_loss_class(origin), fused_head_class(linear)):
         yield fused_override_reason(fused), "overridden"
+    yield why_compiled_loss(module), "overridden"
     yield _why_other_loss(module, origin, head), "unrecognised"
 
 

@@ -7,10 +7,11 @@ way, or code that looks at the logits, gets real ones.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -128,34 +129,56 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
+_ASSIGNMENTS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "mod", "floordiv", "and", "or", "xor", "pow"))
+"""The methods of operators such as ``+=``."""
+
+
+@dataclass
+class _Count:
+    """The number of labels, which all that are selected from them share.
+
+    Attributes:
+        number: on the host, once the ``event`` has happened.
+        event: None on a CPU.
+        is_known: nothing has been written into one of them.
+    """
+
+    number: Tensor
+    event: Any
+    is_known: bool = True
+
+
 class CountedLabels(Tensor):
     """Labels whose number is known to the host soon: at most so many rows have one.
 
-    What selects some of them, and what puts ``IGNORED`` beside them, keeps the number; all else makes plain tensors.
+    What selects some of them, and what puts ``IGNORED`` beside them, keeps the number; all else makes plain tensors. A
+    write into any of them makes the number unknown.
     """
 
-    _number: Tensor
-    _event: Any
+    _count: _Count
 
     @classmethod
     def of(cls, labels: Tensor) -> CountedLabels:
         """The labels, with a count that was asked for; nobody waits for it here."""
-        counted = labels.as_subclass(cls)
+        counted, event = labels.as_subclass(cls), None
         number = (labels != IGNORED).sum()
-        counted._event = None
         if labels.device.type != "cpu":
             device = torch.get_device_module(labels.device)
             number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
-            counted._event = device.Event()
-            counted._event.record(device.current_stream(labels.device))
-        counted._number = number
+            event = device.Event()
+            event.record(device.current_stream(labels.device))
+        counted._count = _Count(number, event)
         return counted
 
-    def count(self) -> int:
-        """The number, waiting for it if it is not there yet."""
-        if self._event is not None:
-            self._event.synchronize()
-        return int(self._number)
+    def count(self) -> int | None:
+        """The number, waiting for it if it is not there yet; None if it is unknown."""
+        if self._count.event is not None:
+            self._count.event.synchronize()
+        return int(self._count.number) if self._count.is_known else None
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """A plain tensor."""
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,10 +186,20 @@ class CountedLabels(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         lead = args[0] if args else None
-        if isinstance(lead, CountedLabels) and type(result) is Tensor and _selects(func.__name__, args[1:], kwargs):
+        if _writes(func.__name__) or "out" in kwargs:
+            for labels in (*args, *kwargs.values()):
+                if isinstance(labels, CountedLabels):
+                    labels._count.is_known = False
+        elif isinstance(lead, CountedLabels) and type(result) is Tensor and _selects(func.__name__, args[1:], kwargs):
             result = result.as_subclass(cls)
-            result._number, result._event = lead._number, lead._event
+            result._count = lead._count
         return result
+
+
+def _writes(name: str) -> bool:
+    """Return whether a function of this name may write into a tensor."""
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in ("__setitem__", "__set__") or name in _ASSIGNMENTS
 
 
 def _selects(name: str, args: Any, kwargs: Any) -> bool:
@@ -228,6 +261,12 @@ def _with_real_sums(output: Any) -> Any:
     return output
 
 
+def why_compiled_loss(model: Any) -> str | None:
+    """The reason why the compiled loss function of a model gets real logits: a compiler traces no lazy ones."""
+    is_compiled = hasattr(getattr(model, "loss_function", None), "_torchdynamo_orig_callable")
+    return "its loss function is compiled" if is_compiled else None
+
+
 def why_seen(head: Any) -> str | None:
     """The reason why other code sees a call of a head: hooks, or a forward of its own that accelerate has not made."""
     if has_hooks(head):
@@ -252,6 +291,8 @@ def _why_real_logits(model: Any, labels: Any) -> str | None:
         return "its head is offloaded, and has no weights between its calls"
     if not are_plain_calls(inside=type(head)) or type(head).forward is not FusedHead.forward:
         return "the forward of linears was replaced"
+    if reason := why_compiled_loss(model):
+        return reason
     if type(labels) is not Tensor or labels.dtype != torch.int64:
         return "its labels are no plain tensor of int64"
     if dispatch_modes() or is_transformed():

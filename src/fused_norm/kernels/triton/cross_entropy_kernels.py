@@ -173,11 +173,12 @@ def _cross_entropy_kernel(
 
 @triton.jit
 def _multiply_kernel(x_ptr, factor_ptr, size, BLOCK: tl.constexpr):
-    """``x *= factor``; nothing is read if the factor is 1."""
+    """``x *= factor``; nothing is read if the factor is 1. 0 stays 0, as no loss has a gradient at rows without a label."""
     factor = tl.load(factor_ptr)
     if factor != 1.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32) * factor
+        x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+        x = tl.where(x == 0.0, x, x * factor)
         tl.store(x_ptr + at, round_to(x, x_ptr.dtype.element_ty).to(x_ptr.dtype.element_ty), mask=at < size)
 
 
