@@ -104,7 +104,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "a word": (lambda: rope(H, H, C, C, single_rounding="yes"), "single_rounding must .*'yes'", TypeError),
     },
     "glu": {
-        "unknown activation": (lambda: glu(X, X, "relu"), "one of silu, gelu, gelu_tanh, not 'relu'"),
+        "unknown activation": (lambda: glu(X, X, "relu"), "one of silu, gelu, gelu_tanh, gelu_new, not 'relu'"),
         "no dimension": (lambda: glu(X[0, 0, 0], None), "at least one dimension"),
         "odd halves": (lambda: glu(X[..., :7]), r"even last dimension.*not shape \(2, 3, 7\)"),
         "other shape": (lambda: glu(X, X[:1]), r"gate's shape \(2, 3, 8\), not \(1, 3, 8\); expand it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from fused_norm.patcher.fused_block import FusedBlock
 from .models import assert_same, slow, tokens
 
 OLD = transformers.__version__.startswith("4.")
+TAKEN = inspect.signature(transformers.Qwen3ForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in TAKEN else "past_key_values"  # before transformers 5.24
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -105,7 +108,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[torch.dtype, ...]]] 
     "recompute": ({"recompute": True}, {}, (BF16, BF16)),
     "padded": ({}, {"attention_mask": PADDED}, (FP32, FP32)),
     "padded, keys of their own": ({"groups": 1}, {"attention_mask": PADDED}, (BF16, BF16)),
-    "cache": ({}, {"use_cache": True, "past_key_values": DynamicCache}, (FP32, FP32)),
+    "cache": ({}, {"use_cache": True, CACHE: DynamicCache}, (FP32, FP32)),
     "eager": ({"attention": "eager"}, {}, ()),
 }
 """By name: options of the model, arguments of its call, and the dtypes of q and k that reach PyTorch's attention."""

@@ -436,6 +436,79 @@ def test_labels_are_counted_as_long_as_their_number_is_a_limit(name: str) -> Non
     assert not is_counted or found.count() >= (expected != -100).sum()
 
 
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "an item": lambda labels: labels.__setitem__(labels == -100, 2),
+    "a method": lambda labels: labels.masked_fill_(labels == -100, 2),
+    "an operator": lambda labels: labels.__iadd__(102),
+    "out": lambda labels: torch.add(labels, 102, out=labels),
+    "a view": lambda labels: labels.view(-1)[3:].clamp_(min=0),
+    "padding": lambda labels: functional.pad(labels, (0, 1), value=-100)[..., 1:].__setitem__((slice(None), -1), 2),
+}
+"""By name: what writes labels where there were none."""
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_labels_that_are_written_into_are_counted_no_more(name: str) -> None:
+    labels = CountedLabels.of(some_ignored("cpu"))
+    assert labels.count() is not None
+    WRITES[name](labels)
+    assert labels.count() is None
+
+
+def test_a_loss_function_may_write_labels_and_keep_copies(device: str) -> None:
+    own, fused = pair(device)
+    kept = []
+
+    def of_all(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+        labels = labels.clone()
+        labels[labels == -100] = 2
+        kept.append(copy.deepcopy(labels))
+        return functional.cross_entropy(logits.view(-1, vocab_size).float(), labels.view(-1))
+
+    own.loss_function = fused.loss_function = of_all
+    expected, found = (run(model, some_ignored(device)) for model in (own, fused))
+    assert relative(found.loss, expected.loss) < 1e-6
+    assert [type(labels) for labels in kept] == [Tensor, Tensor]
+    assert_gradients_are_near(fused, own)
+
+
+@pytest.mark.parametrize("divisor", [0.0, float("nan")])
+@pytest.mark.parametrize("items", [None, 0, 1])
+def test_without_labels_gradients_are_zero_whatever_the_loss_is_divided_by(
+    items: int | None, divisor: float, device: str
+) -> None:
+    _, fused = pair(device)
+    labels = torch.full((2, 9), -100, device=device)
+    output = fused(input_ids=labels.clamp(min=0), labels=labels, num_items_in_batch=items, use_cache=False)
+    (output.loss / torch.tensor(divisor, device=device)).backward()
+    found = {name: grad.abs().max().item() for name, grad in gradients_of(fused).items()}
+    assert found == dict.fromkeys(found, 0.0)
+
+
+@pytest.mark.parametrize("way", ["hidden states of inference mode", "data of a frozen head", "another dtype"])
+def test_logits_that_are_read_late_are_those_of_the_forward_or_an_error(way: str, device: str) -> None:
+    _, fused = pair(device)
+    fused.requires_grad_(False)
+    labels = some_ignored(device)
+    with torch.inference_mode(way.startswith("hidden")):
+        output = fused(input_ids=labels.clamp(min=0), labels=labels, use_cache=False, output_hidden_states=True)
+        if way.startswith("hidden"):
+            output.hidden_states[-1].mul_(2)
+        elif way.startswith("data"):
+            fused.lm_head.weight.data.mul_(2)
+        else:
+            fused.half()
+        with pytest.raises(RuntimeError, match="read them before"):
+            _ = output.logits + 0
+
+
+def test_a_mask_of_another_shape_raises_as_in_stock(device: str) -> None:
+    for model in pair(device):
+        output = model(input_ids=tokens(device, length=9), labels=some_ignored(device), use_cache=False)
+        with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
+            output.logits[torch.ones(2, 5, dtype=torch.bool, device=device)]
+
+
 def test_labels_of_another_class_have_real_logits(device: str) -> None:
     class Own(Tensor):
         pass
@@ -669,6 +742,27 @@ def test_a_loss_of_ones_own_has_a_row_and_real_logits(device: str, logged: Any) 
     later.loss_function = my_loss
     run(later, tokens(device))
     assert "its logits are read by square" in logged.text
+
+
+def test_a_compiled_loss_function_has_a_row_and_real_logits(device: str, logged: Any) -> None:
+    own, fused = pair(device)
+    compiled = torch.compile(fused.loss_function, fullgraph=True, backend="eager")
+    own.loss_function = fused.loss_function = compiled
+    expected, found = (run(model, some_ignored(device)) for model in (own, fused))
+    assert relative(found.loss, expected.loss) < 1e-6
+    assert "its loss function is compiled" in logged.text
+    (row,) = [row for row in fused_norm.apply_fused_norm(own).kept if row.kind == "loss"]
+    assert (row.reason, row.cause) == ("its loss function is compiled", "overridden")
+
+
+def test_a_forward_that_passes_labels_on_by_another_name_has_a_row() -> None:
+    class PassesAllOn(modeling_llama.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    report = fused_norm.apply_fused_norm(PassesAllOn(tiny_config("llama")))
+    (row,) = [row for row in report.kept if row.kind == "loss"]
+    assert (row.path, row.reason) == ("lm_head", "its forward has no argument of the name labels")
 
 
 def test_a_mode_that_watches_sees_stock_code(device: str) -> None:

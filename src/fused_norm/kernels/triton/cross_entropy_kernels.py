@@ -173,7 +173,7 @@ def _cross_entropy_kernel(
 
 @triton.jit
 def _multiply_kernel(x_ptr, factor_ptr, size, BLOCK: tl.constexpr):
-    """``x *= factor``; nothing is read if the factor is 1. 0 stays 0, as no loss has a gradient at rows without a label."""
+    """``x *= factor``; nothing is read if the factor is 1. 0 stays 0: rows without a label have no gradient."""
     factor = tl.load(factor_ptr)
     if factor != 1.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
