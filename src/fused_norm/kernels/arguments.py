@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -16,11 +16,14 @@ from .triton.memory import angles_layout
 KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """The dtypes that kernels take; float64 goes to the PyTorch reference."""
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-"""The activations of a gate: x times the logistic function of x, times the normal distribution's (by erf), and times
-the approximation of the latter by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new"]
+"""The activation of an MLP's gate."""
 
-GLU_ACTIVATIONS = (*ACTIVATIONS, "gelu_new")
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+"""The activations of the gate of experts: x times the logistic function of x, times the normal distribution's (by
+erf), and times the approximation of the latter by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+
+GLU_ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 """Those of an MLP's gate: also the last one with each of its operations rounded."""
 
 GATES = ("silu", "sigmoid")

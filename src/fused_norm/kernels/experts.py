@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import ACTIVATIONS, Unsupported, check_choice, check_flag
-from .glu import Activation
+from .arguments import ACTIVATIONS, Activation, Unsupported, check_choice, check_flag
 from .operator import BackwardCall, Operator
 from .reference import CLAMP_HAS_GRADIENT_AT_LIMIT
 from .triton.experts_kernels import (

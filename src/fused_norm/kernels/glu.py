@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import GLU_ACTIVATIONS, Unsupported, check_choice
+from .arguments import GLU_ACTIVATIONS, Activation, Unsupported, check_choice
 from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, joined_grads
 from .triton.glu_kernels import launch_glu
 from .triton.memory import empty_rows_like, promoted
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new"]
-"""The activation of an MLP's gate, one of ``arguments.GLU_ACTIVATIONS``."""
 
 
 class Glu(Operator):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
-from ..kernels.glu import Activation as Formula
+from ..kernels.arguments import Activation as Formula
 from .code_fingerprint import fingerprint, own_attributes
 from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, cpu_replica
 from .running_code import RunningCode
