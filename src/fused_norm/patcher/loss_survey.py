@@ -75,8 +75,9 @@ def language_models(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     module: Any
     for module in model.modules():
         origin: Any = stock_class(module)
-        takes_labels = any("labels" in _parameters(base) for base in origin.__mro__ if "forward" in vars(base))
-        if not hasattr(origin, "get_output_embeddings") or not takes_labels:
+        if not hasattr(origin, "get_output_embeddings"):
+            continue
+        if not any("labels" in _parameters(base) for base in origin.__mro__ if "forward" in vars(base)):
             continue
         try:
             head = module.get_output_embeddings()
