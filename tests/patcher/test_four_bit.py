@@ -15,6 +15,7 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModel
@@ -412,15 +413,25 @@ def test_outputs_of_linears_with_and_without_an_adapter_are_recomputed(
 
 
 @pytest.mark.slow
-def test_compiled_layers_run_pefts_code(device: str) -> None:
+@pytest.mark.usefixtures("large_graphs")
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"]], ids=str)
+def test_compiled_layers_run_pefts_code(targets: Any, device: str) -> None:
     """With gradients of another order of sums; norms return what they return in stock."""
+    in_graphs: set[str] = set()
+
+    def noted(graph: Any, inputs: Any) -> Any:
+        in_graphs.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
 
     def with_compiled_layers(model: Any) -> None:
         for layer in model.base_model.model.layers:
-            layer.compile(backend="aot_eager")
+            layer.compile(backend=aot_autograd(fw_compiler=noted))
 
-    counts = compare(model_of(device), device, with_compiled_layers, same=near(4e-3), counts=False)
-    assert not counts
+    counts = compare(model_of(device, target_modules=targets), device, with_compiled_layers, same=near(4e-3))
+    assert +counts == {"rms_norm": 1}, "outside of the layers"
+    fused = {name.split(".")[1] for name in in_graphs if name.startswith("fused_norm.")}
+    assert any("norm" in name for name in fused), "norms are fused, so graphs are seen"
+    assert not [name for name in fused if "lora" in name or "4bit" in name]
 
 
 WITH_ADAPTERS, WITHOUT = "all-linear", ["q_proj"]
