@@ -612,6 +612,30 @@ def test_tied_and_resized_heads(tied: bool, device: str) -> None:
     assert type(fused.lm_head) is nn.Linear
 
 
+def test_a_head_that_was_swapped_out_of_its_model_or_is_shared_computes_what_stocks_does(device: str) -> None:
+    """``remove_fused_norm`` reaches modules of the model alone: a head that has left keeps its class."""
+    own, fused = pair(device)
+    other = build("llama", seed=1, device=device).train()
+    left = other.lm_head = fused.lm_head
+    fused.lm_head = copy.deepcopy(own.lm_head)
+    assert is_fused(fused)
+    fused_norm.remove_fused_norm(fused)
+    assert isinstance(left, FusedHead)
+    x, labels = torch.randn(2, 3, left.in_features, device=device, requires_grad=True), some_ignored(device)
+    results = []
+    for head in (left, own.lm_head):
+        other.lm_head = head
+        other.zero_grad(), head.zero_grad()
+        output = run(other, labels)
+        y = head(x)
+        assert type(output.logits) is type(y) is Tensor
+        gradients = [one.grad.clone() for one in other.parameters()]
+        gradients += torch.autograd.grad(y.sin().sum(), [x, head.weight])
+        results.append([output.loss, output.logits, y, *gradients])
+    for one, expected in zip(*results, strict=True):
+        assert torch.equal(one, expected)
+
+
 @pytest.mark.parametrize("first", ["peft", "fused"])
 def test_adapters_train_as_without(first: str, device: str) -> None:
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)

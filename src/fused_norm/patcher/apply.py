@@ -89,6 +89,8 @@ def apply_fused_norm(
 def remove_fused_norm(model: nn.Module) -> int:
     """Give every module of ``model`` that ``apply_fused_norm`` changed its own class back.
 
+    A module that was taken out of the model before keeps its fused class; a head computes what it does in stock.
+
     Returns:
         The number of modules restored: 0 for a model that was never patched.
 
