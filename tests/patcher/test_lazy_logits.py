@@ -6,14 +6,17 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from fused_norm.patcher.lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
+from fused_norm.patcher.logit_steps import plain_functions
 from fused_norm.patcher.losses import _with_real_sums
 
 ROWS, WIDTH, VOCABULARY = (2, 5), 6, 9
@@ -448,6 +451,7 @@ ASKED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
         lambda logits: torch.tanh(logits / 2) * 2,
         lambda logits: shifted_loss(logits, labels()),
     ),
+    "a sum of losses": (lambda logits: logits, lambda logits: shifted_loss(logits, labels(), reduction="sum")),
     "a read": (lambda logits: (logits * 0.5)[:, 1:], lambda logits: logits.sin().sum()),
 }
 """What is made of logits, whose gradient somebody asks for, and a number that is made of them."""
@@ -456,8 +460,8 @@ ASKED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 @pytest.mark.parametrize(
     ("of", "way"),
     [
-        *((of, way) for of in ASKED for way in ("retain_grad", "register_hook")),
-        *((of, "autograd.grad") for of in ASKED if of != "a read"),
+        *((of, way) for of in ASKED for way in ("retain_grad", "register_hook", "autograd.grad", "edge", "node")),
+        *((of, way) for of in ASKED for way in ("inputs", "inputs of the engine") if of != "a read"),
     ],
 )
 def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> None:
@@ -467,6 +471,18 @@ def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> No
         logits, found = change(logits), []
         if way == "autograd.grad":
             return list(torch.autograd.grad(number(logits), [logits]))
+        if way == "edge":
+            value = number(logits)
+            return list(torch.autograd.grad(value, [get_gradient_edge(logits)]))
+        if way.startswith("inputs"):
+            value = number(logits)
+            with plain_functions() if way != "inputs" else nullcontext():  # as in older PyTorch
+                value.backward(inputs=[logits])
+            return [logits.grad]
+        if way == "node":
+            value = number(logits)
+            logits.grad_fn.register_prehook(lambda given: found.extend(given))
+            return [*head.gradients(value), *found]
         if way == "register_hook":
             logits.register_hook(lambda one: found.append(one) or 2 * one)
         else:
@@ -477,6 +493,52 @@ def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> No
 
     head = Head()
     assert_as_of_real_logits(head, gradients)
+
+
+@pytest.mark.parametrize("way", ["register_hook", "retain_grad", "autograd.grad"])
+@pytest.mark.parametrize("change", [lambda one: one * 0.5, lambda one: one[:, 1:], lambda one: one.float()[0] / 3])
+def test_a_gradient_of_what_was_read_is_there_for_who_asks_later(change: Callable[[Tensor], Tensor], way: str) -> None:
+    def gradients(logits: Tensor) -> list[Tensor]:
+        derived, found = change(logits), []
+        further, late = derived * 3, derived * 5
+        value = derived.sin().sum() + further.square().sum()
+        asked = [derived, late]
+        if way == "autograd.grad":
+            return list(torch.autograd.grad(value + late.sin().sum(), asked))
+        for one in asked:
+            if way == "register_hook":
+                one.register_hook(found.append)
+            else:
+                one.retain_grad()
+        value += late.sin().sum() + functional.cross_entropy(further.flatten(0, -2), target(further))
+        return [*head.gradients(value), *(found or [one.grad for one in asked])]
+
+    def target(logits: Tensor) -> Tensor:
+        return torch.arange(logits[..., 0].numel()) % VOCABULARY
+
+    head = Head()
+    assert_as_of_real_logits(head, gradients)
+
+
+def test_a_gradient_that_cannot_be_told_any_more_is_an_error() -> None:
+    """Of what was given to a fused loss, and read after it; or what the engine alone was asked for."""
+    head = Head()
+    derived = head.lazy() * 0.5
+    value = shifted_loss(derived, labels()) + derived.sin().sum()
+    for ask in (
+        lambda: torch.autograd.grad(value, derived),
+        lambda: derived.register_hook(print),
+        derived.retain_grad,
+        lambda: derived.grad_fn,
+    ):
+        with pytest.raises(RuntimeError, match=r"call its retain_grad\(\) before"):
+            ask()
+    derived = head.lazy() * 0.5
+    value = derived.sin().sum()
+    with plain_functions():  # as in older PyTorch
+        value.backward(inputs=[derived])
+    with pytest.raises(RuntimeError, match=r"call its retain_grad\(\) before"):
+        _ = derived.grad
 
 
 def test_a_loss_and_a_read_in_one_backward() -> None:

@@ -8,7 +8,7 @@ those are. So code that is given lazy logits, the user's too, computes what it w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from types import FunctionType
@@ -37,9 +37,20 @@ _OF_GRAPH = frozenset({
 })  # fmt: skip
 """Those that tell of, or hook into, the place of a tensor in autograd's graph, which a lazy tensor has."""
 
+_ASKS = frozenset({"grad_fn", "retain_grad", "register_hook"})
+"""Those of them by which somebody asks for a gradient, or for the node that gets it."""
+
+_DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+"""Functions that take lazy logits as ``inputs``; older PyTorch hands those of ``backward`` to its engine alone."""
+
 _WRITES = frozenset({"__setitem__", "copy_", "set_", "data"})
 _SAMPLED = 4096
 
+
+_TOO_LATE = (
+    "the gradient of a tensor that is made of outputs.logits is asked for after it was read: call its retain_grad()"
+    " before, or patch the model with apply_fused_norm(model, loss=False)"
+)
 
 GENUINE: dict[str, Any] = {"linear": torch._C._nn.linear}
 """PyTorch's own functions of ``torch.nn.functional``.
@@ -194,6 +205,8 @@ class LazyLogits(LazyTensor):
     _parent: LazyLogits | None
     _family: Family
     _real: Tensor | None
+    _was_read_apart: bool  # the real one was made of its parent's, and is no result of this one in the graph
+    _has_loss: bool  # a fused loss was made of these, or of what steps make of them
 
     @classmethod
     def of(cls, projection: Projection) -> LazyLogits:
@@ -221,6 +234,7 @@ class LazyLogits(LazyTensor):
             else:
                 lazy = cls(like, projection.x.device)
         lazy._projection, lazy._steps, lazy._parent, lazy._real = projection, steps, parent, None
+        lazy._was_read_apart = lazy._has_loss = False
         lazy._family = Family() if parent is None else parent._family
         lazy._family.members.add(lazy)
         return lazy
@@ -234,12 +248,40 @@ class LazyLogits(LazyTensor):
             # In the grad mode of the forward, whatever the reader's is.
             is_in_inference = torch.is_inference_mode_enabled() and not in_graph
             with torch.inference_mode(is_in_inference), torch.set_grad_enabled(in_graph):
-                if in_graph and (self._parent is None or self._family.is_watched):
+                if in_graph and (self._parent is None or (self._family.is_watched and not self.is_apart())):
                     with plain_functions():
                         self._real = _Read.apply(self)
                 else:
-                    self._real = self._computed(reader)
+                    self._real, self._was_read_apart = self._computed(reader), self._parent is not None
         return self._real
+
+    def with_ancestors(self) -> Iterator[LazyLogits]:
+        """These logits, what they were made of, and so on."""
+        one: LazyLogits | None = self
+        while one is not None:
+            yield one
+            one = one._parent
+
+    def is_apart(self) -> bool:
+        """Return whether the real logits are, or would be, no result of these in autograd's graph."""
+        return any(one._was_read_apart for one in self.with_ancestors())
+
+    def in_graph(self, *, is_asked: bool = True) -> Tensor:
+        """The tensor that has the place of these logits in autograd's graph.
+
+        Args:
+            is_asked: somebody asks for the gradient.
+
+        Raises:
+            RuntimeError: if the gradient is asked for, and is divided between two places.
+        """
+        if not self.is_apart():
+            return self
+        if not is_asked:
+            return self if self._real is None else self._real
+        if self._has_loss:
+            raise RuntimeError(_TOO_LATE)
+        return self.read("autograd")
 
     def _computed(self, reader: str) -> Tensor:
         if self._parent is None:
@@ -257,23 +299,21 @@ class LazyLogits(LazyTensor):
         lead = args[0] if args else None
         if isinstance(lead, LazyLogits):
             if name in _OF_GRAPH or name in _OF_SHAPE:
-                if name == "retain_grad" or (name == "register_hook" and not _is_of_sharding(args[1])):
-                    lead._family.is_watched = True
+                is_asked = name in _ASKS and not (name == "register_hook" and _is_of_sharding(args[1]))
+                lead._family.is_watched |= is_asked
+                place = lead.in_graph(is_asked=is_asked) if name in _OF_GRAPH else lead
                 with plain_functions():
-                    return func(*args, **kwargs)
+                    if name == "grad" and place is not lead and lead.retains_grad:  # by the engine
+                        raise RuntimeError(_TOO_LATE)
+                    return func(place, *args[1:], **kwargs)
             if lead._real is None and (step := step_of(lead, name, func, args[1:], kwargs)) is not None:
                 return lead if step.name == "same" else lead.then(step)
         if func is GENUINE["cross_entropy"]:
             loss = _cross_entropy(*args, **kwargs)
             if loss is not None:
                 return loss
-        elif func is torch.autograd.grad and len(args) > 1:
-            outputs, inputs, *rest = args
-            for one in tree_leaves(inputs):  # the fused loss leaves their place in the graph out unless asked
-                if isinstance(one, LazyLogits):
-                    one._family.is_watched = True
-            with plain_functions():
-                return func(_real(outputs, name), inputs, *_real(rest, name), **_real(kwargs, name))
+        elif func in _DIFFERENTIATES:
+            return _differentiated(func, args, kwargs)
         if (
             name in _WRITES
             or (name.endswith("_") and not name.endswith("__"))
@@ -324,6 +364,8 @@ class LazySum(LazyTensor):
                     return func(*args, **(kwargs or {}))
             if name in ("__truediv__", "div", "true_divide") and len(args) == 2 and not kwargs and _is_count(args[1]):
                 return _fused(lead._logits, replace(lead._how, num_items=args[1]))
+        if func in _DIFFERENTIATES:
+            return _differentiated(func, args, kwargs or {})
         with plain_functions():
             return func(*_real(args, name), **_real(kwargs or {}, name))
 
@@ -385,13 +427,17 @@ class _Loss(torch.autograd.Function):
         ctx.save_for_backward(*arguments)
         ctx.set_materialize_grads(False)
         ctx.steps, ctx.dtype, ctx.family = logits._steps, logits._projection.dtype, logits._family
+        for one in logits.with_ancestors():
+            one._has_loss = True
         ctx.how, ctx.is_lazy = how, is_lazy
         # A copy and no view: callers scale it, and add to it, in place.
         return LazySum(loss, logits.device) if is_lazy else loss.clone()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None) -> Any:
-        if dloss is None or not (ctx.is_lazy or ctx.family.is_watched):
+        with plain_functions():  # older PyTorch tells its engine alone of ``backward(inputs=...)``
+            is_watched = ctx.family.is_watched or any(one.retains_grad for one in ctx.family.members)
+        if dloss is None or not (ctx.is_lazy or is_watched):
             return dloss, *(None,) * 6
         dlogits = _gradient_of(ctx.how.of, (ctx.steps, ctx.dtype, *ctx.saved_tensors), dloss)
         return None, dlogits, *(None,) * 5
@@ -427,6 +473,8 @@ def _cross_entropy(
 ) -> Tensor | None:
     """The loss of lazy logits by the fused operator; None for a call that it cannot make."""
     if not isinstance(logits, LazyLogits) or logits._real is not None or not isinstance(target, Tensor):
+        return None
+    if logits.is_apart():
         return None
     if not (weight is size_average is reduce is None) or reduction not in ("mean", "sum"):
         return None
@@ -483,6 +531,19 @@ def _read_families(tree: Any, reader: str) -> None:
                     f"{reader} writes into logits, a view of which a hook or autograd.grad has asked a gradient of: "
                     "write before, or patch the model with apply_fused_norm(model, loss=False)"
                 )
+
+
+def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
+    """What one of ``_DIFFERENTIATES`` returns; gradients of lazy logits among its inputs are asked for."""
+    outputs, *rest = args
+    options = dict(kwargs)
+    inputs = rest[0] if rest else options.pop("inputs", None)
+    for one in tree_leaves(inputs):
+        if isinstance(one, LazyLogits):
+            one._family.is_watched = True
+    outputs, options = _real((outputs, options), func.__name__)
+    with plain_functions():
+        return func(outputs, inputs=tree_map_only(LazyLogits, LazyLogits.in_graph, inputs), **options)
 
 
 def _real(tree: Any, reader: str) -> Any:
