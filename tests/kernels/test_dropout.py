@@ -111,7 +111,7 @@ def test_on_a_gpu_a_mask_is_the_one_that_dropout_between_casts_draws(shape: tupl
     dy = torch.randn(shape, device="cuda").to(dtype)
 
     def by_mask() -> list[Tensor]:
-        mask = mask_of_dropout(dropout, x)
+        mask = mask_of_dropout(dropout, x, FP32)
         assert mask is not None
         return [
             reference.dropped(tensor, mask, factor) for tensor, factor in zip((x, dy), dropout_factors(p), strict=True)
@@ -131,4 +131,4 @@ def test_on_a_gpu_a_mask_is_the_one_that_dropout_between_casts_draws(shape: tupl
 
 
 def test_on_a_cpu_pytorchs_dropout_runs() -> None:
-    assert mask_of_dropout(nn.Dropout(0.5), torch.ones(2, 8, dtype=BF16)) is None
+    assert mask_of_dropout(nn.Dropout(0.5), torch.ones(2, 8, dtype=BF16), FP32) is None

@@ -72,15 +72,22 @@ class FusedAdapter(Fused):
             if not isinstance(weight, str):
                 # Who passes an adapter's input in another dtype than stock's has asked (``adapter_reads_in``).
                 is_idle = given is not None and given.dtype not in (None, own.dtype)
+                mask, factors = None, (1.0, 1.0)
                 if not is_idle and not is_idle_dropout(dropout):
-                    dropped = dropout(self._cast_for_adapter(own, a.dtype))
+                    mask = mask_of_dropout(dropout, own, own.dtype)
+                    if mask is None:
+                        dropped = dropout(self._cast_for_adapter(own, a.dtype))
+                    else:
+                        factors = dropout_factors(dropout.p)
                 adapter_x = own if dropped is None else dropped
-                options = parts["base_layer"].bias, weight[1], scale, dtype, y_dtype
+                tensors = adapter_x, a, b, *weight[0], parts["base_layer"].bias, mask
                 is_sum = given is None or not given.returns_summands
                 operator = LORA_LINEAR_4BIT if is_sum else LORA_SUMMANDS_4BIT
-                y, _ = run_fused(operator, x, adapter_x, a, b, *weight[0], *options)
+                y, _ = run_fused(operator, x, *tensors, weight[1], scale, *factors, dtype, y_dtype)
                 if y is not None:
                     return y if is_sum else Summands(*y)
+                if mask is not None:
+                    dropped = reference.dropped(own, mask, factors[0])
             else:
                 warn_once(self.fused_norm_origin, weight, "its linear by bitsandbytes' code")
         base = parts["base_layer"](x)
@@ -90,7 +97,7 @@ class FusedAdapter(Fused):
             if is_idle_dropout(dropout):
                 dropped = own
             elif not self.fused_norm_is_quantised and getattr(layer, "cast_input_dtype_enabled", True):
-                mask = mask_of_dropout(dropout, own)
+                mask = mask_of_dropout(dropout, own, torch.float32)
                 if mask is not None:
                     factors = dropout_factors(dropout.p)
                     y, _ = run_fused(LORA_ADD_DROPPED, base, own, a, b, mask, scale, *factors)

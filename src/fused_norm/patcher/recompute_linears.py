@@ -168,7 +168,7 @@ class LinearOutputs:
         """The output of a linear with a weight of 4 bits and its LoRA adapter, as one operator has made it."""
         if not LORA_LINEAR_4BIT.owns(node):
             return None
-        b, h = [_kept(saved) for saved in node._raw_saved_tensors[2:]]
+        b, h = [_kept(saved) for saved in node._raw_saved_tensors[-2:]]
         if b is None or h is None:
             return None
         linear: Any = LORA_LINEAR_4BIT.unhooked_of(node)
