@@ -179,8 +179,11 @@ def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
             options = block, 0.5, 1.1, 1.1, torch.bfloat16, dtype
             name = f"blocks of {block}{way}"
             for operator in ("lora_linear_4bit", "lora_summands_4bit"):
-                for kept, dropout in ((None, ""), (mask, " and dropout")):
-                    yield both(operator, f"{name}{dropout}", x, x, a, b, code, packed, *weight, None, kept, *options)
+                yield both(operator, name, x, x, a, b, code, packed, *weight, None, None, *options)
+                for rank in RANKS if block == 64 else ():
+                    factors = torch.zeros(rank, 4096), torch.zeros(64, rank)
+                    tensors = x, x, *factors, code, packed, *weight, None, mask
+                    yield both(operator, f"{name}, dropout, rank {rank}", *tensors, *options)
             yield both("linear_4bit", name, x, code, packed, *weight, None, 64, block, torch.bfloat16, dtype)
 
 

@@ -49,13 +49,14 @@ def _load(memory, row, col, live, scale, dtype: tl.constexpr):
 def _load_dropped(x_ptr, x_stride, mask_ptr, row, col, live, scale, N, dtype: tl.constexpr):
     """A tile of x times the scale and the mask [M, N], rounded once; a number that is not finite gives NaN."""
     if mask_ptr is None:
-        return _load((x_ptr, x_stride, 1), row, col, live, scale, dtype)
-    value = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-    kept = tl.load(mask_ptr + row[:, None] * N + col[None, :], mask=live, other=0).to(tl.float32)
-    value *= kept
-    if scale is not None:
-        value *= scale
-    return _operand(value, dtype)
+        value = _load((x_ptr, x_stride, 1), row, col, live, scale, dtype)
+    else:
+        value = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+        value *= tl.load(mask_ptr + row[:, None] * N + col[None, :], mask=live, other=0).to(tl.float32)
+        if scale is not None:
+            value *= scale
+        value = _operand(value, dtype)
+    return value
 
 
 @triton.jit
