@@ -14,7 +14,7 @@ from fused_norm.kernels import reference
 from fused_norm.kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
 from fused_norm.patcher.adapter_dropout import dropout_factors, mask_of_dropout
 
-from .numerics import BF16, FP16, FP32
+from .numerics import BF16, FP16, FP32, same_products
 
 SCALE, FACTORS = 0.7, (1 / 0.95, 1 / 0.9)
 """The scale of an adapter, and the factors of numbers and gradients, which differ more than PyTorch's do."""
