@@ -38,7 +38,8 @@ class Call(NamedTuple):
     @property
     def semantics(self) -> tuple[Any, ...]:
         """What stands for the norm among the arguments of a registered operator."""
-        return () if self.spec is None else (self.spec.casting, self.spec.zero_centered, self.spec.eps)
+        spec = self.spec
+        return () if spec is None else (spec.casting, spec.zero_centered, spec.eps, spec.casts_weight)
 
     @property
     def differentiated(self) -> int:

@@ -356,7 +356,7 @@ def test_opcheck(name: str, device: str) -> None:
         "coat": ((x, None, w, codes.q, codes.scale), 1.0),
     }[name]
     spec = norm_spec("llama", False, 1e-6)
-    meaning, options = (spec.casting, spec.zero_centered, spec.eps), (scale, name)
+    meaning, options = (spec.casting, spec.zero_centered, spec.eps, spec.casts_weight), (scale, name)
     forward, backward = (getattr(torch.ops.fused_norm, f"norm_fp8_{way}") for way in ("forward", "backward"))
     # What else opcheck looks at takes no FP8, or takes one NaN for another number than the next.
     checks = ("test_autograd_registration", "test_faketensor")

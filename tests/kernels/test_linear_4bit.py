@@ -19,6 +19,7 @@ from fused_norm.kernels import reference
 from fused_norm.kernels.linear_4bit import LINEAR_4BIT
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
+from fused_norm.kernels.operator import Operator
 
 from ..conftest import slow_rows
 from .numerics import BF16, FP16, FP32, Tensors, assert_same, same_products
@@ -39,6 +40,7 @@ class FourBit:
         *,
         bias: bool = False,
         features: int = N,
+        rank: int = RANK,
     ) -> None:
         self.dtype, self.features = dtype, features
         weight = torch.randn(features, K, device=device).to(dtype)
@@ -47,7 +49,7 @@ class FourBit:
         self.bias = torch.randn(features, device=device).to(dtype) if bias else None
         self.factors: list[Tensor] = []
         if factors is not None:
-            a, b = torch.randn(RANK, K, device=device) / 8, torch.randn(features, RANK, device=device)
+            a, b = torch.randn(rank, K, device=device) / 8, torch.randn(features, rank, device=device)
             self.factors = [a.to(factors), b.to(factors)]
 
     def fused(
@@ -239,6 +241,21 @@ def test_summands_have_the_bits_of_the_sum(dropped: bool, used: str, device: str
     assert used != "base" or not any(getattr(ways[1], name).any() for name in "ab"), (
         "factors have no gradient but zeros"
     )
+
+
+@pytest.mark.parametrize(("rank", "reason"), [(256, None), (257, "a rank of 257 is more than 256")])
+@pytest.mark.parametrize("operator", [LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT], ids=lambda operator: operator.name)
+def test_the_highest_rank_is_fused_and_the_next_one_is_not(
+    operator: Operator, rank: int, reason: str | None, device: str
+) -> None:
+    layer, x = FourBit(device, BF16, FP32, rank=rank), torch.randn(3, K, device=device)
+    arguments = x, x, *layer.factors, *layer.parts, layer.bias, layer.state.blocksize, FACTOR, BF16, FP32
+    y, why_not = operator.try_fused(*arguments, replaces=None)
+    assert why_not == reason
+    if reason is None and operator is LORA_LINEAR_4BIT:
+        expected = layer.results(layer.stock, x, FP32)
+        assert torch.equal(y, expected.y)
+        assert_same(layer.results(layer.fused, x, FP32), expected)
 
 
 def test_an_input_that_both_products_read_has_one_gradient(device: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from fused_norm.kernels.operator import OPERATORS
 from fused_norm.spec import CASTINGS, NormSpec
@@ -122,6 +123,12 @@ def test_with_any_rounding_a_norms_backward_reads_what_stocks_does(
     spec: NormSpec, dtypes: tuple[torch.dtype, torch.dtype], device: str
 ) -> None:
     check(call_of("norm", spec, *dtypes, device), tuple(NEEDED))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec}, {spec.casts_weight}")
+def test_a_registered_operators_backward_reads_what_stocks_does(spec: NormSpec, device: str) -> None:
+    with FlopCounterMode(display=False):
+        check(call_of("norm", spec, BF16, BF16, device))
 
 
 @DTYPES

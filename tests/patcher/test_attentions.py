@@ -74,6 +74,8 @@ NOT_FOUND: dict[str, tuple[str, ...]] = {
     "another way without a cache": swapped(UPDATE, f"{UPDATE}\nelse:\n    k, v = k, v"),
     "another condition": swapped("cache is not None", "cache"),
     "another mask": (BEFORE, "mask = mask + 1", *FORWARD[1:]),
+    "another mask by a walrus": (BEFORE, "self.order.append(mask := mask + 1)", *FORWARD[1:]),
+    "a mask that the rotation's line makes": swapped("angles[1])", "angles[1], (mask := mask + 1))"),
     "another cache": (BEFORE, "cache = cache or other", *FORWARD[1:]),
     "another argument": swapped("scaling=", "sinks="),
     "values that come later": (ROTATION, BEFORE, *FORWARD[2:]),

@@ -368,6 +368,14 @@ NORM_MISSED = {
             a = self.norm(a)
         return a
     """,
+    "the norm in the handler of a group": """
+        try:
+            a = a + b
+            b.missing()
+        except* AttributeError:
+            a = self.norm(a)
+        return a
+    """,
     "the norm at last": """
         try:
             a = a + b

@@ -63,6 +63,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--store is of all model types")
     if args.against not in (None, _NEWEST, *there):
         raise UsageError(f"transformers {args.against} is not stored; there are {', '.join(there)}")
+    against = args.against
+    if against == _NEWEST:
+        import transformers
+
+        against = next((release for release in reversed(there) if release != transformers.__version__), None)
+        if against is None:
+            raise UsageError("no other release is stored to compare with: leave out --against")
     # The sweep imports the kernels, for which the device is chosen before.
     interpret_without_gpu("cpu")
     summary, missing = _sweep(args)
@@ -72,10 +79,9 @@ def run(args: argparse.Namespace) -> int:
         return STOPPED
     if args.store:
         summary.save(STORED / f"transformers-{summary.transformers}.json")
-    if args.against is None:
+    if against is None:
         return 0
-    newest = [release for release in there if release != summary.transformers][-1]
-    before = there[newest if args.against == _NEWEST else args.against]
+    before = there[against]
     lines = changes(before, summary, only=args.types)
     print(f"\nsince transformers {before.transformers}: {len(lines) or 'no'} changes")
     print("\n".join(f"  {line}" for line in lines))

@@ -566,14 +566,16 @@ class Operator(ABC):
         if not self.takes_spec:
             return arguments
         spec = arguments[index]
-        return spec.casting, spec.zero_centered, spec.eps, *arguments[:index], *arguments[index + 1 :]
+        fields = spec.casting, spec.zero_centered, spec.eps, spec.casts_weight
+        return *fields, *arguments[:index], *arguments[index + 1 :]
 
     def _spec_at(self, index: int, arguments: Sequence[Any]) -> Sequence[Any]:
         """The inverse of ``_spec_first``."""
         if not self.takes_spec:
             return arguments
-        casting, zero_centered, eps, *others = arguments
-        return *others[:index], NormSpec(casting, zero_centered, eps=eps), *others[index:]
+        casting, zero_centered, eps, casts_weight, *others = arguments
+        spec = NormSpec(casting, zero_centered, eps=eps, casts_weight=casts_weight)
+        return *others[:index], spec, *others[index:]
 
 
 def for_each_consumer(consumers: int, wide: int, y: Tensor, narrow: Tensor) -> tuple[Tensor, ...]:
@@ -816,7 +818,7 @@ def _define(name: str, schemas: Sequence[str], results: Sequence[str], run: Call
     """
     returned = "Tensor" if len(results) == 1 else f"({', '.join(f'Tensor {result}' for result in results)})"
     before, spec, after = ", ".join(filter(None, schemas)).partition("NormSpec spec, ")
-    fields = "str casting, bool zero_centered, float eps, " if spec else ""
+    fields = "str casting, bool zero_centered, float eps, bool casts_weight, " if spec else ""
     _library.define(f"{name}({fields}{before}{after}) -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, lambda *arguments: run(True, *arguments), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *arguments: run(False, *arguments), lib=_library)

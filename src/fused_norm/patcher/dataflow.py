@@ -284,7 +284,7 @@ class Dataflow:
                     if item.optional_vars is not None:
                         names = self._store(item.optional_vars, None, statement, names)
                 return self._run(statement.body, names | self._inside)
-            case ast.Try():
+            case ast.Try() | ast.TryStar():
                 after = self._run(statement.body, names)
                 for handler in statement.handlers:
                     after = _joined(after, self._run(handler.body, _joined(names, after)))

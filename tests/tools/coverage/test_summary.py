@@ -126,6 +126,7 @@ def test_the_command_compares_summaries_and_writes_the_page(
     summary.transformers = "5.10.0"
     summary.classes["one.OneNorm"] = "norm 44444444"
     monkeypatch.setattr(command, "_sweep", lambda args: (summary, 0))
+    monkeypatch.setattr("transformers.__version__", summary.transformers)
     assert command.main(["--store", "--against"]) == 1
     said = capsys.readouterr().out
     assert "since transformers 5.9.0: 1 changes" in said
@@ -138,6 +139,27 @@ def test_the_command_compares_summaries_and_writes_the_page(
     assert command.main(["--table"]) == 0
     assert "| transformers 5.9.0 | transformers 5.10.0 |" in (folder / "supported.md").read_text(encoding="utf-8")
     assert "In transformers 5.10.0, " in (folder / "model_types.md").read_text(encoding="utf-8")
+
+
+def test_without_an_older_summary_there_is_nothing_to_compare_with(
+    summary: Summary, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_sweep", lambda args: pytest.fail("it sweeps first"))
+    monkeypatch.setattr("transformers.__version__", summary.transformers)
+    for release in (None, summary.transformers):
+        if release is not None:
+            summary.save(folder / f"transformers-{release}.json")
+        assert command.main(["--against"]) == 2
+        assert "no other release is stored" in capsys.readouterr().err
+
+
+def test_a_single_summary_can_be_compared_with(
+    summary: Summary, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary.save(folder / f"transformers-{summary.transformers}.json")
+    monkeypatch.setattr(command, "_sweep", lambda args: (summary, 0))
+    assert command.main(["--against", summary.transformers]) == 0
+    assert "no changes" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -185,4 +185,4 @@ def _looks_up(flow: Dataflow, statement: ast.stmt, name: str) -> bool:
 def _is_argument(flow: Dataflow, name: ast.Name) -> bool:
     """Return whether a name holds an argument of the forward, unchanged."""
     definition = flow.definition_of(name)
-    return definition is not None and definition.statement is None
+    return definition is not None and definition is flow.arguments.get(name.id)
