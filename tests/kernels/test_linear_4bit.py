@@ -249,7 +249,7 @@ def test_the_highest_rank_is_fused_and_the_next_one_is_not(
     operator: Operator, rank: int, reason: str | None, device: str
 ) -> None:
     layer, x = FourBit(device, BF16, FP32, rank=rank), torch.randn(3, K, device=device)
-    arguments = x, x, *layer.factors, *layer.parts, layer.bias, layer.state.blocksize, FACTOR, BF16, FP32
+    arguments = x, x, *layer.factors, *layer.parts, layer.bias, None, layer.state.blocksize, *FACTORS, BF16, FP32
     y, why_not = operator.try_fused(*arguments, replaces=None)
     assert why_not == reason
     if reason is None and operator is LORA_LINEAR_4BIT:
