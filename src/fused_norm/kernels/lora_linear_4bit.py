@@ -92,7 +92,7 @@ class LoraLinear4bit(Operator):
     ) -> tuple[Any, ...]:
         x, adapter_x, a, b, *weight, bias, mask, block, factor, drop_factor, _, dtype, y_dtype = arguments
         h = x.new_empty((*x.shape[:-1], len(a)), dtype=dtype)
-        copies = [empty_weight_like(one, name in copied, dtype) for name, one in (("a", a), ("b", b))]
+        copies = [empty_weight_like(w, name in copied, dtype) for name, w in (("a", a), ("b", b))]
         narrow = x if x.dtype == dtype and x.is_contiguous() else x.new_empty(x.shape, dtype=dtype)
         drop_factor = 1.0 if mask is None else drop_factor
         read, adapter_copy = adapter_x, None
@@ -196,8 +196,8 @@ class LoraLinear4bit(Operator):
             )
         w = reference.dequantize(weight, block, (len(b), a.shape[1]), dtype)
         dy, dadded = dy.to(dtype), (others[0] if others else dy).to(dtype)
-        given = dadded, adapter_x.to(dtype), a, b, h, factor, a_dtype, b_dtype
-        _, dadapter, da, db = reference.lora_add_backward(*given)
+        inputs = dadded, adapter_x.to(dtype), a, b, h, factor, a_dtype, b_dtype
+        _, dadapter, da, db = reference.lora_add_backward(*inputs)
         assert dadapter is not None
         dadapter = dadapter.to(given_dtype)
         if mask is not None:

@@ -178,12 +178,12 @@ def _cases(
         )
         for turned in (x.transpose(1, 2), x.transpose(1, 2).contiguous()):
             for named in ways:
-                for given in ([turned, weight, bias], [turned, weight]):
-                    yield Case(partial(_called, function, dict(named), autocast), given)
+                for tensors in ([turned, weight, bias], [turned, weight]):
+                    yield Case(partial(_called, function, dict(named), autocast), tensors)
 
 
-def _called(function: Callable[..., Any], named: dict[str, Any], autocast: torch.dtype | None, *given: Tensor) -> Any:
-    x, weight, bias = (*given, None)[:3]
+def _called(function: Callable[..., Any], named: dict[str, Any], autocast: torch.dtype | None, *tensors: Tensor) -> Any:
+    x, weight, bias = (*tensors, None)[:3]
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         return function(x, weight, bias, **named)
 

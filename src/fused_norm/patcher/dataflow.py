@@ -96,7 +96,7 @@ class Dataflow:
         self.parents = {inner: node for node in ast.walk(definition) for inner in ast.iter_child_nodes(node)}
         self.arguments = {name: Definition(name, value, None) for name, value in _arguments(definition.args)}
         self._run(definition.body, {name: frozenset([argument]) for name, argument in self.arguments.items()})
-        self._locals = {*self.arguments, *(made.name for made in self._by_node.values())}
+        self._locals = {*self.arguments, *(local.name for local in self._by_node.values())}
 
     def definition_of(self, load: ast.AST | None) -> Definition | None:
         """The definition of the value that a load reads; None if there are several, or it is of no local name."""

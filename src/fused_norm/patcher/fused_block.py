@@ -249,15 +249,15 @@ class FusedBlock(Fused):
         gate, up = packed.chunk(2, dim=-1)
         return act(gate) * up
 
-    def fused_norm_conv(self, convolve: Any, *given: Any, **named: Any) -> Any:
+    def fused_norm_conv(self, convolve: Any, *args: Any, **named: Any) -> Any:
         """``convolve(*given, **named)``, a causal convolution."""
-        for known in self.fused_norm_convolutions:
-            if known.is_now(convolve):
-                y, reason = known.convolve(*given, **named)
+        for convolution in self.fused_norm_convolutions:
+            if convolution.is_now(convolve):
+                y, reason = convolution.convolve(*args, **named)
                 if reason is None:
                     return y
                 warn_once(self.fused_norm_origin, reason)
-        return convolve(*given, **named)
+        return convolve(*args, **named)
 
     def fused_norm_conv_module(self, act: Any, conv: Any, x: Any, length: Any) -> Any:
         """``act(conv(x)[..., :length])``, where ``conv`` is an ``nn.Conv1d`` and ``act`` is SiLU, or None."""

@@ -120,7 +120,7 @@ class Projection:
             RuntimeError: if they would not, because hidden states or weights were written to or freed.
         """
         changed = list(map(_version, self._tensors)) != self._versions
-        changed = changed or any(one.untyped_storage().nbytes() == 0 for one in self._tensors if one.numel())
+        changed = changed or any(tensor.untyped_storage().nbytes() == 0 for tensor in self._tensors if tensor.numel())
         for tensor, sample in () if self.is_running else self._samples:
             changed = changed or tensor.dtype != sample.dtype or not torch.equal(sample, _sample(tensor))
         if changed:
@@ -200,7 +200,7 @@ class LazyLogits(LazyTensor):
         """The logits of a call of a head."""
         x, weight = projection.x, projection.weight
         like = torch.empty((*x.shape[:-1], len(weight)), dtype=projection.dtype or x.dtype, device="meta")
-        in_graph = torch.is_grad_enabled() and any(one.requires_grad for one in projection._tensors)
+        in_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in projection._tensors)
         return cls._made(projection, (), None, like, in_graph)
 
     def then(self, step: Step) -> LazyLogits:
@@ -269,9 +269,9 @@ class LazyLogits(LazyTensor):
                 return loss
         elif func is torch.autograd.grad and len(args) > 1:
             outputs, inputs, *rest = args
-            for one in tree_leaves(inputs):  # the fused loss leaves their place in the graph out unless asked
-                if isinstance(one, LazyLogits):
-                    one._family.is_watched = True
+            for leaf in tree_leaves(inputs):  # the fused loss leaves their place in the graph out unless asked
+                if isinstance(leaf, LazyLogits):
+                    leaf._family.is_watched = True
             with plain_functions():
                 return func(_real(outputs, name), inputs, *_real(rest, name), **_real(kwargs, name))
         if (
@@ -363,11 +363,11 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits) -> Any:
-        found = lazy._computed("a read")
-        if not found._is_view():
-            return found
+        tensor = lazy._computed("a read")
+        if not tensor._is_view():
+            return tensor
         lazy._family.is_copied = True
-        return found.clone()
+        return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -476,8 +476,8 @@ def _read_families(tree: Any, reader: str) -> None:
 
     for value in tree_leaves(tree):
         if isinstance(value, LazyLogits):
-            for one in list(value._family.members):
-                one.read(reader)
+            for member in list(value._family.members):
+                member.read(reader)
             if value._family.is_copied:
                 raise RuntimeError(
                     f"{reader} writes into logits, a view of which a hook or autograd.grad has asked a gradient of: "

@@ -209,8 +209,8 @@ def _selects(name: str, args: Any, kwargs: Any) -> bool:
     if name == "__getitem__":
         parts = args[0] if isinstance(args[0], tuple) else (args[0],)
         return all(
-            one is Ellipsis or type(one) in (int, slice) or (isinstance(one, Tensor) and one.dtype == torch.bool)
-            for one in parts
+            part is Ellipsis or type(part) in (int, slice) or (isinstance(part, Tensor) and part.dtype == torch.bool)
+            for part in parts
         )
     return name in ("contiguous", "view", "reshape", "flatten", "to", "long", "clone", "detach", "squeeze", "cuda")
 

@@ -117,13 +117,13 @@ def _attention_after(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> At
     if (
         all(_looks_up(flow, statement, function) for statement in lookups)
         and not any(mentions(statement, function) for statement in (rotation, *updates))
-        and all(flow.is_read_only_in(made, *updates, query, key) for made in flow.made_by(rotation))
+        and all(flow.is_read_only_in(definition, *updates, query, key) for definition in flow.made_by(rotation))
         and any(is_name(target, value.id) for target in assigned)
         and all(_is_argument(flow, name) for name in (cache, mask, further) if isinstance(name, ast.Name))
     ):
-        asked = [cache, mask, ast.Name(k, ast.Load()), value, further]
+        arguments = [cache, mask, ast.Name(k, ast.Load()), value, further]
         values = _values(flow, before, updates, k, value, function)
-        return Attention(rotation, lookups, function, asked, values)
+        return Attention(rotation, lookups, function, arguments, values)
     return None
 
 
@@ -148,7 +148,7 @@ def _values(
     earlier = before[: before.index(statement)]
     has_key = any(is_name(to, k) for other in earlier for to in getattr(other, "targets", ()))
     is_alone = len(statement.targets) == 1 and all(
-        flow.is_read_only_in(made, *updates, value) for made in flow.made_by(statement)
+        flow.is_read_only_in(definition, *updates, value) for definition in flow.made_by(statement)
     )
     return (statement, call) if call is not None and has_key and is_alone else None
 
