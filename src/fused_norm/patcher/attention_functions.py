@@ -36,7 +36,7 @@ class _Reader(NamedTuple):
     """An attention function that casts q and k under autocast.
 
     Attributes:
-        unless: names of further arguments with which it does something else first.
+        unless: names of extra arguments with which it does something else first.
         calls: functions that it leaves the cast to: the namespace it looks each up in, the name, the function, and the
             code of the function.
         use_gqa: of PyTorch's attention, what decides that keys are not repeated for the heads that share them; None for
@@ -49,7 +49,7 @@ class _Reader(NamedTuple):
 
 
 def read_dtype(
-    attention: Any, attend: Any, cache: Any, mask: Any, key: Any, value: Any, further: Any
+    attention: Any, attend: Any, cache: Any, mask: Any, key: Any, value: Any, extra: Any
 ) -> torch.dtype | None:
     """The dtype of 16 bits that q and k may be written in, in the place of float32; None for their own.
 
@@ -57,12 +57,12 @@ def read_dtype(
 
     Args:
         attention: the module.
-        attend: the function ``attend(attention, q, k, value, mask, **further)`` that nothing but reads them.
+        attend: the function ``attend(attention, q, k, value, mask, **extra)`` that nothing but reads them.
         cache: what would keep k, None if nothing does.
         mask: of the attention.
         key: k before its rotation.
         value: the values; None if there are none yet.
-        further: arguments by names that the module's caller has given.
+        extra: arguments by names that the module's caller has given.
     """
     states = key if value is None else value
     if cache is not None or is_dynamo_compiling() or type(states) is not Tensor:
@@ -71,7 +71,7 @@ def read_dtype(
     if dtype is None or dispatch_modes() or is_disabled() or function_mode():
         return None
     reader = _reader_of(attend, attend.__code__) if type(attend) is FunctionType else None
-    if reader is None or not reader.unless.isdisjoint(further):
+    if reader is None or not reader.unless.isdisjoint(extra):
         return None
     for namespace, name, expected, code in reader.calls:
         if namespace[name] is not expected or getattr(expected, "__code__", None) is not code:
@@ -87,7 +87,7 @@ def read_dtype(
     return dtype if casts and dtype.itemsize == 2 else None
 
 
-def for_values(attention: Any, linear: Any, x: Any, attend: Any, cache: Any, mask: Any, key: Any, further: Any) -> Any:
+def for_values(attention: Any, linear: Any, x: Any, attend: Any, cache: Any, mask: Any, key: Any, extra: Any) -> Any:
     """Return what to call the linear of the values with: x, or x and the 16 bits that attention casts its output to.
 
     The other arguments are those of ``read_dtype``; k is float32, and has as many numbers as the values.
@@ -95,7 +95,7 @@ def for_values(attention: Any, linear: Any, x: Any, attend: Any, cache: Any, mas
     if not getattr(linear, "fused_norm_is_quantised", False) or type(key) is not Tensor or key.dtype != torch.float32:
         return x
     adapter_input = x if type(x) is AdapterInput else AdapterInput(x, x, None)
-    dtype = read_dtype(attention, attend, cache, mask, key, None, further)
+    dtype = read_dtype(attention, attend, cache, mask, key, None, extra)
     if dtype is None or type(adapter_input.x) is not Tensor:
         return x
     if linear.out_features * adapter_input.x.shape[:-1].numel() != key.numel():

@@ -125,14 +125,14 @@ def _convolves(module: nn.Module) -> bool:
     return holds_one or any(map(CONVOLUTION_NAME.search, names_in(stock_class(module))))
 
 
-def _names_activation(module: nn.Module, *further: str) -> bool:
+def _names_activation(module: nn.Module, *extra: str) -> bool:
     """Return whether a module's forward uses the name of an activation that it holds, or of a function.
 
-    So it does if a method or a function that it calls does. ``further``: names that count too.
+    So it does if a method or a function that it calls does. ``extra``: names that count too.
     """
     origin = stock_class(module)
     names = names_in(origin).union(*map(names_in, helpers_of(origin).values()))
-    if any(map(ACTIVATION_FUNCTION.search, names)) or not names.isdisjoint(further):
+    if any(map(ACTIVATION_FUNCTION.search, names)) or not names.isdisjoint(extra):
         return True
     functions = (FunctionType, BuiltinFunctionType)
     members: dict[str, Any] = {name: f for name, f in vars(module).items() if isinstance(f, functions)}

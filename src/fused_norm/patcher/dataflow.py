@@ -228,20 +228,20 @@ class Dataflow:
         for source in nodes:  # grows meanwhile
             if source in seen:
                 continue
-            further: list[ast.AST | None] | None = None
+            next_nodes: list[ast.AST | None] | None = None
             match source:
                 case ast.Name() if self.is_local(source.id):
                     definitions = self._definitions.get(source, ())
-                    further = [part.value for part in definitions] or [None]
+                    next_nodes = [part.value for part in definitions] or [None]
                     cuts = (part.statement for part in definitions if with_whole and part.value is None)
-                    further += [cut.value for cut in cuts if isinstance(cut, ast.Assign)]
+                    next_nodes += [cut.value for cut in cuts if isinstance(cut, ast.Assign)]
                 case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if not self.is_own(source.func):
-                    further = [tensor] if methods is None or method in methods else None
+                    next_nodes = [tensor] if methods is None or method in methods else None
                 case _ if type(source) in fields:
                     values = (getattr(source, field) for field in fields[type(source)])
-                    further = [part for value in values for part in (value if isinstance(value, list) else [value])]
-            seen[source] = further is None
-            nodes += further or ()
+                    next_nodes = [part for value in values for part in (value if isinstance(value, list) else [value])]
+            seen[source] = next_nodes is None
+            nodes += next_nodes or ()
         return seen
 
     def _run(self, body: list[ast.stmt], names: Names) -> Names:

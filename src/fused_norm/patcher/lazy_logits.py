@@ -151,7 +151,7 @@ class CrossEntropy:
     cap: float | None = None
     in_fp32: bool = False
 
-    def of(self, logits: Tensor) -> Tensor:
+    def loss_of(self, logits: Tensor) -> Tensor:
         """The loss of real logits, after scale and cap, by PyTorch."""
         loss = functional.cross_entropy(
             logits,
@@ -196,7 +196,7 @@ class LazyLogits(LazyTensor):
     _real: Tensor | None
 
     @classmethod
-    def of(cls, projection: Projection) -> LazyLogits:
+    def from_projection(cls, projection: Projection) -> LazyLogits:
         """The logits of a call of a head."""
         x, weight = projection.x, projection.weight
         like = torch.empty((*x.shape[:-1], len(weight)), dtype=projection.dtype or x.dtype, device="meta")
@@ -296,7 +296,7 @@ class LazySum(LazyTensor):
     _real: Tensor | None = None
 
     @classmethod
-    def of(cls, logits: LazyLogits, how: CrossEntropy) -> LazySum:
+    def from_logits(cls, logits: LazyLogits, how: CrossEntropy) -> LazySum:
         """The sum of losses of logits."""
         like = torch.empty((), dtype=torch.float32, device="meta")
         with plain_functions():
@@ -393,7 +393,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor | None) -> Any:
         if dloss is None or not (ctx.is_lazy or ctx.family.is_watched):
             return dloss, *(None,) * 6
-        dlogits = _gradient_of(ctx.how.of, (ctx.steps, ctx.dtype, *ctx.saved_tensors), dloss)
+        dlogits = _gradient_of(ctx.how.loss_of, (ctx.steps, ctx.dtype, *ctx.saved_tensors), dloss)
         return None, dlogits, *(None,) * 5
 
 
@@ -440,7 +440,7 @@ def _cross_entropy(
     how = CrossEntropy(target, reduction, ignore_index, float(label_smoothing))
     if transformation_by(logits._steps) is None:
         return None
-    return LazySum.of(logits, how) if reduction == "sum" else _fused(logits, how)
+    return LazySum.from_logits(logits, how) if reduction == "sum" else _fused(logits, how)
 
 
 def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:

@@ -138,7 +138,7 @@ def _why_other_loss(module: Any, origin: Any, head: Any) -> str | None:
     readers: list[str] = []
     with plain_pytorch():
         x, weight = torch.ones(2, 3, 4), torch.ones(7, 4)
-        logits = LazyLogits.of(Projection(x, weight, None, None, loss, readers.append))
+        logits = LazyLogits.from_projection(Projection(x, weight, None, None, loss, readers.append))
         try:
             result = function(logits=logits, labels=torch.zeros(2, 3, dtype=torch.int64), vocab_size=7)
             _ = result.read("the model") if isinstance(result, LazySum) else result

@@ -56,7 +56,7 @@ class FusedHead(Fused):
                     x, self.weight, self.bias, autocast_dtype(x), call._loss, call._noted, is_running=True
                 )
                 call.projections.append(projection)
-                return LazyLogits.of(projection)
+                return LazyLogits.from_projection(projection)
             call.reason = reason
         return self.fused_norm_origin.forward(self, x)
 
@@ -101,7 +101,7 @@ class LossCall:
 
     def __init__(self, head: FusedHead, labels: Tensor) -> None:
         self.head = head
-        self.labels = labels if labels.is_meta else CountedLabels.of(labels)
+        self.labels = labels if labels.is_meta else CountedLabels.from_labels(labels)
         self.is_fused = False
         self.reason: str | None = None
         self.projections: list[Projection] = []
@@ -158,7 +158,7 @@ class CountedLabels(Tensor):
     _count: _Count
 
     @classmethod
-    def of(cls, labels: Tensor) -> CountedLabels:
+    def from_labels(cls, labels: Tensor) -> CountedLabels:
         """The labels, with a count that was asked for; nobody waits for it here."""
         counted, event = labels.as_subclass(cls), None
         number = (labels != IGNORED).sum()

@@ -197,7 +197,7 @@ class _SavedTensorHook:
         ):
             return results
         again = recompute.operator
-        recipe = Recipe.of(lambda *operands: Recompute(again, operands).outputs(), *recompute.arguments)
+        recipe = Recipe.from_call(lambda *operands: Recompute(again, operands).outputs(), *recompute.arguments)
         recomputed = _Recomputable(recipe, feeds_linears=again is RECOMPUTED_NORM and bool(self._consumers))
         for place, tensors in enumerate(handed_out[: len(again.outputs)]):
             for output in tensors:
@@ -242,7 +242,7 @@ class _SavedTensorHook:
         made_version = 1 if LINEAR_4BIT.owns(node) else 0  # PyTorch counts a product that it writes into a tensor
         if tensor._version != made_version or (self._operator is None and tensor.dim() == 2):
             return None
-        matrix = LinearOutputs(self._outputs).of(node)
+        matrix = LinearOutputs(self._outputs).output_of(node)
         whole = tensor if tensor._base is None else tensor._base
         if matrix is None or not matrix.is_of_norm or whole.numel() != matrix.rows * matrix.columns:
             return None
