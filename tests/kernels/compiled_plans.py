@@ -164,6 +164,7 @@ def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
 def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
     """A linear of 4 bits with its adapter, its scales quantised and not, for common and for the largest blocks."""
     x, (a, b) = torch.zeros(64, 4096, dtype=dtype), (torch.zeros(16, 4096), torch.zeros(64, 16))
+    mask = torch.zeros(64, 4096, dtype=torch.bool)
     code, packed = torch.zeros(16), torch.zeros(64 * 4096 // 2, dtype=torch.uint8)
     for block in (64, 4096):
         scales = 64 * 4096 // block
@@ -175,10 +176,14 @@ def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
             torch.zeros(()),
         )
         for way, weight in (("", single), (" quantised twice", double)):
-            options = block, 0.5, torch.bfloat16, dtype
+            options = block, 0.5, 1.1, 1.1, torch.bfloat16, dtype
             name = f"blocks of {block}{way}"
             for operator in ("lora_linear_4bit", "lora_summands_4bit"):
-                yield both(operator, name, x, x, a, b, code, packed, *weight, None, *options)
+                yield both(operator, name, x, x, a, b, code, packed, *weight, None, None, *options)
+                for rank in RANKS if block == 64 else ():
+                    factors = torch.zeros(rank, 4096), torch.zeros(64, rank)
+                    tensors = x, x, *factors, code, packed, *weight, None, mask
+                    yield both(operator, f"{name}, dropout, rank {rank}", *tensors, *options)
             yield both("linear_4bit", name, x, code, packed, *weight, None, 64, block, torch.bfloat16, dtype)
 
 

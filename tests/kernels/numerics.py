@@ -395,6 +395,13 @@ def assert_same_row(value: Tensor, expected: Tensor) -> None:
         assert torch.equal(value, expected)
 
 
+def same_products(value: Tensor, expected: Tensor) -> bool:
+    """Return whether sums of products are the same: bit for bit when interpreted; tensor cores may add otherwise."""
+    if not value.is_cuda:
+        return torch.equal(value, expected)
+    return bool((value.double() - expected.double()).norm() <= 4e-3 * expected.double().norm())
+
+
 def within(dense: Tensor, shape: Sequence[int], view: Callable[[Tensor], Tensor]) -> Tensor:
     """``dense`` as a view of a larger tensor, in which all else is NaN."""
     return view(dense.new_full(shape, float("nan"))).copy_(dense)

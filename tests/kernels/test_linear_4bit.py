@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import bitsandbytes.functional as bnb
@@ -13,16 +15,18 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
+from fused_norm.kernels import reference
 from fused_norm.kernels.linear_4bit import LINEAR_4BIT
 from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.operator import Operator
 
 from ..conftest import slow_rows
-from .numerics import BF16, FP16, FP32, Tensors, assert_same
+from .numerics import BF16, FP16, FP32, Tensors, assert_same, same_products
 from .test_dequantize import parts_of
 
-FACTOR, K, N, RANK = 0.7, 64, 96, 4
+SCALE, K, N, RANK = 0.7, 64, 96, 4
+FACTORS = SCALE, 1 / 0.95, 1 / 0.9
 
 
 class FourBit:
@@ -48,16 +52,18 @@ class FourBit:
             a, b = torch.randn(rank, K, device=device) / 8, torch.randn(features, rank, device=device)
             self.factors = [a.to(factors), b.to(factors)]
 
-    def fused(self, x: Tensor, adapter_x: Tensor, *factors: Tensor, y_dtype: torch.dtype) -> Any:
+    def fused(
+        self, x: Tensor, adapter_x: Tensor, *factors: Tensor, y_dtype: torch.dtype, mask: Tensor | None = None
+    ) -> Any:
         weight, dtypes = (*self.parts, self.bias), (self.dtype, y_dtype)
         if not factors:
             return LINEAR_4BIT(x, *weight, self.features, self.state.blocksize, *dtypes)
-        return LORA_LINEAR_4BIT(x, adapter_x, *factors, *weight, self.state.blocksize, FACTOR, *dtypes)
+        return LORA_LINEAR_4BIT(x, adapter_x, *factors, *weight, mask, self.state.blocksize, *FACTORS, *dtypes)
 
     def stock(self, x: Tensor, adapter_x: Tensor, *factors: Tensor, y_dtype: torch.dtype) -> Tensor:
         weight = bnb.dequantize_4bit(self.codes, self.state).to(self.dtype)
         base = linear(x.to(self.dtype), weight, self.bias).to(y_dtype)
-        return LORA_ADD(base, adapter_x.to(self.dtype), *factors, FACTOR) if factors else base
+        return LORA_ADD(base, adapter_x.to(self.dtype), *factors, SCALE) if factors else base
 
     def leaves(self, x: Tensor, needed: str = "xab") -> list[Tensor]:
         """x and the factors, those that want a gradient by their letters."""
@@ -114,6 +120,76 @@ def test_with_an_adapter_a_call_has_the_bits_of_a_product_and_of_lora_add(
             assert_same(computed, expected, where=(bias, dropped, factors))
 
 
+class Dropout(torch.autograd.Function):
+    """Dropout by a mask that is given, as PyTorch computes it on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.mask = mask
+        return reference.dropped(x, mask, FACTORS[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return reference.dropped(dy, ctx.mask, FACTORS[2]), None
+
+
+@pytest.mark.parametrize("needed", ["xab", "ab", "b"])
+@FORMS
+def test_with_a_mask_the_adapter_has_the_bits_of_dropout(
+    x_dtype: torch.dtype, y_dtype: torch.dtype, dtype: torch.dtype, needed: str, device: str
+) -> None:
+    """The adapter reads x, or an x of its own, whose dtype may be another."""
+    for shape, own_dtype in itertools.product(((2, 5, K), (130, K)), (None, FP32, dtype)):
+        layer, x = FourBit(device, dtype, FP32, bias=True), torch.randn(shape, device=device).to(x_dtype)
+        mask = torch.rand(shape, device=device) < 0.9
+
+        def results(way: str) -> list[Tensor]:
+            leaves = layer.leaves(x, needed)  # noqa: B023
+            own = leaves[0]
+            if own_dtype is not None:  # noqa: B023
+                own = x.to(own_dtype, copy=True).requires_grad_("x" in needed)  # noqa: B023
+                leaves.append(own)
+            if way == "fused":
+                y = layer.fused(leaves[0], own, *leaves[1:3], y_dtype=y_dtype, mask=mask)  # noqa: B023
+            else:
+                y = layer.stock(leaves[0], Dropout.apply(own, mask), *leaves[1:3], y_dtype=y_dtype)  # noqa: B023
+            dy = torch.linspace(-1, 2, y.numel(), device=device).view_as(y).to(y.dtype)
+            return [y, *torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dy)]
+
+        expected = results("stock")
+        for _ in range(2):  # recorded, and repeated
+            for one, other in zip(results("fused"), expected, strict=True):
+                assert one.dtype == other.dtype
+                assert same_products(one, other), (shape, own_dtype)
+
+
+def test_with_a_mask_registered_operators_make_the_same_gradients(device: str) -> None:
+    layer, x = FourBit(device, BF16, FP32), torch.randn(5, K, device=device)
+    mask, by_mode = torch.rand(5, K, device=device) < 0.9, []
+    for mode in (nullcontext(), FlopCounterMode(display=False)):
+        with mode:
+            by_mode.append(layer.results(partial(layer.fused, mask=mask), x, FP32))
+    assert_same(*by_mode)
+
+
+def test_with_a_mask_a_gradient_that_is_differentiated_again_is_refused(device: str) -> None:
+    layer = FourBit(device, BF16, FP32)
+    x, a, b = layer.leaves(torch.randn(5, K, device=device).to(BF16))
+    y = layer.fused(x, x, a, b, y_dtype=BF16, mask=torch.rand(5, K, device=device) < 0.9)
+    with pytest.raises(RuntimeError, match="was kept behind its dropout, so its gradient cannot be differentiated"):
+        torch.autograd.grad(y.float().square().sum(), a, create_graph=True)
+
+
+def test_with_a_mask_what_dropout_returns_is_kept_in_16_bits(device: str) -> None:
+    layer, x, seen = FourBit(device, BF16, FP32), torch.randn(5, K, device=device), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: (seen.append((one.dtype, one.shape)), one)[1], id):
+        for _ in range(2):
+            leaves = layer.leaves(x)
+            layer.fused(leaves[0], *leaves, y_dtype=FP32, mask=x > 0)
+    assert [shape for dtype, shape in seen if dtype == torch.bool] == [(5, K)] * 2
+    assert [shape for dtype, shape in seen if dtype == BF16] == [(5, K), (RANK, K), (N, RANK), (5, RANK)] * 2
+
+
 ADAPTED = pytest.mark.parametrize("factors", [None, FP32], ids=["without an adapter", "with one"])
 
 
@@ -150,7 +226,7 @@ def test_summands_have_the_bits_of_the_sum(dropped: bool, used: str, device: str
     for operator in (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
 
         def way(*given: Tensor, y_dtype: torch.dtype, operator: Any = operator) -> Tensor:
-            y = operator(*given, *layer.parts, layer.bias, layer.state.blocksize, FACTOR, BF16, y_dtype)
+            y = operator(*given, *layer.parts, layer.bias, None, layer.state.blocksize, *FACTORS, BF16, y_dtype)
             if operator is LORA_LINEAR_4BIT:
                 return y
             base, added = y
@@ -173,7 +249,7 @@ def test_the_highest_rank_is_fused_and_the_next_one_is_not(
     operator: Operator, rank: int, reason: str | None, device: str
 ) -> None:
     layer, x = FourBit(device, BF16, FP32, rank=rank), torch.randn(3, K, device=device)
-    arguments = x, x, *layer.factors, *layer.parts, layer.bias, layer.state.blocksize, FACTOR, BF16, FP32
+    arguments = x, x, *layer.factors, *layer.parts, layer.bias, None, layer.state.blocksize, *FACTORS, BF16, FP32
     y, why_not = operator.try_fused(*arguments, replaces=None)
     assert why_not == reason
     if reason is None and operator is LORA_LINEAR_4BIT:
@@ -237,7 +313,7 @@ def test_tensors_that_do_not_go_together_are_named_and_an_odd_number_of_weights_
 ) -> None:
     layer, x = FourBit(device, BF16, FP32), torch.randn(5, K + 2, device=device)
     with pytest.raises(ValueError, match="must have shapes"):
-        LORA_LINEAR_4BIT.checked(x, x, *layer.factors, *layer.parts, None, 64, FACTOR, BF16, FP32)
+        LORA_LINEAR_4BIT.checked(x, x, *layer.factors, *layer.parts, None, None, 64, *FACTORS, BF16, FP32)
     refusal = LINEAR_4BIT.unsupported(x, *layer.parts, None, N, 64, BF16, FP32)
     assert refusal.reason == f"packed must have {N} * {K + 2} / 2 elements, not {N * K // 2}"
     one = FourBit(device, features=1)

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModel
 import fused_norm
 from fused_norm.kernels.lora_linear_4bit import LORA_SUMMANDS_4BIT
 from fused_norm.kernels.operator import Operator, calls
-from fused_norm.patcher import four_bit, recompute_linears
+from fused_norm.patcher import adapters, four_bit, recompute_linears
 
 from .models import EXPERTS_ARE_MLPS, assert_same, relative, slow
 from .ranks import called_operators, on_two_ranks
@@ -153,6 +153,45 @@ def test_a_model_has_the_bits_of_pefts_layers_and_norms_are_written_in_16_bits(
     assert counts["lora_linear_4bit"] == 7
     assert sum(counts[f"{norm}_for_consumers"] for norm in ("rms_norm", "add_rms_norm", "norm_add_norm")) > 0
     assert (counts["glu_for_consumers"], counts["glu"], counts["lora_summands_4bit"]) == (1, 0, 2)
+
+
+@pytest.fixture
+def masks(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The masks of dropout that are drawn for kernels, on a CPU as PyTorch draws them there for float32."""
+    drawn: list[Tensor] = []
+    draw = adapters.mask_of_dropout
+
+    def noted(dropout: nn.Dropout, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+        mask = draw(dropout, x, dtype)
+        if device == "cpu" and dtype == FP32:
+            mask = torch.empty(x.shape).bernoulli_(1 - dropout.p) > 0
+        if mask is not None:
+            drawn.append(mask)
+        return mask
+
+    monkeypatch.setattr(adapters, "mask_of_dropout", noted)
+    if device == "cpu":
+        monkeypatch.setattr(adapters, "dropout_factors", lambda p: (torch.ones(1).div_(1 - p).item(),) * 2)
+    return drawn
+
+
+@pytest.mark.parametrize("recompute", [False, "mlp", slow(True), slow("attention")], ids=str)
+@pytest.mark.parametrize("model_type", ["qwen3", slow("gemma3_text")])
+def test_a_model_whose_kernels_drop_has_the_bits_of_pefts_layers(
+    model_type: str, recompute: Any, masks: list[Tensor], device: str
+) -> None:
+    counts = compare(model_of(device, model_type, lora_dropout=0.3), device, recompute=recompute)
+    assert counts["lora_linear_4bit"] == 7
+    # Of two steps; what the attention computes has 16 bits, of which other masks are drawn on a CPU.
+    assert len(masks) == 2 * (6 if device == "cpu" else 7)
+
+
+def test_a_mask_that_was_drawn_for_a_call_that_kernels_refuse_is_applied(
+    masks: list[Tensor], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "run_fused", lambda *_: (None, "refused by a test"))
+    assert compare(model_of(device, lora_dropout=0.3), device)["lora_linear_4bit"] == 0
+    assert masks
 
 
 QV = ["q_proj", "v_proj"]

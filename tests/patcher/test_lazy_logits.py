@@ -38,7 +38,7 @@ class Head:
     def lazy(self, dtype: torch.dtype | None = None) -> LazyLogits:
         # As a hidden state, which is no leaf.
         x = self.x * 1 if torch.is_grad_enabled() else self.x
-        return LazyLogits.of(Projection(x, self.weight, self.bias, dtype, self.loss, self.readers.append))
+        return LazyLogits.from_projection(Projection(x, self.weight, self.bias, dtype, self.loss, self.readers.append))
 
     def real(self) -> Tensor:
         return functional.linear(self.x * 1, self.weight, self.bias)

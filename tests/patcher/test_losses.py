@@ -430,7 +430,7 @@ SELECTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 def test_labels_are_counted_as_long_as_their_number_is_a_limit(name: str) -> None:
     select, is_counted = SELECTIONS[name]
     labels = some_ignored("cpu")
-    found, expected = select(CountedLabels.of(labels)), select(labels)
+    found, expected = select(CountedLabels.from_labels(labels)), select(labels)
     assert isinstance(found, CountedLabels) == is_counted
     assert torch.equal(found.as_subclass(Tensor), expected)
     assert not is_counted or found.count() >= (expected != -100).sum()
@@ -449,7 +449,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_labels_that_are_written_into_are_counted_no_more(name: str) -> None:
-    labels = CountedLabels.of(some_ignored("cpu"))
+    labels = CountedLabels.from_labels(some_ignored("cpu"))
     assert labels.count() is not None
     WRITES[name](labels)
     assert labels.count() is None

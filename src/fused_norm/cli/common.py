@@ -299,9 +299,11 @@ def take_layers(config: Any, layers: int) -> None:
         UsageError: it has fewer, or does not say how many.
     """
     text = config.get_text_config()
-    there = getattr(text, "num_hidden_layers", None)
-    if there is None or layers > there:
-        raise UsageError(f"--layers {layers}: the config of {config.model_type} has {there or 'no num_hidden_layers'}")
+    available = getattr(text, "num_hidden_layers", None)
+    if available is None or layers > available:
+        raise UsageError(
+            f"--layers {layers}: the config of {config.model_type} has {available or 'no num_hidden_layers'}"
+        )
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]

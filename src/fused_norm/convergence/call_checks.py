@@ -257,7 +257,7 @@ class _Repeated:
             used, list(inputs.values()), incoming, allow_unused=True, materialize_grads=True
         )
         self.gradients = dict(zip(inputs, gradients, strict=True))
-        spoilt = [share_different(given, gradient) for given, (_, gradient) in zip(incoming, pairs, strict=True)]
+        spoilt = [share_different(dy, gradient) for dy, (_, gradient) in zip(incoming, pairs, strict=True)]
         self.changed = max(self.changed, share_changed(bound, call.arguments), *spoilt)
 
 

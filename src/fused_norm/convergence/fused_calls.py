@@ -221,16 +221,16 @@ class _Watch:
             path = self._paths.get(id(positional[0]))
             if self._outermost is not None or path is None:
                 return method(*positional, **named)
-            given = signature.bind(*positional, **named)
+            bound = signature.bind(*positional, **named)
             # The modules whose weights take part; for a LoRA layer those of its adapters.
             weighted: list[nn.Module] = []
-            for argument in given.arguments.values():
+            for argument in bound.arguments.values():
                 if isinstance(argument, FusedNorm | FusedExperts | FusedHead | nn.Conv1d):
                     weighted.append(argument)
                 elif isinstance(argument, FusedAdapter):
                     adapter: Any = argument
                     weighted += (*adapter.lora_A.values(), *adapter.lora_B.values())
-            kept = with_arguments(given, copied if self._with_tensors else lambda tensor: tensor.new_empty(0))
+            kept = with_arguments(bound, copied if self._with_tensors else lambda tensor: tensor.new_empty(0))
             call = FusedCall(path, method, tuple(self._paths[id(module)] for module in weighted), kept)
             self._outermost = call
             try:
@@ -247,7 +247,7 @@ class _Watch:
             if isinstance(outputs, tuple) and len(pair := tensors_in(outputs[:2])) > 1:
                 call.is_one_node = pair[0].grad_fn is not None and pair[0].grad_fn is pair[1].grad_fn
             if self._with_tensors:
-                call.changed = share_changed(given, kept)
+                call.changed = share_changed(bound, kept)
                 _keep_gradients(call, tensors)
             return outputs
 
@@ -313,9 +313,9 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
-def named_leaves(given: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
+def named_leaves(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
     """The arguments of a call by name; those that a method passes on are named by their place or keyword."""
-    for name, value in given.arguments.items():
+    for name, value in bound.arguments.items():
         if isinstance(value, tuple):
             yield from ((f"{name}[{index}]", leaf) for index, leaf in enumerate(value))
         elif isinstance(value, dict):
@@ -355,9 +355,9 @@ def with_arguments(given: inspect.BoundArguments, change: Callable[[Tensor], Ten
     return inspect.BoundArguments(given.signature, arguments)
 
 
-def share_changed(given: inspect.BoundArguments, before: inspect.BoundArguments) -> float:
+def share_changed(bound: inspect.BoundArguments, before: inspect.BoundArguments) -> float:
     """The share of the numbers that a call changed, of the tensor of which it changed most."""
-    pairs = zip(tensors_in(given.arguments), tensors_in(before.arguments), strict=True)
+    pairs = zip(tensors_in(bound.arguments), tensors_in(before.arguments), strict=True)
     return max((share_different(tensor, other) for tensor, other in pairs), default=0.0)
 
 

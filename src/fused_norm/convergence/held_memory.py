@@ -76,12 +76,12 @@ class Allocations:
             return
         self._profile.__exit__(*error)
         events = self._profile.profiler.kineto_results.events()
-        held, moment = 0, 0
+        in_use, moment = 0, 0
         for event in sorted(events, key=lambda event: event.start_ns()):
             if event.name() == "[memory]":
-                held += event.nbytes()
+                in_use += event.nbytes()
             elif event.name() == _MOMENT:
-                self._held[moment] = held
+                self._held[moment] = in_use
                 moment += 1
 
     def at(self, moment: int) -> int:
@@ -112,10 +112,10 @@ def held_memory(loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], 
         loss.backward(retain_graph=True)
         kept = allocations.moment()
         del loss
-        gone = allocations.moment()
+        freed = allocations.moment()
     return HeldMemory(
         {path: allocations.at(ends[path]) - allocations.at(begins[path]) for path in ends},
-        allocations.at(kept) - allocations.at(gone),
+        allocations.at(kept) - allocations.at(freed),
     )
 
 

@@ -135,9 +135,9 @@ def train(
 
 def takes_number_of_labels(model: nn.Module) -> bool:
     """Return whether a model's forward takes ``num_items_in_batch``, as transformers' Trainer asks."""
-    asked = getattr(model, "accepts_loss_kwargs", None)
-    if asked is not None:
-        return bool(asked)
+    accepts = getattr(model, "accepts_loss_kwargs", None)
+    if accepts is not None:
+        return bool(accepts)
     parameters = inspect.signature(model.forward).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
@@ -172,7 +172,7 @@ class _Prepared(NamedTuple):
 def _prepare(
     model: nn.Module, sequences: Tensor, labels: Tensor, options: TrainingOptions, accelerator: Accelerator
 ) -> _Prepared:
-    wanted = options.steps * options.batch_size * accelerator.num_processes
+    count = options.steps * options.batch_size * accelerator.num_processes
     # FSDP2 that was asked for on CPUs, for which accelerate would take DDP.
     shards_here = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     shards_here &= accelerator.distributed_type == DistributedType.MULTI_CPU
@@ -190,7 +190,7 @@ def _prepare(
         weight_decay=options.weight_decay,
     )
     batches: Any = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(sequences[:wanted], labels[:wanted]),
+        torch.utils.data.TensorDataset(sequences[:count], labels[:count]),
         batch_size=options.batch_size // options.accumulation,
     )
     if shards_here:

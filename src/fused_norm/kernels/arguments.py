@@ -182,7 +182,7 @@ def check_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim
     else:
         shape, _ = angles_layout(cos, unsqueeze_dim)
         for name, x in sides:
-            if any(size not in (1, wanted) for size, wanted in zip(shape[:3], x.shape[:3], strict=True)):
+            if any(size not in (1, size_of_x) for size, size_of_x in zip(shape[:3], x.shape[:3], strict=True)):
                 reason = (
                     f"cos of shape {tuple(cos.shape)}, unsqueezed at {unsqueeze_dim}, must broadcast against {name} of"
                     f" shape {tuple(x.shape)}; unsqueeze_dim is the dimension of the heads"

@@ -196,7 +196,7 @@ def _check_index(
     if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         return Unsupported(f"{name} must be a tensor of {dtype}, not {kind}", TypeError)
-    fits = [isinstance(size, str) or size == given for size, given in zip(shape, tensor.shape, strict=False)]
+    fits = [isinstance(size, str) or size == actual for size, actual in zip(shape, tensor.shape, strict=False)]
     if tensor.dim() == len(shape) and all(fits) and tensor.device == device:
         return None
     sizes = f"{shape[0]}," if len(shape) == 1 else ", ".join(map(str, shape))

@@ -86,9 +86,9 @@ class GluForConsumers(Glu):
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         gate, up, *added, _, _, _, _ = arguments
-        same = all(tensor is None or tensor.dtype == gate.dtype for tensor in (gate, up, *added))
+        share_dtype = all(tensor is None or tensor.dtype == gate.dtype for tensor in (gate, up, *added))
         # The reason is not worth a log: ``glu`` may take the call.
-        return None if same and gate.dtype.itemsize <= (4 if added[0] is None else 2) else ""
+        return None if share_dtype and gate.dtype.itemsize <= (4 if added[0] is None else 2) else ""
 
     def reference(self, *arguments: Any) -> Any:
         gate, up, *added, activation, _, dtype, wide = arguments

@@ -121,11 +121,7 @@ class LoraAddDropped(LoraAdd):
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
         _, x, _, _, mask, *_ = arguments
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            return Unsupported("mask must be a tensor of torch.bool", TypeError)
-        if mask.shape != x.shape or mask.device != x.device:
-            return Unsupported(f"mask must have x's shape {tuple(x.shape)}, not {tuple(mask.shape)}", ValueError)
-        return super().check_options(*arguments)
+        return check_mask(mask, x) or super().check_options(*arguments)
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
         return super().needs_reference(*arguments) if arguments[4].is_contiguous() else Unsupported("")
@@ -135,6 +131,17 @@ def _with_dropout(rest: Sequence[Any]) -> tuple[Tensor | None, float, float, flo
     """A call's mask, scale, and factors of dropout; without a mask these are 1."""
     mask, scale, factor, factor_back = rest if len(rest) == 4 else (None, *rest, 1.0, 1.0)
     return mask, scale, factor, factor_back
+
+
+def check_mask(mask: Any, x: Tensor) -> Unsupported | None:
+    """Check the mask of the dropout of x; None for a call without one."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        return Unsupported("mask must be a tensor of torch.bool", TypeError)
+    if mask.shape != x.shape or mask.device != x.device:
+        return Unsupported(f"mask must have x's shape {tuple(x.shape)}, not {tuple(mask.shape)}", ValueError)
+    return None
 
 
 def adapter_obstacle(a: Tensor, b: Tensor, scale: float) -> Unsupported | None:

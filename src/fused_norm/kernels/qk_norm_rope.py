@@ -82,8 +82,8 @@ class QKNorm(HeadsOperator):
         q, k, *weights, cos, sin, _, unsqueeze_dim, _ = arguments
         for names, pair in ((("q_weight", "k_weight"), weights), (("cos", "sin"), (cos, sin))):
             if (pair[0] is None) != (pair[1] is None):
-                missing, given = names if pair[0] is None else names[::-1]
-                return Unsupported(f"{missing} is None and {given} is not; pass both or neither", ValueError)
+                missing, present = names if pair[0] is None else names[::-1]
+                return Unsupported(f"{missing} is None and {present} is not; pass both or neither", ValueError)
         refusal = check_pair(q, k, "rms_norm")
         return refusal or (None if cos is None else check_angles((("q", q), ("k", k)), cos, sin, unsqueeze_dim))
 
@@ -173,7 +173,7 @@ class Rope(HeadsOperator):
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         q, k, cos, sin, unsqueeze_dim, single_rounding, layout, angles_by_pair, dtype = arguments
-        empty = partial(empty_heads, cos=cos, wanted=dtype, single_rounding=single_rounding, layout=layout)
+        empty = partial(empty_heads, cos=cos, narrow_dtype=dtype, single_rounding=single_rounding, layout=layout)
         outputs = empty(q, q.dtype), None if k is None else empty(k, k.dtype)
         if launch:
             inputs, how = (q, k, None, None, cos, sin), (unsqueeze_dim, layout, angles_by_pair)

@@ -441,9 +441,10 @@ def linear_4bit(x: Tensor, *rest: Any) -> Tensor:
 
 
 def lora_linear_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    *weight, bias, block, factor, dtype, y_dtype = rest
+    *weight, bias, mask, block, factor, drop_factor, _, dtype, y_dtype = rest
     w = dequantize(weight, block, (len(b), a.shape[1]), dtype)
     base = torch.nn.functional.linear(x.to(dtype), w, bias)
+    adapter_x = adapter_x if mask is None else dropped(adapter_x, mask, drop_factor)
     return lora_add(base.to(y_dtype), adapter_x.to(dtype), a, b, factor)
 
 

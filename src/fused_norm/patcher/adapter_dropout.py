@@ -16,8 +16,8 @@ from .hooks import are_plain_calls, is_genuine
 _DROPOUT = functional.dropout
 
 
-def mask_of_dropout(dropout: Any, x: Tensor) -> Tensor | None:
-    """Draw the mask of ``dropout(x.float())`` of an x in 16 bits on a GPU; it does not depend on the numbers.
+def mask_of_dropout(dropout: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Draw the mask of ``dropout(x.to(dtype))`` of an x on a GPU; it depends on the dtype, but not on the numbers.
 
     None, and nothing is drawn, if PyTorch would draw it in another way, or if something sees the call.
     """
@@ -27,7 +27,7 @@ def mask_of_dropout(dropout: Any, x: Tensor) -> Tensor | None:
         return None
     if not are_plain_calls(dropout) or not is_genuine(nn.Dropout) or functional.dropout is not _DROPOUT:
         return None
-    _, mask = torch.native_dropout(torch.empty(x.shape, dtype=torch.float32, device=x.device), dropout.p, True)
+    _, mask = torch.native_dropout(torch.empty(x.shape, dtype=dtype, device=x.device), dropout.p, True)
     return mask
 
 

@@ -42,14 +42,14 @@ class FusedAdapter(Fused):
         ``x`` is [..., K], or an ``AdapterInput``; the result is [..., N].
         """
         layer: Any = self
-        given = x if type(x) is AdapterInput else None
+        adapter_input = x if type(x) is AdapterInput else None
         own = x
-        if given is not None:
-            x, own = given.x, given.own
+        if adapter_input is not None:
+            x, own = adapter_input.x, adapter_input.own
         if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
-            return self._in_stock(x, given, *args, **kwargs)
+            return self._in_stock(x, adapter_input, *args, **kwargs)
         # The guard of the forward that passes an AdapterInput has asked.
-        reason = replaced_linear() or why_stock(layer) if given is None else None
+        reason = replaced_linear() or why_stock(layer) if adapter_input is None else None
         dtype = None if reason is not None else autocast_dtype(x)
         if reason is not None and not _adds_something(layer):
             reason = ""
@@ -57,7 +57,7 @@ class FusedAdapter(Fused):
             reason = "its linear is quantised, and autocast is off"
         if reason is not None:
             warn_once(self.fused_norm_origin, reason, _PEFTS)
-            return self._in_stock(x, given)
+            return self._in_stock(x, adapter_input)
         (name,), parts = layer.active_adapters, layer._modules
         first, second = parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
         dropout = parts["lora_dropout"]._modules[name]
@@ -65,32 +65,39 @@ class FusedAdapter(Fused):
         dropped = None
         if self.fused_norm_is_quantised:
             assert dtype is not None
-            y_dtype = torch.promote_types((given and given.dtype) or x.dtype, dtype)
-            if given is not None and given.y_dtype is not None:
-                y_dtype = given.y_dtype
-            weight = packed_weight(parts["base_layer"], x, dtype, is_readable=given is not None)
+            y_dtype = torch.promote_types((adapter_input and adapter_input.dtype) or x.dtype, dtype)
+            if adapter_input is not None and adapter_input.y_dtype is not None:
+                y_dtype = adapter_input.y_dtype
+            weight = packed_weight(parts["base_layer"], x, dtype, is_readable=adapter_input is not None)
             if not isinstance(weight, str):
                 # Who passes an adapter's input in another dtype than stock's has asked (``adapter_reads_in``).
-                is_idle = given is not None and given.dtype not in (None, own.dtype)
+                is_idle = adapter_input is not None and adapter_input.dtype not in (None, own.dtype)
+                mask, factors = None, (1.0, 1.0)
                 if not is_idle and not is_idle_dropout(dropout):
-                    dropped = dropout(self._cast_for_adapter(own, a.dtype))
+                    mask = mask_of_dropout(dropout, own, own.dtype)
+                    if mask is None:
+                        dropped = dropout(self._cast_for_adapter(own, a.dtype))
+                    else:
+                        factors = dropout_factors(dropout.p)
                 adapter_x = own if dropped is None else dropped
-                options = parts["base_layer"].bias, weight[1], scale, dtype, y_dtype
-                is_sum = given is None or not given.returns_summands
+                tensors = adapter_x, a, b, *weight[0], parts["base_layer"].bias, mask
+                is_sum = adapter_input is None or not adapter_input.returns_summands
                 operator = LORA_LINEAR_4BIT if is_sum else LORA_SUMMANDS_4BIT
-                y, _ = run_fused(operator, x, adapter_x, a, b, *weight[0], *options)
+                y, _ = run_fused(operator, x, *tensors, weight[1], scale, *factors, dtype, y_dtype)
                 if y is not None:
                     return y if is_sum else Summands(*y)
+                if mask is not None:
+                    dropped = reference.dropped(own, mask, factors[0])
             else:
                 warn_once(self.fused_norm_origin, weight, "its linear by bitsandbytes' code")
         base = parts["base_layer"](x)
-        if given is not None and self.fused_norm_is_quantised:
-            base = base.to(given.y_dtype or given.dtype or base.dtype)
+        if adapter_input is not None and self.fused_norm_is_quantised:
+            base = base.to(adapter_input.y_dtype or adapter_input.dtype or base.dtype)
         if dropped is None and own.dtype == dtype and a.dtype == torch.float32:  # a cast to float32 is taken back
             if is_idle_dropout(dropout):
                 dropped = own
             elif not self.fused_norm_is_quantised and getattr(layer, "cast_input_dtype_enabled", True):
-                mask = mask_of_dropout(dropout, own)
+                mask = mask_of_dropout(dropout, own, torch.float32)
                 if mask is not None:
                     factors = dropout_factors(dropout.p)
                     y, _ = run_fused(LORA_ADD_DROPPED, base, own, a, b, mask, scale, *factors)
@@ -111,12 +118,12 @@ class FusedAdapter(Fused):
             return (base + added).to(base.dtype)
         return base + (added if torch.is_autocast_enabled() else added.to(base.dtype))
 
-    def _in_stock(self, x: Any, given: AdapterInput | None, *args: Any, **kwargs: Any) -> Any:
+    def _in_stock(self, x: Any, adapter_input: AdapterInput | None, *args: Any, **kwargs: Any) -> Any:
         """What PEFT's forward returns of the tensor that the layer reads in stock, in the dtype that is asked for."""
-        if given is None:
+        if adapter_input is None:
             return self.fused_norm_origin.forward(self, x, *args, **kwargs)
-        y = self.fused_norm_origin.forward(self, given.as_in_stock(), *args, **kwargs)
-        return y if given.y_dtype is None else y.to(given.y_dtype)
+        y = self.fused_norm_origin.forward(self, adapter_input.as_in_stock(), *args, **kwargs)
+        return y if adapter_input.y_dtype is None else y.to(adapter_input.y_dtype)
 
     def _cast_for_adapter(self, x: Tensor, dtype: torch.dtype) -> Any:
         """``x`` as PEFT gives it to dropout: around a quantised linear PEFT casts nothing under CUDA's autocast."""
@@ -134,8 +141,8 @@ def is_lora_layer(module: nn.Module) -> bool:
 def is_quantised_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear of bitsandbytes, fused or not."""
     layers, origin = sys.modules.get("peft.tuners.lora.bnb"), stock_class(module)
-    found = any(origin is getattr(layers, name, None) for name in ("Linear4bit", "Linear8bitLt"))
-    return found and _is_recent(module)
+    is_known = any(origin is getattr(layers, name, None) for name in ("Linear4bit", "Linear8bitLt"))
+    return is_known and _is_recent(module)
 
 
 def name_of(cls: type) -> str:

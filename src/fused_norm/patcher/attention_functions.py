@@ -36,7 +36,7 @@ class _Reader(NamedTuple):
     """An attention function that casts q and k under autocast.
 
     Attributes:
-        unless: names of further arguments with which it does something else first.
+        unless: names of extra arguments with which it does something else first.
         calls: functions that it leaves the cast to: the namespace it looks each up in, the name, the function, and the
             code of the function.
         use_gqa: of PyTorch's attention, what decides that keys are not repeated for the heads that share them; None for
@@ -49,7 +49,7 @@ class _Reader(NamedTuple):
 
 
 def read_dtype(
-    attention: Any, attend: Any, cache: Any, mask: Any, key: Any, value: Any, further: Any
+    attention: Any, attend: Any, cache: Any, mask: Any, key: Any, value: Any, extra: Any
 ) -> torch.dtype | None:
     """The dtype of 16 bits that q and k may be written in, in the place of float32; None for their own.
 
@@ -57,59 +57,59 @@ def read_dtype(
 
     Args:
         attention: the module.
-        attend: the function ``attend(attention, q, k, value, mask, **further)`` that nothing but reads them.
+        attend: the function ``attend(attention, q, k, value, mask, **extra)`` that nothing but reads them.
         cache: what would keep k, None if nothing does.
         mask: of the attention.
         key: k before its rotation.
         value: the values; None if there are none yet.
-        further: arguments by names that the module's caller has given.
+        extra: arguments by names that the module's caller has given.
     """
-    given = key if value is None else value
-    if cache is not None or is_dynamo_compiling() or type(given) is not Tensor:
+    states = key if value is None else value
+    if cache is not None or is_dynamo_compiling() or type(states) is not Tensor:
         return None
-    dtype = autocast_dtype(given) if is_any_autocast_on() else None
+    dtype = autocast_dtype(states) if is_any_autocast_on() else None
     if dtype is None or dispatch_modes() or is_disabled() or function_mode():
         return None
     reader = _reader_of(attend, attend.__code__) if type(attend) is FunctionType else None
-    if reader is None or not reader.unless.isdisjoint(further):
+    if reader is None or not reader.unless.isdisjoint(extra):
         return None
     for namespace, name, expected, code in reader.calls:
         if namespace[name] is not expected or getattr(expected, "__code__", None) is not code:
             return None
     if reader.use_gqa is None:
         # It casts v if q is float32; transformers 4 asks for autocast on CUDA alone.
-        casts = given.is_cuda and (value is None or value.dtype is dtype)
+        casts = states.is_cuda and (value is None or value.dtype is dtype)
     else:
         # Gradients of repeated keys are summed in the dtype of k.
         casts = getattr(attention, "num_key_value_groups", 1) == 1 or (
-            mask is None and _is_not_repeated(reader.use_gqa, key.shape[-1], given.shape[-1])
+            mask is None and _is_not_repeated(reader.use_gqa, key.shape[-1], states.shape[-1])
         )
     return dtype if casts and dtype.itemsize == 2 else None
 
 
-def for_values(attention: Any, linear: Any, x: Any, attend: Any, cache: Any, mask: Any, key: Any, further: Any) -> Any:
+def for_values(attention: Any, linear: Any, x: Any, attend: Any, cache: Any, mask: Any, key: Any, extra: Any) -> Any:
     """Return what to call the linear of the values with: x, or x and the 16 bits that attention casts its output to.
 
     The other arguments are those of ``read_dtype``; k is float32, and has as many numbers as the values.
     """
     if not getattr(linear, "fused_norm_is_quantised", False) or type(key) is not Tensor or key.dtype != torch.float32:
         return x
-    given = x if type(x) is AdapterInput else AdapterInput(x, x, None)
-    dtype = read_dtype(attention, attend, cache, mask, key, None, further)
-    if dtype is None or type(given.x) is not Tensor:
+    adapter_input = x if type(x) is AdapterInput else AdapterInput(x, x, None)
+    dtype = read_dtype(attention, attend, cache, mask, key, None, extra)
+    if dtype is None or type(adapter_input.x) is not Tensor:
         return x
-    if linear.out_features * given.x.shape[:-1].numel() != key.numel():
+    if linear.out_features * adapter_input.x.shape[:-1].numel() != key.numel():
         return x
-    if given is not x and not is_plain_in_4_bits(linear):
+    if adapter_input is not x and not is_plain_in_4_bits(linear):
         return x
-    return AdapterInput(given.x, given.own, given.dtype, dtype)
+    return AdapterInput(adapter_input.x, adapter_input.own, adapter_input.dtype, dtype)
 
 
 @lru_cache(maxsize=64)
 def _is_not_repeated(use_gqa: Callable[..., bool], key: int, value: int) -> bool:
     """Return whether keys and values of such widths are not repeated if there is no mask."""
-    given = None, torch.empty(1, 1, 1, key), torch.empty(1, 1, 1, value)
-    return use_gqa(*given[: len(inspect.signature(use_gqa).parameters)])
+    arguments = None, torch.empty(1, 1, 1, key), torch.empty(1, 1, 1, value)
+    return use_gqa(*arguments[: len(inspect.signature(use_gqa).parameters)])
 
 
 @lru_cache(maxsize=64)

@@ -94,7 +94,9 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
     kinds_in_rows = {row.kind for row in rows}
     row = partial(Site, block.path, module=block.origin.__name__, reason=override or reason)
     cause: Cause = "overridden" if override else "unrecognised"
-    return [row(kind=kind, cause=cause) for kind, there in kinds.items() if there and kind not in kinds_in_rows]
+    return [
+        row(kind=kind, cause=cause) for kind, is_present in kinds.items() if is_present and kind not in kinds_in_rows
+    ]
 
 
 def may_rotate_or_gate(module: nn.Module) -> bool:
@@ -119,18 +121,18 @@ def _names_rotation(origin: Any) -> bool:
 
 def _convolves(module: nn.Module) -> bool:
     """Return whether a module holds a causal convolution, or its forward uses the name of a function for one."""
-    held = any(map(is_causal_convolution, module._modules.values()))
-    return held or any(map(CONVOLUTION_NAME.search, names_in(stock_class(module))))
+    holds_one = any(map(is_causal_convolution, module._modules.values()))
+    return holds_one or any(map(CONVOLUTION_NAME.search, names_in(stock_class(module))))
 
 
-def _names_activation(module: nn.Module, *further: str) -> bool:
+def _names_activation(module: nn.Module, *extra: str) -> bool:
     """Return whether a module's forward uses the name of an activation that it holds, or of a function.
 
-    So it does if a method or a function that it calls does. ``further``: names that count too.
+    So it does if a method or a function that it calls does. ``extra``: names that count too.
     """
     origin = stock_class(module)
     names = names_in(origin).union(*map(names_in, helpers_of(origin).values()))
-    if any(map(ACTIVATION_FUNCTION.search, names)) or not names.isdisjoint(further):
+    if any(map(ACTIVATION_FUNCTION.search, names)) or not names.isdisjoint(extra):
         return True
     functions = (FunctionType, BuiltinFunctionType)
     members: dict[str, Any] = {name: f for name, f in vars(module).items() if isinstance(f, functions)}

@@ -61,12 +61,12 @@ class ConvolutionFunction:
         return runs_as_compared(value, self.function, self.running)
 
     def convolve(
-        self, x: Any = None, weight: Any = None, bias: Any = None, activation: Any = None, **further: Any
+        self, x: Any = None, weight: Any = None, bias: Any = None, activation: Any = None, **extra: Any
     ) -> tuple[Any, str | None]:
         """What it makes of these arguments, and None; or None, and why stock code has to run."""
         heeded = [
             name
-            for name, value in further.items()
+            for name, value in extra.items()
             if name not in self.ignored and (value is not None or name not in _IGNORED)
         ]
         if activation is not None and activation not in SILU:
@@ -164,8 +164,8 @@ def _cases(
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
     sequences = dict.fromkeys(handed_on, torch.tensor([[0, 0, 1, 1, 1, 2, 2]]))
-    further = {**dict.fromkeys(_IGNORED), **sequences}
-    ways: list[Mapping[str, Any]] = [{"activation": activation, **further}]
+    extra = {**dict.fromkeys(_IGNORED), **sequences}
+    ways: list[Mapping[str, Any]] = [{"activation": activation, **extra}]
     if not handed_on:
         ways.append({"activation": activation})
     if activation is None:
@@ -178,12 +178,12 @@ def _cases(
         )
         for turned in (x.transpose(1, 2), x.transpose(1, 2).contiguous()):
             for named in ways:
-                for given in ([turned, weight, bias], [turned, weight]):
-                    yield Case(partial(_called, function, dict(named), autocast), given)
+                for tensors in ([turned, weight, bias], [turned, weight]):
+                    yield Case(partial(_called, function, dict(named), autocast), tensors)
 
 
-def _called(function: Callable[..., Any], named: dict[str, Any], autocast: torch.dtype | None, *given: Tensor) -> Any:
-    x, weight, bias = (*given, None)[:3]
+def _called(function: Callable[..., Any], named: dict[str, Any], autocast: torch.dtype | None, *tensors: Tensor) -> Any:
+    x, weight, bias = (*tensors, None)[:3]
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         return function(x, weight, bias, **named)
 

@@ -96,7 +96,7 @@ class Dataflow:
         self.parents = {inner: node for node in ast.walk(definition) for inner in ast.iter_child_nodes(node)}
         self.arguments = {name: Definition(name, value, None) for name, value in _arguments(definition.args)}
         self._run(definition.body, {name: frozenset([argument]) for name, argument in self.arguments.items()})
-        self._locals = {*self.arguments, *(made.name for made in self._by_node.values())}
+        self._locals = {*self.arguments, *(local.name for local in self._by_node.values())}
 
     def definition_of(self, load: ast.AST | None) -> Definition | None:
         """The definition of the value that a load reads; None if there are several, or it is of no local name."""
@@ -228,20 +228,20 @@ class Dataflow:
         for source in nodes:  # grows meanwhile
             if source in seen:
                 continue
-            further: list[ast.AST | None] | None = None
+            next_nodes: list[ast.AST | None] | None = None
             match source:
                 case ast.Name() if self.is_local(source.id):
                     definitions = self._definitions.get(source, ())
-                    further = [part.value for part in definitions] or [None]
+                    next_nodes = [part.value for part in definitions] or [None]
                     cuts = (part.statement for part in definitions if with_whole and part.value is None)
-                    further += [cut.value for cut in cuts if isinstance(cut, ast.Assign)]
+                    next_nodes += [cut.value for cut in cuts if isinstance(cut, ast.Assign)]
                 case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if not self.is_own(source.func):
-                    further = [tensor] if methods is None or method in methods else None
+                    next_nodes = [tensor] if methods is None or method in methods else None
                 case _ if type(source) in fields:
                     values = (getattr(source, field) for field in fields[type(source)])
-                    further = [part for value in values for part in (value if isinstance(value, list) else [value])]
-            seen[source] = further is None
-            nodes += further or ()
+                    next_nodes = [part for value in values for part in (value if isinstance(value, list) else [value])]
+            seen[source] = next_nodes is None
+            nodes += next_nodes or ()
         return seen
 
     def _run(self, body: list[ast.stmt], names: Names) -> Names:

@@ -170,14 +170,14 @@ class FusedBlock(Fused):
         k: Any,
         cos: Any,
         sin: Any,
-        *further: Any,
+        *extra: Any,
         dtype: torch.dtype | None = None,
         **named: Any,
     ) -> tuple[Any, Any]:
-        """``rotate(q, k, cos, sin, *further)``; in ``dtype``, if given, in place of float32."""
-        rotated: Any = self._rotated(rotate, (q, k), (cos, sin, *further), named, dtype)
+        """``rotate(q, k, cos, sin, *extra)``; in ``dtype``, if given, in place of float32."""
+        rotated: Any = self._rotated(rotate, (q, k), (cos, sin, *extra), named, dtype)
         if rotated is None:
-            rotated = rotate(q, k, cos, sin, *further, **named)
+            rotated = rotate(q, k, cos, sin, *extra, **named)
             if dtype is not None:
                 rotated = tuple([cast_output(x, dtype) for x in rotated])
         return rotated
@@ -194,7 +194,7 @@ class FusedBlock(Fused):
 
         ``angles``: cos, sin, and what tells more of them.
         """
-        (q, k), (cos, sin, *further) = heads, angles
+        (q, k), (cos, sin, *extra) = heads, angles
         arguments = (1 if k is None else 2) + len(angles)
         for rotation in self.fused_norm_rotations:
             if rotation.is_now(rotate) and rotation.arguments == arguments and not (rotation.tokens_first and named):
@@ -206,7 +206,7 @@ class FusedBlock(Fused):
                 what = f"{short_name(rotation.function)} is called with tensors of other kinds than the kernel takes"
                 warn_once(self.fused_norm_origin, what)
                 return None
-            cos, sin = rotation.angles(cos, *further), rotation.angles(sin, *further)
+            cos, sin = rotation.angles(cos, *extra), rotation.angles(sin, *extra)
         heads_dim = named.get("unsqueeze_dim", 1)
         if rotation.tokens_first:
             heads, heads_dim = (_with_batch(q, 3), _with_batch(k, 3)), 2
@@ -249,15 +249,15 @@ class FusedBlock(Fused):
         gate, up = packed.chunk(2, dim=-1)
         return act(gate) * up
 
-    def fused_norm_conv(self, convolve: Any, *given: Any, **named: Any) -> Any:
+    def fused_norm_conv(self, convolve: Any, *args: Any, **named: Any) -> Any:
         """``convolve(*given, **named)``, a causal convolution."""
-        for known in self.fused_norm_convolutions:
-            if known.is_now(convolve):
-                y, reason = known.convolve(*given, **named)
+        for convolution in self.fused_norm_convolutions:
+            if convolution.is_now(convolve):
+                y, reason = convolution.convolve(*args, **named)
                 if reason is None:
                     return y
                 warn_once(self.fused_norm_origin, reason)
-        return convolve(*given, **named)
+        return convolve(*args, **named)
 
     def fused_norm_conv_module(self, act: Any, conv: Any, x: Any, length: Any) -> Any:
         """``act(conv(x)[..., :length])``, where ``conv`` is an ``nn.Conv1d`` and ``act`` is SiLU, or None."""

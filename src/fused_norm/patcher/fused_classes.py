@@ -121,9 +121,11 @@ def _derive(
     that of ``base``.
     """
     members = {"fused_norm_made_by": made_by, **members}
-    for known in origin.__subclasses__():  # this list does not hold them
-        if all(vars(known).get(name) == value for name, value in members.items()) and are_plain_calls(inside=known):
-            return known
+    for subclass in origin.__subclasses__():  # this list does not hold them
+        if all(vars(subclass).get(name) == value for name, value in members.items()) and are_plain_calls(
+            inside=subclass
+        ):
+            return subclass
     make, *arguments = made_by
 
     def reduce_ex(self: nn.Module, protocol: int) -> Any:

@@ -100,23 +100,23 @@ class FusedExperts(Fused):
         Returns:
             [T, H], in the dtype of the hidden states.
         """
-        stock, given = self.fused_norm_origin.forward, (hidden_states, top_k_index, top_k_weights)
+        stock, inputs = self.fused_norm_origin.forward, (hidden_states, top_k_index, top_k_weights)
         # Some have other names, or are left out.
         if hidden_states is None or top_k_index is None or top_k_weights is None:
-            first = list(takewhile(lambda value: value is not None, given))
-            rest = zip(_ARGUMENTS[len(first) :], given[len(first) :], strict=True)
+            first = list(takewhile(lambda value: value is not None, inputs))
+            rest = zip(_ARGUMENTS[len(first) :], inputs[len(first) :], strict=True)
             return stock(self, *first, *args, **{name: value for name, value in rest if value is not None}, **named)
         if torch.compiler.is_compiling() or is_disabled():
-            return stock(self, *given, *args, **named)
+            return stock(self, *inputs, *args, **named)
         reason = why_stock(self)
         if reason is None and (args or named):
             reason = _OTHER_ARGUMENTS
         if reason is None:
-            y, reason = _run(self, *given)
+            y, reason = _run(self, *inputs)
             if reason is None:
                 return y
         warn_once(self.fused_norm_origin, reason, _STOCK)
-        return stock(self, *given, *args, **named)
+        return stock(self, *inputs, *args, **named)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -195,8 +195,8 @@ def _run(experts: Any, hidden: Any, index: Any, weights: Any) -> tuple[Any, str 
             raise _NotTakenError
         return otherwise(*arguments)
 
-    def gated(both: Tensor, absent: Tensor | None, *options: Any) -> Tensor:
-        return experts._apply_gate(both if absent is None else both.masked_fill(absent.unsqueeze(-1), 0.0))
+    def gated(gate_up: Tensor, absent: Tensor | None, *options: Any) -> Tensor:
+        return experts._apply_gate(gate_up if absent is None else gate_up.masked_fill(absent.unsqueeze(-1), 0.0))
 
     def unpermute(x: Tensor, weights: Tensor, *rest: Any) -> Tensor:
         if autocast_dtype(x) is not None and hidden.dtype != torch.promote_types(x.dtype, weights.dtype):
@@ -258,8 +258,8 @@ def outputs(
         y: Tensor = linear(x, getattr(experts, name), ends, bias=bias)
         return y
 
-    both = multiply(steps.permute(hidden, position, absent), "gate_up_proj")
-    y = multiply(steps.gate(both, absent, *options), "down_proj")
+    gate_up = multiply(steps.permute(hidden, position, absent), "gate_up_proj")
+    y = multiply(steps.gate(gate_up, absent, *options), "down_proj")
     return steps.unpermute(y, weights, position, absent, hidden.dtype)
 
 
@@ -282,7 +282,7 @@ def recognise_experts(experts: Any, origin: Any, known: KnownGates) -> GateOfExp
     own = own_attributes(experts)
     functions = {name: value for name, value in own.items() if isinstance(value, (FunctionType, BuiltinFunctionType))}
     members = {**experts._modules, **functions}
-    held = tuple((name, recognise_activation(member)) for name, member in members.items())
+    activations = tuple((name, recognise_activation(member)) for name, member in members.items())
     for name, act in members.items():
         if isinstance(act, nn.Module) and not are_plain_calls(act):
             raise UnrecognisedError(f"other code sees the calls of its {name}")
@@ -290,8 +290,8 @@ def recognise_experts(experts: Any, origin: Any, known: KnownGates) -> GateOfExp
         raise UnrecognisedError("its gate was replaced on the instance")
     method = origin._apply_gate
     plain = {name: value for name, value in own.items() if name != "config"}
-    values = {name: value_of(value) for name, value in plain.items() if name not in dict(held)}
-    formulas = tuple((name, activation.formula) for name, activation in held)
+    values = {name: value_of(value) for name, value in plain.items() if name not in dict(activations)}
+    formulas = tuple((name, activation.formula) for name, activation in activations)
     key = origin, method, formulas, tuple(values.items())
     may_know = None not in values.values()
     computed = known.get(key) if may_know else None
@@ -304,7 +304,7 @@ def recognise_experts(experts: Any, origin: Any, known: KnownGates) -> GateOfExp
             known[key] = computed
     if isinstance(computed, str):
         raise UnrecognisedError(computed)
-    return GateOfExperts(*computed, method, RunningCode(method), held, function, RunningCode(function))
+    return GateOfExperts(*computed, method, RunningCode(method), activations, function, RunningCode(function))
 
 
 _TOKENS, _EXPERTS, _TOP_K, _WIDTH, _INNER = 12, 3, 2, 16, 8
@@ -352,12 +352,12 @@ def _is_gate(replica: Any, activation: Formula, interleaved: bool, *names: str |
         values = (values[:, None] * scales[:, None]).view(-1, 2 * _INNER)
         values[0, ::3] = torch.nan
         for dtype in DTYPES:
-            given = values.to(dtype)
+            x = values.to(dtype)
             try:
-                actual = replica._apply_gate(given.clone())
+                actual = replica._apply_gate(x.clone())
             except Exception:  # foreign code may raise anything
                 return False
-            if not isinstance(actual, Tensor) or not same_values(actual, _gate_formula(given, None, *options)):
+            if not isinstance(actual, Tensor) or not same_values(actual, _gate_formula(x, None, *options)):
                 return False
     return True
 
@@ -390,13 +390,13 @@ def _agrees(replica: Any, function: Any, gate: tuple[Formula, bool, str | None, 
             index = torch.randint(0, absent, (_TOKENS, _TOP_K), generator=generator)
             leaves = hidden, weights, *parameters.values()
             try:
-                both = [call(hidden, index, weights) for call in (partial(type(replica).forward, replica), formula)]
+                results = [call(hidden, index, weights) for call in (partial(type(replica).forward, replica), formula)]
             except Exception:  # foreign code may raise anything
                 return False
-            if not isinstance(both[0], Tensor) or not same_values(*both):
+            if not isinstance(results[0], Tensor) or not same_values(*results):
                 return False
-            dy = drawn(*both[1].shape, scale=1.0, dtype=both[1].dtype).detach()
-            gradients = [torch.autograd.grad(y, leaves, dy, materialize_grads=True) for y in both]
+            dy = drawn(*results[1].shape, scale=1.0, dtype=results[1].dtype).detach()
+            gradients = [torch.autograd.grad(y, leaves, dy, materialize_grads=True) for y in results]
             if not all(map(same_values, *gradients)):
                 return False
     return True

@@ -25,32 +25,36 @@ class FusedLinear4bit(Fused):
 
         ``x`` is [..., K], or an ``AdapterInput``; the result is [..., N], or ``Summands``.
         """
-        given = x if type(x) is AdapterInput else None
-        x = x if given is None else given.x
+        adapter_input = x if type(x) is AdapterInput else None
+        x = x if adapter_input is None else adapter_input.x
         if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
-            return self._in_stock(x if given is None else given.as_in_stock(), given, *args, **kwargs)
+            return self._in_stock(
+                x if adapter_input is None else adapter_input.as_in_stock(), adapter_input, *args, **kwargs
+            )
         linear, dtype = vars(self), autocast_dtype(x)
         products = linear["compute_dtype"]
-        weight = packed_weight(self, x, products, is_readable=given is not None, is_called=True)
+        weight = packed_weight(self, x, products, is_readable=adapter_input is not None, is_called=True)
         reason = weight if isinstance(weight, str) else None
-        if reason is None and given is None:  # else the guard of the forward that passes an AdapterInput has asked
+        if (
+            reason is None and adapter_input is None
+        ):  # else the guard of the forward that passes an AdapterInput has asked
             reason = replaced_linear() or _changed_class(self)
         if reason is None and dtype not in (None, products):
             reason = f"autocast is to {dtype}, and it computes in {products}"
         if reason is None:
-            parts, is_sum = self._parameters, given is None or not given.returns_summands
-            y_dtype = (given and (given.y_dtype or given.dtype)) or x.dtype
+            parts, is_sum = self._parameters, adapter_input is None or not adapter_input.returns_summands
+            y_dtype = (adapter_input and (adapter_input.y_dtype or adapter_input.dtype)) or x.dtype
             options = linear["out_features"], weight[1], products, y_dtype if is_sum else products
             y, reason = run_fused(LINEAR_4BIT, x, *weight[0], parts["bias"], *options)
             if y is not None:
                 return y if is_sum else Summands(y, None)
         warn_once(self.fused_norm_origin, reason, "bitsandbytes' code")
-        return self._in_stock(x, given)
+        return self._in_stock(x, adapter_input)
 
-    def _in_stock(self, x: Any, given: AdapterInput | None, *args: Any, **kwargs: Any) -> Any:
+    def _in_stock(self, x: Any, adapter_input: AdapterInput | None, *args: Any, **kwargs: Any) -> Any:
         """Run bitsandbytes' forward, and cast its result to the dtype that the caller asks for."""
         y = self.fused_norm_origin.forward(self, x, *args, **kwargs)
-        dtype = given and (given.y_dtype or given.dtype)
+        dtype = adapter_input and (adapter_input.y_dtype or adapter_input.dtype)
         return y if dtype is None else y.to(dtype)
 
 

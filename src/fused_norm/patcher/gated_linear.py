@@ -104,13 +104,13 @@ def _computed(factor: Any, dtype: torch.dtype | None) -> Any:
     linear, x = factor
     if dtype is None or not getattr(linear, "fused_norm_is_quantised", False):
         return linear(x)
-    given = x if type(x) is AdapterInput else AdapterInput(x, x, None)
+    adapter_input = x if type(x) is AdapterInput else AdapterInput(x, x, None)
     # The guard of the layer has asked whether the calls of linears that get an ``AdapterInput`` are plain.
-    if type(given.x) is not Tensor or (given is not x and not is_plain_in_4_bits(linear)):
+    if type(adapter_input.x) is not Tensor or (adapter_input is not x and not is_plain_in_4_bits(linear)):
         return linear(x)
-    if (given.dtype or given.x.dtype) != torch.float32:
+    if (adapter_input.dtype or adapter_input.x.dtype) != torch.float32:
         return linear(x)
-    return linear(AdapterInput(given.x, given.own, given.dtype, returns_summands=True))
+    return linear(AdapterInput(adapter_input.x, adapter_input.own, adapter_input.dtype, returns_summands=True))
 
 
 def _sum(factor: Any) -> Any:

@@ -47,13 +47,13 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
     straight = finish(rewritten_forward(origin, rewrites) if rewrites else stock)
     variants: dict[frozenset[tuple[str, bool]], Forward] = {frozenset(): straight}
 
-    def other(self: Any, asked: dict[str, list[Any] | None]) -> Forward:
+    def other(self: Any, called_by_name: dict[str, list[Any] | None]) -> Forward:
         """The forward for a module that the straight one is not for, as other code sees calls inside."""
         if not are_plain_calls(inside=type(self)):
             return taking_tensors(origin.forward) if linears_of(rewrites) else origin.forward
         if torch.compiler.is_compiling():
             return origin.forward
-        names = [name for name, called in asked.items() if called is None or not are_plain_calls(*called)]
+        names = [name for name, called in called_by_name.items() if called is None or not are_plain_calls(*called)]
         for name in names:
             if name in consumers:
                 warn_about_consumers(self._modules.get(name))
@@ -75,31 +75,31 @@ def guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], finish: Callable
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         modules = self._modules
         # By name, the modules whose calls have to be plain; None if there is something else by now.
-        asked: dict[str, list[Any] | None] = {}
+        called_by_name: dict[str, list[Any] | None] = {}
         for name in norms:
             norm = modules[name] if name in modules else member_of(self, name)
             is_fused = isinstance(norm, FusedNorm) and type(norm).forward is FusedNorm.forward
-            asked[name] = [norm] if is_fused else None
+            called_by_name[name] = [norm] if is_fused else None
         for name, look_up, activation in activations:
             act = look_up(self)
             called = [] if activation.kind is None else [act]
-            asked[name] = called if activation.is_now(act) else None
+            called_by_name[name] = called if activation.is_now(act) else None
         if consumers and not torch.compiler.is_compiling():
             is_replaced = replaced_linear() is not None
             for name in consumers:
                 block = modules.get(name)
                 fused: Any = type(block)  # a wrapper may forward the attributes of what is inside
                 linears = getattr(fused, "fused_norm_linears", ())
-                asked[name] = None
+                called_by_name[name] = None
                 if linears and not is_replaced and fused.forward is fused.fused_norm_forward:
                     read_by: Any = list(map(block._modules.get, linears))
                     if set(map(type, read_by)) != {nn.Linear}:
                         read_by = called_by(read_by)
-                    asked[name] = None if read_by is None else [block, *read_by]
-        is_known = None not in asked.values()
-        if is_known and are_plain_calls(*chain.from_iterable(asked.values()), inside=type(self)):  # type: ignore[arg-type]
+                    called_by_name[name] = None if read_by is None else [block, *read_by]
+        is_known = None not in called_by_name.values()
+        if is_known and are_plain_calls(*chain.from_iterable(called_by_name.values()), inside=type(self)):  # type: ignore[arg-type]
             return straight(self, *args, **kwargs)
-        return other(self, asked)(self, *args, **kwargs)
+        return other(self, called_by_name)(self, *args, **kwargs)
 
     return forward
 

@@ -208,8 +208,8 @@ def _has_forward_of_class(module: nn.Module) -> bool:
 def defined_function(module: str, name: str) -> FunctionType | None:
     """Return the function that a loaded module itself defines by this name; None without one, or for another's code."""
     namespace = vars(sys.modules.get(module, sys))
-    found = namespace.get(name)
-    if type(found) is not FunctionType or found.__globals__ is not namespace:
+    value = namespace.get(name)
+    if type(value) is not FunctionType or value.__globals__ is not namespace:
         return None
-    code = found.__code__
-    return found if (code.co_filename, code.co_qualname) == (namespace["__file__"], name) else None
+    code = value.__code__
+    return value if (code.co_filename, code.co_qualname) == (namespace["__file__"], name) else None

@@ -131,7 +131,7 @@ class Projection:
             RuntimeError: if they would not, because hidden states or weights were written to or freed.
         """
         changed = list(map(_version, self._tensors)) != self._versions
-        changed = changed or any(one.untyped_storage().nbytes() == 0 for one in self._tensors if one.numel())
+        changed = changed or any(tensor.untyped_storage().nbytes() == 0 for tensor in self._tensors if tensor.numel())
         for tensor, sample in () if self.is_running else self._samples:
             changed = changed or tensor.dtype != sample.dtype or not torch.equal(sample, _sample(tensor))
         if changed:
@@ -162,7 +162,7 @@ class CrossEntropy:
     cap: float | None = None
     in_fp32: bool = False
 
-    def of(self, logits: Tensor) -> Tensor:
+    def loss_of(self, logits: Tensor) -> Tensor:
         """The loss of real logits, after scale and cap, by PyTorch."""
         loss = functional.cross_entropy(
             logits,
@@ -209,11 +209,11 @@ class LazyLogits(LazyTensor):
     _has_loss: bool  # a fused loss was made of these, or of what steps make of them
 
     @classmethod
-    def of(cls, projection: Projection) -> LazyLogits:
+    def from_projection(cls, projection: Projection) -> LazyLogits:
         """The logits of a call of a head."""
         x, weight = projection.x, projection.weight
         like = torch.empty((*x.shape[:-1], len(weight)), dtype=projection.dtype or x.dtype, device="meta")
-        in_graph = torch.is_grad_enabled() and any(one.requires_grad for one in projection._tensors)
+        in_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in projection._tensors)
         return cls._made(projection, (), None, like, in_graph)
 
     def then(self, step: Step) -> LazyLogits:
@@ -257,14 +257,14 @@ class LazyLogits(LazyTensor):
 
     def with_ancestors(self) -> Iterator[LazyLogits]:
         """These logits, what they were made of, and so on."""
-        one: LazyLogits | None = self
-        while one is not None:
-            yield one
-            one = one._parent
+        lazy: LazyLogits | None = self
+        while lazy is not None:
+            yield lazy
+            lazy = lazy._parent
 
     def is_apart(self) -> bool:
         """Return whether the real logits are, or would be, no result of these in autograd's graph."""
-        return any(one._was_read_apart for one in self.with_ancestors())
+        return any(lazy._was_read_apart for lazy in self.with_ancestors())
 
     def in_graph(self, *, is_asked: bool = True) -> Tensor:
         """The tensor that has the place of these logits in autograd's graph.
@@ -336,7 +336,7 @@ class LazySum(LazyTensor):
     _real: Tensor | None = None
 
     @classmethod
-    def of(cls, logits: LazyLogits, how: CrossEntropy) -> LazySum:
+    def from_logits(cls, logits: LazyLogits, how: CrossEntropy) -> LazySum:
         """The sum of losses of logits."""
         like = torch.empty((), dtype=torch.float32, device="meta")
         with plain_functions():
@@ -405,11 +405,11 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits) -> Any:
-        found = lazy._computed("a read")
-        if not found._is_view():
-            return found
+        tensor = lazy._computed("a read")
+        if not tensor._is_view():
+            return tensor
         lazy._family.is_copied = True
-        return found.clone()
+        return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -427,8 +427,8 @@ class _Loss(torch.autograd.Function):
         ctx.save_for_backward(*arguments)
         ctx.set_materialize_grads(False)
         ctx.steps, ctx.dtype, ctx.family = logits._steps, logits._projection.dtype, logits._family
-        for one in logits.with_ancestors():
-            one._has_loss = True
+        for lazy in logits.with_ancestors():
+            lazy._has_loss = True
         ctx.how, ctx.is_lazy = how, is_lazy
         # A copy and no view: callers scale it, and add to it, in place.
         return LazySum(loss, logits.device) if is_lazy else loss.clone()
@@ -436,10 +436,10 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None) -> Any:
         with plain_functions():  # older PyTorch tells its engine alone of ``backward(inputs=...)``
-            is_watched = ctx.family.is_watched or any(one.retains_grad for one in ctx.family.members)
+            is_watched = ctx.family.is_watched or any(lazy.retains_grad for lazy in ctx.family.members)
         if dloss is None or not (ctx.is_lazy or is_watched):
             return dloss, *(None,) * 6
-        dlogits = _gradient_of(ctx.how.of, (ctx.steps, ctx.dtype, *ctx.saved_tensors), dloss)
+        dlogits = _gradient_of(ctx.how.loss_of, (ctx.steps, ctx.dtype, *ctx.saved_tensors), dloss)
         return None, dlogits, *(None,) * 5
 
 
@@ -488,7 +488,7 @@ def _cross_entropy(
     how = CrossEntropy(target, reduction, ignore_index, float(label_smoothing))
     if transformation_by(logits._steps) is None:
         return None
-    return LazySum.of(logits, how) if reduction == "sum" else _fused(logits, how)
+    return LazySum.from_logits(logits, how) if reduction == "sum" else _fused(logits, how)
 
 
 def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
@@ -524,8 +524,8 @@ def _read_families(tree: Any, reader: str) -> None:
 
     for value in tree_leaves(tree):
         if isinstance(value, LazyLogits):
-            for one in list(value._family.members):
-                one.read(reader)
+            for member in list(value._family.members):
+                member.read(reader)
             if value._family.is_copied:
                 raise RuntimeError(
                     f"{reader} writes into logits, a view of which a hook or autograd.grad has asked a gradient of: "
@@ -538,9 +538,9 @@ def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
     outputs, *rest = args
     options = dict(kwargs)
     inputs = rest[0] if rest else options.pop("inputs", None)
-    for one in tree_leaves(inputs):
-        if isinstance(one, LazyLogits):
-            one._family.is_watched = True
+    for leaf in tree_leaves(inputs):  # the fused loss leaves their place in the graph out unless asked
+        if isinstance(leaf, LazyLogits):
+            leaf._family.is_watched = True
     outputs, options = _real((outputs, options), func.__name__)
     with plain_functions():
         return func(outputs, inputs=tree_map_only(LazyLogits, LazyLogits.in_graph, inputs), **options)

@@ -152,18 +152,18 @@ def _wide_consumers(linears: Sequence[Any], tensors: Sequence[Any], dtype: torch
     return wide
 
 
-def tensors_of(given: Any) -> Sequence[Any]:
+def tensors_of(value: Any) -> Sequence[Any]:
     """Return the tensors of what a rewritten forward passes to a block or a LoRA layer; anything else is one itself."""
-    if type(given) is NormOutputs:
-        return given.tensors
-    return (given.x if type(given) is AdapterInput else given,)
+    if type(value) is NormOutputs:
+        return value.tensors
+    return (value.x if type(value) is AdapterInput else value,)
 
 
 def taking_tensors(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A stock forward that is called with what a norm returns to its consumers, too."""
 
-    def tensor(given: Any) -> Any:
-        return given.as_in_stock() if type(given) is NormOutputs else given
+    def tensor(value: Any) -> Any:
+        return value.as_in_stock() if type(value) is NormOutputs else value
 
     @wraps(forward)
     def taking(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -68,14 +68,14 @@ def _cast_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step
     if name == "float":
         dtype: Any = torch.float32
     else:
-        wanted = [*args, *(kwargs[key] for key in ("device", "dtype") if kwargs.get(key) is not None)]
+        targets = [*args, *(kwargs[key] for key in ("device", "dtype") if kwargs.get(key) is not None)]
         if not {*kwargs} <= {"device", "dtype", "non_blocking"}:
             return None
-        dtypes = [one for one in wanted if isinstance(one, torch.dtype)]
-        devices = [one for one in wanted if isinstance(one, (str, torch.device))]
-        if len(dtypes) + len(devices) != len(wanted) or len(dtypes) > 1:
+        dtypes = [target for target in targets if isinstance(target, torch.dtype)]
+        devices = [target for target in targets if isinstance(target, (str, torch.device))]
+        if len(dtypes) + len(devices) != len(targets) or len(dtypes) > 1:
             return None
-        if any(torch.device(one) != lazy.device for one in devices):
+        if any(torch.device(target) != lazy.device for target in devices):
             return None
         dtype = dtypes[0] if dtypes else lazy.dtype
     if dtype == lazy.dtype:
@@ -90,7 +90,7 @@ def _rows_of(lazy: Tensor, index: Any) -> Step | None:
     for part in parts:
         if isinstance(part, Tensor) and part.dtype == torch.bool:
             selected = lazy.shape[len(fixed) : len(fixed) + part.dim()]
-            is_after_ellipsis = any(one is Ellipsis for one in fixed)
+            is_after_ellipsis = any(part is Ellipsis for part in fixed)
             if part.device != lazy.device or part.dim() == 0 or is_after_ellipsis or selected != part.shape:
                 return None  # PyTorch says what is wrong with it
             fixed += part.nonzero(as_tuple=True)  # waits for the device, as the selection itself does

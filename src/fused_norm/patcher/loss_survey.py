@@ -129,21 +129,21 @@ def _why_other_loss(module: Any, origin: Any, head: Any) -> str | None:
             return "its forward computes no cross entropy"
         dtype = head.weight.dtype
         return None if dtype == torch.float32 or "float" in names else f"its forward computes its loss in {dtype}"
-    asked: list[CrossEntropy] = []
+    losses: list[CrossEntropy] = []
 
     def loss(x: Tensor, how: CrossEntropy) -> Tensor:
-        asked.append(how)
+        losses.append(how)
         return x.new_zeros(())
 
     readers: list[str] = []
     with plain_pytorch():
         x, weight = torch.ones(2, 3, 4), torch.ones(7, 4)
-        logits = LazyLogits.of(Projection(x, weight, None, None, loss, readers.append))
+        logits = LazyLogits.from_projection(Projection(x, weight, None, None, loss, readers.append))
         try:
-            found = function(logits=logits, labels=torch.zeros(2, 3, dtype=torch.int64), vocab_size=7)
-            _ = found.read("the model") if isinstance(found, LazySum) else found
+            result = function(logits=logits, labels=torch.zeros(2, 3, dtype=torch.int64), vocab_size=7)
+            _ = result.read("the model") if isinstance(result, LazySum) else result
         except Exception as error:  # a function of anybody's may raise anything
             return f"its loss, {name_of_function(function)}, cannot be tried: {type(error).__name__}: {error}"
-    if readers or len(asked) != 1:
+    if readers or len(losses) != 1:
         return f"its loss, {name_of_function(function)}, is no cross entropy of its logits alone"
     return None

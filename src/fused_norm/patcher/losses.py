@@ -56,7 +56,7 @@ class FusedHead(Fused):
                     x, self.weight, self.bias, autocast_dtype(x), call._loss, call._noted, is_running=True
                 )
                 call.projections.append(projection)
-                return LazyLogits.of(projection)
+                return LazyLogits.from_projection(projection)
             call.reason = reason
         return self.fused_norm_origin.forward(self, x)
 
@@ -101,7 +101,7 @@ class LossCall:
 
     def __init__(self, head: FusedHead, labels: Tensor) -> None:
         self.head = head
-        self.labels = labels if labels.is_meta else CountedLabels.of(labels)
+        self.labels = labels if labels.is_meta else CountedLabels.from_labels(labels)
         self.is_fused = False
         self.reason: str | None = None
         self.projections: list[Projection] = []
@@ -158,7 +158,7 @@ class CountedLabels(Tensor):
     _count: _Count
 
     @classmethod
-    def of(cls, labels: Tensor) -> CountedLabels:
+    def from_labels(cls, labels: Tensor) -> CountedLabels:
         """The labels, with a count that was asked for; nobody waits for it here."""
         counted, event = labels.as_subclass(cls), None
         number = (labels != IGNORED).sum()
@@ -209,8 +209,8 @@ def _selects(name: str, args: Any, kwargs: Any) -> bool:
     if name == "__getitem__":
         parts = args[0] if isinstance(args[0], tuple) else (args[0],)
         return all(
-            one is Ellipsis or type(one) in (int, slice) or (isinstance(one, Tensor) and one.dtype == torch.bool)
-            for one in parts
+            part is Ellipsis or type(part) in (int, slice) or (isinstance(part, Tensor) and part.dtype == torch.bool)
+            for part in parts
         )
     return name in ("contiguous", "view", "reshape", "flatten", "to", "long", "clone", "detach", "squeeze", "cuda")
 

@@ -181,20 +181,23 @@ class _SavedTensorHook:
         recompute = operator.recompute(arguments, (*outputs, *kept))
         if reads_linears:
             linears = [
-                self._recomputed(one) if type(one) is Tensor and not one.is_leaf else None for one in arguments[:2]
+                self._recomputed(argument) if type(argument) is Tensor and not argument.is_leaf else None
+                for argument in arguments[:2]
             ]
             if operator is ROPE and None not in linears:  # it keeps neither, so that both have to be known
                 recompute = Recompute(operator, arguments)
             if recompute is not None:
-                first = [one if recipe is None else recipe for one, recipe in zip(arguments, linears, strict=False)]
+                first = [
+                    argument if recipe is None else recipe for argument, recipe in zip(arguments, linears, strict=False)
+                ]
                 recompute = recompute._replace(arguments=(*first, *arguments[2:]))
         # DeepSpeed's ZeRO-3 has taken weights with a ``ds_id`` apart, and they are whole only while their module runs.
         if recompute is None or any(
-            isinstance(one, nn.Parameter) and hasattr(one, "ds_id") for one in recompute.arguments
+            isinstance(argument, nn.Parameter) and hasattr(argument, "ds_id") for argument in recompute.arguments
         ):
             return results
         again = recompute.operator
-        recipe = Recipe.of(lambda *operands: Recompute(again, operands).outputs(), *recompute.arguments)
+        recipe = Recipe.from_call(lambda *operands: Recompute(again, operands).outputs(), *recompute.arguments)
         recomputed = _Recomputable(recipe, feeds_linears=again is RECOMPUTED_NORM and bool(self._consumers))
         for place, tensors in enumerate(handed_out[: len(again.outputs)]):
             for output in tensors:
@@ -239,7 +242,7 @@ class _SavedTensorHook:
         made_version = 1 if LINEAR_4BIT.owns(node) else 0  # PyTorch counts a product that it writes into a tensor
         if tensor._version != made_version or (self._operator is None and tensor.dim() == 2):
             return None
-        matrix = LinearOutputs(self._outputs).of(node)
+        matrix = LinearOutputs(self._outputs).output_of(node)
         whole = tensor if tensor._base is None else tensor._base
         if matrix is None or not matrix.is_of_norm or whole.numel() != matrix.rows * matrix.columns:
             return None
@@ -279,7 +282,7 @@ class _Output:
             source, cast = self._output(), tensor if tensor._base is None else tensor._base
             if source is None or tensor._version != 0:
                 return None
-            if len({(one.shape, one.stride(), one.device) for one in (source, cast)}) > 1:
+            if len({(t.shape, t.stride(), t.device) for t in (source, cast)}) > 1:
                 return None
         if source._version != self._version or source.untyped_storage()._cdata != self._storage.cdata:
             return None

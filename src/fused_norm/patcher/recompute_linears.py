@@ -42,13 +42,16 @@ class Recipe(NamedTuple):
     reads: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], *operands: Any) -> Recipe:
+    def from_call(cls, function: Callable[..., Any], *operands: Any) -> Recipe:
         """The recipe for what a function returns of operands, which are recipes, tensors and plain values."""
-        detached = [one.detach() if isinstance(one, Tensor) else one for one in operands]
+        detached = [operand.detach() if isinstance(operand, Tensor) else operand for operand in operands]
         reads: list[Tensor] = []
-        for one in detached:
-            reads += one.reads if type(one) is Recipe else [one] if isinstance(one, Tensor) else []
-        return cls(lambda: function(*[one.value() if type(one) is Recipe else one for one in detached]), tuple(reads))
+        for operand in detached:
+            reads += operand.reads if type(operand) is Recipe else [operand] if isinstance(operand, Tensor) else []
+        return cls(
+            lambda: function(*[operand.value() if type(operand) is Recipe else operand for operand in detached]),
+            tuple(reads),
+        )
 
 
 class Kept(NamedTuple):
@@ -88,7 +91,7 @@ class LinearOutputs:
     def __init__(self, outputs: Mapping[tuple[Any, int], Any]) -> None:
         self._outputs = outputs
 
-    def of(self, node: Any) -> Matrix | None:
+    def output_of(self, node: Any) -> Matrix | None:
         """Return how to compute the output of ``node``; None if the graph does not tell."""
         read = self._READ.get(node.name())
         return None if read is None else read(self, node)
@@ -112,11 +115,11 @@ class LinearOutputs:
             return None
         kept_x = _kept(raw_x)  # before what the graph tells, of which a cast may have been written into since
         if kept_x is not None:
-            return Matrix(Recipe.of(_linear, kept_x, weight, *bias), rows, columns, False)
-        found = self._of_norm(edge, width, weight.dtype) or self._behind(edge)
-        if found is None or (found.rows, found.columns) != (rows, width):
+            return Matrix(Recipe.from_call(_linear, kept_x, weight, *bias), rows, columns, False)
+        x = self._of_norm(edge, width, weight.dtype) or self._behind(edge)
+        if x is None or (x.rows, x.columns) != (rows, width):
             return None
-        return Matrix(Recipe.of(_linear, found.recipe, weight, *bias), rows, columns, found.is_of_norm)
+        return Matrix(Recipe.from_call(_linear, x.recipe, weight, *bias), rows, columns, x.is_of_norm)
 
     def _of_norm(self, edge: Any, columns: int, dtype: torch.dtype) -> Matrix | None:
         """The output of a norm, or a cast of it, that comes by an edge, in this dtype; None for anything else."""
@@ -138,19 +141,19 @@ class LinearOutputs:
         # bitsandbytes takes another kernel for a single row that wants no gradient.
         if x is None or x.rows < 2:
             return None
-        return Matrix(Recipe.of(_linear_in_4_bits, x.recipe, weight, node.state), x.rows, columns, True)
+        return Matrix(Recipe.from_call(_linear_in_4_bits, x.recipe, weight, node.state), x.rows, columns, True)
 
     def _sum_with_adapter(self, node: Any) -> Matrix | None:
         """The output of a linear with that of its LoRA adapter, of which the node keeps what is behind its dropout."""
-        operator = next((one for one in (LORA_ADD, LORA_ADD_DROPPED) if one.owns(node)), None)
+        operator = next((raw for raw in (LORA_ADD, LORA_ADD_DROPPED) if raw.owns(node)), None)
         if operator is None:
             return None
-        found = self._behind(node.next_functions[0])
-        *_, b, h = [_kept(one) for one in node._raw_saved_tensors]
-        if found is None or b is None or h is None:
+        base = self._behind(node.next_functions[0])
+        *_, b, h = [_kept(raw) for raw in node._raw_saved_tensors]
+        if base is None or b is None or h is None:
             return None
-        operands = found.recipe, h.flatten(0, -2), b, operator.scalars_of(node)[0]
-        return found._replace(recipe=Recipe.of(LORA_ADD.output_of, *operands))
+        operands = base.recipe, h.flatten(0, -2), b, operator.scalars_of(node)[0]
+        return base._replace(recipe=Recipe.from_call(LORA_ADD.output_of, *operands))
 
     def _linear_of_4_bits(self, node: Any) -> Matrix | None:
         """The output of a linear with a weight of 4 bits, which keeps nothing of its input."""
@@ -162,34 +165,34 @@ class LinearOutputs:
         if x is None:
             return None
         how = partial(_linear_of_4_bits, features=features, block=block, dtype=node._input_metadata[0].dtype)
-        return Matrix(Recipe.of(how, x.recipe, *linear), x.rows, features, True)
+        return Matrix(Recipe.from_call(how, x.recipe, *linear), x.rows, features, True)
 
     def _linear_with_adapter_in_4_bits(self, node: Any) -> Matrix | None:
         """The output of a linear with a weight of 4 bits and its LoRA adapter, as one operator has made it."""
         if not LORA_LINEAR_4BIT.owns(node):
             return None
-        b, h = [_kept(saved) for saved in node._raw_saved_tensors[2:]]
+        b, h = [_kept(saved) for saved in node._raw_saved_tensors[-2:]]
         if b is None or h is None:
             return None
         linear: Any = LORA_LINEAR_4BIT.unhooked_of(node)
-        made = node._input_metadata[0]
+        metadata = node._input_metadata[0]
         block, factor, *_ = LORA_LINEAR_4BIT.scalars_of(node)
         x = self._of_norm(node.next_functions[0], 2 * linear[1].numel() // len(b), h.dtype)
         if x is None:
             return None
-        how = partial(_with_adapter_in_4_bits, block=block, factor=factor, dtype=made.dtype)
-        recipe = Recipe.of(how, x.recipe, h.flatten(0, -2), b, *linear)
+        how = partial(_with_adapter_in_4_bits, block=block, factor=factor, dtype=metadata.dtype)
+        recipe = Recipe.from_call(how, x.recipe, h.flatten(0, -2), b, *linear)
         return Matrix(recipe, x.rows, len(b), True)
 
     def _cast(self, node: Any) -> Matrix | None:
-        found, made = self._behind(node.next_functions[0]), node._input_metadata[0]
-        if found is None:
+        x, metadata = self._behind(node.next_functions[0]), node._input_metadata[0]
+        if x is None:
             return None
-        return found._replace(recipe=Recipe.of(Tensor.to, found.recipe, made.device, made.dtype))
+        return x._replace(recipe=Recipe.from_call(Tensor.to, x.recipe, metadata.device, metadata.dtype))
 
     def _behind(self, edge: Any) -> Matrix | None:
         node, _ = _behind_views(edge)
-        return None if node is None else self.of(node)
+        return None if node is None else self.output_of(node)
 
     _READ: ClassVar[dict[str, Callable[..., Matrix | None]]] = {
         "MmBackward0": _product,

@@ -78,8 +78,8 @@ class RunningCode:
             others = _others(function)
             if len(others) != len(running._others):
                 return False
-            for known, other in zip(running._others, others, strict=True):
-                if (known._value if known._reference is None else known._reference()) is not other:
+            for held, other in zip(running._others, others, strict=True):
+                if (held._value if held._reference is None else held._reference()) is not other:
                     return False
             running, function = running._wrapped, getattr(function, "__wrapped__", None)
         return True

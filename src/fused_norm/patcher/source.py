@@ -159,8 +159,8 @@ def compiled(definition: ast.FunctionDef, layer: type[nn.Module]) -> Callable[..
     """
     function, _ = _unwrap(layer.forward)
     around = source_of(layer).around
-    both: tuple[list[Any], list[Any]] = definition.args.defaults, definition.args.kw_defaults
-    for defaults in both:  # they would be evaluated again, and might have other values by now
+    all_defaults: tuple[list[Any], list[Any]] = definition.args.defaults, definition.args.kw_defaults
+    for defaults in all_defaults:  # they would be evaluated again, and might have other values by now
         defaults[:] = [node if node is None or _is_literal(node) else ast.Constant(None) for node in defaults]
     tree = ast.parse(f"class {around}: pass")
     assert isinstance(tree.body[0], ast.ClassDef)

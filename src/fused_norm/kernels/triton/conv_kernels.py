@@ -260,10 +260,12 @@ def launch_conv_backward(
     plan = conv_plan(channels, width, True, device)
     pieces = -(-length // plan.rows)
     programs = batch * pieces
-    if any(one is not None for one in sums):
+    if any(total is not None for total in sums):
         programs = min(programs, plan.programs)
-    partials = [None if one is None else x.new_empty((programs, one.numel()), dtype=torch.float32) for one in sums]
-    overlaps = device.overlaps and any(one is not None for one in sums)
+    partials = [
+        None if total is None else x.new_empty((programs, total.numel()), dtype=torch.float32) for total in sums
+    ]
+    overlaps = device.overlaps and any(total is not None for total in sums)
     dx_strides = (None, None) if dx is None else dx.stride()[:2]
     numbers = length, pieces, batch * pieces, *x.stride()[:2], *dy.stride()[:2], *dx_strides
     constants = {"C": channels, "ROWS": plan.rows, "BLOCK": plan.block, "WIDTH": width, "SILU": activation is not None}

@@ -46,10 +46,17 @@ def _load(memory, row, col, live, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _dropped(value, mask_ptr, row, col, live, N, dtype: tl.constexpr):
-    """A tile [ROWS, BLOCK] with zeros where the mask [M, N] has them, but NaN where it is not finite."""
-    kept = tl.load(mask_ptr + row[:, None] * N + col[None, :], mask=live, other=0)
-    return _operand(value.to(tl.float32) * kept.to(tl.float32), dtype)
+def _load_dropped(x_ptr, x_stride, mask_ptr, row, col, live, scale, N, dtype: tl.constexpr):
+    """A tile of x times the scale and the mask [M, N], rounded once; a number that is not finite gives NaN."""
+    if mask_ptr is None:
+        value = _load((x_ptr, x_stride, 1), row, col, live, scale, dtype)
+    else:
+        value = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
+        value *= tl.load(mask_ptr + row[:, None] * N + col[None, :], mask=live, other=0).to(tl.float32)
+        if scale is not None:
+            value *= scale
+        value = _operand(value, dtype)
+    return value
 
 
 @triton.jit
@@ -79,6 +86,7 @@ def _narrow_kernel(
     h_ptr,  # [M, r]
     copy_ptr,  # [r, K] or None: w, rounded to h's dtype
     mask_ptr,  # [M, K] bool, or None
+    kept_ptr,  # [M, K] or None: x times the mask and the scale, in h's dtype
     M,
     K, r, x_stride, w_row_stride, w_col_stride,
     scale,
@@ -92,9 +100,9 @@ def _narrow_kernel(
     for start in range(0, K, BLOCK):
         col = start + tl.arange(0, BLOCK)
         x_live = (row < M)[:, None] & (col < K)[None, :]
-        x = _load((x_ptr, x_stride, 1), row, col, x_live, scale, dtype)
-        if mask_ptr is not None:
-            x = _dropped(x, mask_ptr, row, col, x_live, K, dtype)
+        x = _load_dropped(x_ptr, x_stride, mask_ptr, row, col, x_live, scale, K, dtype)
+        if kept_ptr is not None:
+            tl.store(kept_ptr + row[:, None] * K + col[None, :], x, mask=x_live)
         live = (col < K)[:, None] & (rank < r)[None, :]
         h = tl.dot(x, _load((w_ptr, w_row_stride, w_col_stride), col, rank, live, None, dtype), h)
     tl.store(
@@ -117,7 +125,7 @@ def _widen_kernel(
     scale,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INT64: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """``y = base + (h @ w) * scale * mask``, each of the first three rounded."""
+    """``y = base + (h @ w) * scale * mask``, the product rounded, and what follows too: with a mask, to y's dtype."""
     dtype: tl.constexpr = h_ptr.dtype.element_ty
     row = rows_of(tl.program_id(0), ROWS, INT64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -126,10 +134,13 @@ def _widen_kernel(
     h = _load((h_ptr, r, 1), row, rank, (row < M)[:, None] & (rank < r)[None, :], None, dtype)
     w = _load((w_ptr, w_row_stride, w_col_stride), rank, col, (rank < r)[:, None] & (col < N)[None, :], None, dtype)
     y = round_to(tl.dot(h, w), dtype)
-    if scale is not None:
-        y = round_to(y * scale, dtype)
     if mask_ptr is not None:
         y *= tl.load(mask_ptr + row[:, None] * N + col[None, :], mask=live, other=0).to(tl.float32)
+        if scale is not None:
+            y *= scale
+        y = round_to(y, y_ptr.dtype.element_ty)
+    elif scale is not None:
+        y = round_to(y * scale, dtype)
     if base_ptr is not None:
         y += tl.load(base_ptr + row[:, None] * base_stride + col[None, :], mask=live, other=0.0).to(tl.float32)
     tl.store(y_ptr + row[:, None] * N + col[None, :], round_to(y, y_ptr.dtype.element_ty), mask=live)
@@ -180,9 +191,7 @@ def _share(
     for first in range(start, tl.minimum(start + share, M), ROWS):
         row = rows_of(first // ROWS, ROWS, INT64)
         live = (row < M)[:, None] & (col < N)[None, :]
-        wide = _load((wide_ptr, stride, 1), row, col, live, scale, dtype)
-        if mask_ptr is not None:
-            wide = _dropped(wide, mask_ptr, row, col, live, N, dtype)
+        wide = _load_dropped(wide_ptr, stride, mask_ptr, row, col, live, scale, N, dtype)
         narrow = _load((narrow_ptr, r, 1), row, rank, (row < M)[:, None] & (rank < r)[None, :], None, dtype)
         total = tl.dot(tl.trans(wide), narrow, total)
     at = share_ptr + tl.program_id(0) * N * r + col[:, None] * r + rank[None, :]
@@ -231,17 +240,21 @@ def launch_narrow(
     scale: float = 1,
     copy: Tensor | None = None,
     mask: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> None:
     """Write ``h`` [..., r]: ``x`` [..., K] times the scale and the mask, and that times ``w`` [K, r] of these strides.
 
-    ``copy`` [r, K] gets w, rounded to h's dtype. ``mask``: of x's shape, bool, contiguous.
+    ``copy`` [r, K] gets w, rounded to h's dtype. ``mask``: of x's shape, bool, contiguous. ``kept`` [..., K] gets x
+    times the scale and the mask, in h's dtype.
     """
     (_, arranged), (_, stride) = as_strided_rows(h, x)
     rows, rank, width = h.shape[:-1].numel(), h.shape[-1], x.shape[-1]
     plan = lora_plan("narrow", rows, rank, h.element_size(), x.element_size(), device_props(h.device))
     tile = _tile(plan, rank, arranged, h) | {"COPIED": _COPIED}
     numbers = rows, width, rank, stride, *strides, _factor(scale)
-    launch(_narrow_kernel, (-(-rows // plan.rows), 1), (arranged, w, h, copy, mask), numbers, tile, warps=plan.warps)
+    launch(
+        _narrow_kernel, (-(-rows // plan.rows), 1), (arranged, w, h, copy, mask, kept), numbers, tile, warps=plan.warps
+    )
 
 
 def launch_widen(

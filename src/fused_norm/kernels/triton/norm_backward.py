@@ -335,7 +335,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
         if dx is not None or dr is not None:
             tensors, numbers = (*dys, s, weight, rstd, correction), (rows, strides[0], strides[2])
             # With gradients in two dtypes the larger block spills.
-            block = (4 if len({one.dtype for one in (dy, *more)}) == 1 else 2) * plan.block
+            block = (4 if len({grad.dtype for grad in (dy, *more)}) == 1 else 2) * plan.block
             wider = {name: constants[name] for name in ("N", "SPEC", "DY_DTYPE")} | {"BLOCK": block}
             launch(_backward_correction_kernel, (rows, 1), tensors, numbers, wider, warps=plan.warps)
         tensors = *dys, ds, s, weight, rstd, correction, dx, dr, partials

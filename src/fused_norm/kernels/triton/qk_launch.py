@@ -66,19 +66,19 @@ def empty_heads(
     x: Tensor,
     dtype: torch.dtype,
     cos: Tensor | None,
-    wanted: torch.dtype | None,
+    narrow_dtype: torch.dtype | None,
     *,
     single_rounding: bool = False,
     layout: RotaryLayout = "half",
 ) -> Tensor:
     """The forward's output for q or k, not yet written, with the memory order that stock code gives it.
 
-    It has stock code's dtype, or the ``wanted`` one where ``out_dtype`` says so. ``dtype``: that of the normalised
+    It has stock code's dtype, or ``narrow_dtype`` if ``out_dtype`` says so. ``dtype``: that of the normalised
     x, or of x itself without a norm.
     """
     if cos is None:
-        return empty_rows_like(x, out_dtype(dtype, wanted))
-    dtype = out_dtype(dtype if single_rounding else promoted(dtype, cos.dtype), wanted)
+        return empty_rows_like(x, out_dtype(dtype, narrow_dtype))
+    dtype = out_dtype(dtype if single_rounding else promoted(dtype, cos.dtype), narrow_dtype)
     # Stock code concatenates what is rotated and what is not, or two halves, and the result of that is contiguous.
     concatenates = cos.shape[-1] != x.shape[-1] or layout == "deinterleaved"
     return x.new_empty(x.shape, dtype=dtype) if concatenates else empty_rows_like(x, dtype)
@@ -140,7 +140,7 @@ def launch_qk_backward(
     plan = heads_backward_plan(*call.heads, call.width, call.rotary, column_bytes, angle_bytes, device)
     q_tiles, k_tiles = call.tiles(plan)
     q_programs, programs, shares = q_tiles, q_tiles + k_tiles, None
-    if any(one is not None for one in dw):
+    if any(partial is not None for partial in dw):
         if programs > plan.programs:
             # Each side its part of the programs, and at least one where there is anything to do.
             most = plan.programs - min(1, k_tiles)
@@ -185,16 +185,18 @@ class _Call:
         for angles in self.shared[2:]:  # which have no stride by head
             steps = [0] * 4 if angles is None else angles_layout(angles, unsqueeze_dim)[1]
             self._strides += [steps[0], 0 if self._heads_dim is None else steps[3 - self._heads_dim]]
-        self._long = is_long([x for x in self.shared[2:] if x is not None]) or any(one.long for one in self._layouts)
+        self._long = is_long([x for x in self.shared[2:] if x is not None]) or any(
+            layout.long for layout in self._layouts
+        )
 
     def _arranged(self, read: tuple[Any, ...], written: Tensor | None) -> tuple[tuple[Any, ...], _Layout]:
-        if any(one is None for one in read):
+        if any(x is None for x in read):
             return read, _Layout(0, 1, 1, (0,) * 3 * (1 + len(read)), False)
         arranged: list[Tensor] = []
-        for one in read:
-            lead = arranged[0] if arranged else one
-            fits = _layout((*arranged, one), self._heads_dim)
-            arranged.append(one if fits else empty_rows_like(lead, one.dtype).copy_(one))
+        for x in read:
+            lead = arranged[0] if arranged else x
+            fits = _layout((*arranged, x), self._heads_dim)
+            arranged.append(x if fits else empty_rows_like(lead, x.dtype).copy_(x))
         outputs = empty_rows_like(arranged[0]) if written is None else written
         layout = _layout((*arranged, outputs), self._heads_dim)
         assert layout is not None, "a tensor without a layout was copied before"

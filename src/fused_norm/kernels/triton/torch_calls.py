@@ -28,7 +28,7 @@ class Product(NamedTuple):
 
     def run(self) -> None:
         """Compute it."""
-        x, y = (one.view(-1, one.shape[-1]) for one in (self.x, self.y))
+        x, y = (tensor.view(-1, tensor.shape[-1]) for tensor in (self.x, self.y))
         w = self.w.t() if self.transposed else self.w
         if self.bias is None:
             torch.mm(x, w, out=y)
@@ -38,7 +38,7 @@ class Product(NamedTuple):
     def line(self, name_of: Callable[[Tensor], str]) -> tuple[str, dict[str, Any]]:
         """The line that computes it, of tensors by their names, and the global names that the line has."""
         rows = self.x.shape[:-1].numel()
-        x, y = (f"{name_of(one)}.view({rows}, {one.shape[-1]})" for one in (self.x, self.y))
+        x, y = (f"{name_of(tensor)}.view({rows}, {tensor.shape[-1]})" for tensor in (self.x, self.y))
         w = name_of(self.w) + ".t()" * self.transposed
         if self.bias is None:
             return f"mm({x}, {w}, out={y})", {"mm": torch.mm}

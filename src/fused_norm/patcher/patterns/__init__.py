@@ -128,7 +128,7 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
     # Copied together, so that the copied matches consist of nodes of the copied definition.
     definition, patterns = copy.deepcopy((source.definition, patterns_of(layer)))
     forward = EditedForward(definition, source.own)
-    for rewrite in sorted(rewrites, key=lambda one: one.pattern != "inputs"):  # what other edits pass on
+    for rewrite in sorted(rewrites, key=lambda edit: edit.pattern != "inputs"):  # what other edits pass on
         getattr(patterns, rewrite.pattern)[rewrite.index].edit(rewrite, forward)
     return compiled(definition, layer)
 
@@ -192,13 +192,13 @@ def rewrites_around(layer: Any, rewrites: tuple[Rewrite, ...], seen: Mapping[str
     patterns = patterns_of(layer)
     for rewrite in rewrites:
         match = getattr(patterns, rewrite.pattern)[rewrite.index]
-        gone = {part: seen[name] for part, name in match.bypassed(rewrite.parts) if name in seen}
-        if gone.get("norm"):
+        removed = {part: seen[name] for part, name in match.bypassed(rewrite.parts) if name in seen}
+        if removed.get("norm"):
             yield replace(rewrite, parts=("norm", "called"))
-        elif "" not in gone:
-            gone |= {also: False for part, also in (("inner", "dropout"), ("norm", "consumers")) if part in gone}
-            parts = tuple(part for part in rewrite.parts if part not in gone)
-            yield from [replace(rewrite, parts=parts)] if parts or not gone else []
+        elif "" not in removed:
+            removed |= {also: False for part, also in (("inner", "dropout"), ("norm", "consumers")) if part in removed}
+            parts = tuple(part for part in rewrite.parts if part not in removed)
+            yield from [replace(rewrite, parts=parts)] if parts or not removed else []
         elif "rotation" in rewrite.parts:
             indices = (index for index, call in enumerate(patterns.rotations) if call.heads == rewrite.index)
             yield from (Rewrite("rotations", index) for index in indices)

@@ -6,12 +6,12 @@ In the forward of an attention,
     if cache is not None:
         key, value = cache.update(key, value, self.layer_idx)
     attend = FUNCTIONS[self.config.attention]
-    output, weights = attend(self, query, key, value, mask, scaling=self.scaling, **further)
+    output, weights = attend(self, query, key, value, mask, scaling=self.scaling, **extra)
 
 becomes, whatever the names are,
 
     attend = FUNCTIONS[self.config.attention]
-    dtype = self.fused_norm_read_dtype(attend, cache, mask, key, value, further)
+    dtype = self.fused_norm_read_dtype(attend, cache, mask, key, value, extra)
     query, key = self.fused_norm_rope(rotate, query, key, cos, sin, dtype=dtype)
 
 before the same ``if`` and call, except that ``dtype`` is an expression without a name. If a LoRA layer around a 4-bit
@@ -21,7 +21,7 @@ linear computes the values, the function is looked up before that, too, and
 
 becomes
 
-    value = self.v_proj(self.fused_norm_for_values(self.v_proj, x, attend, cache, mask, key, further)).view(shape)
+    value = self.v_proj(self.fused_norm_for_values(self.v_proj, x, attend, cache, mask, key, extra)).view(shape)
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Attention(Match):
             forward.remove(statement)
         if self.values is not None and "values" in rewrite.parts:
             first, call = self.values
-            cache, mask, key, _, further = copy.deepcopy(self.asked)
+            cache, mask, key, _, extra = copy.deepcopy(self.asked)
             for_values = forward.code(f"self.fused_norm_for_values(LINEAR, {self.function})", LINEAR=call.func)
             linear, attend = for_values.args
-            for_values.args = [linear, *call.args, attend, cache, mask, key, further]
+            for_values.args = [linear, *call.args, attend, cache, mask, key, extra]
             call.args = [for_values]
         forward.insert_before(first, *self.lookups)
         read_dtype = forward.code(f"self.fused_norm_read_dtype({self.function})")
@@ -110,20 +110,20 @@ def _attention_after(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> At
     assert isinstance(call.func, ast.Name)
     function, lookups, (_, query, key, value, mask) = call.func.id, rest[: calls.index(call)], call.args
     assert isinstance(value, ast.Name)
-    further = next((keyword.value for keyword in call.keywords if keyword.arg is None), ast.Tuple([], ast.Load()))
+    extra = next((keyword.value for keyword in call.keywords if keyword.arg is None), ast.Tuple([], ast.Load()))
     body = flow.body_of[rotation]
     before = body[: body.index(rotation)]
     assigned = [target for statement in before for target in getattr(statement, "targets", ())]
     if (
         all(_looks_up(flow, statement, function) for statement in lookups)
         and not any(mentions(statement, function) for statement in (rotation, *updates))
-        and all(flow.is_read_only_in(made, *updates, query, key) for made in flow.made_by(rotation))
+        and all(flow.is_read_only_in(definition, *updates, query, key) for definition in flow.made_by(rotation))
         and any(is_name(target, value.id) for target in assigned)
-        and all(_is_argument(flow, name) for name in (cache, mask, further) if isinstance(name, ast.Name))
+        and all(_is_argument(flow, name) for name in (cache, mask, extra) if isinstance(name, ast.Name))
     ):
-        asked = [cache, mask, ast.Name(k, ast.Load()), value, further]
+        arguments = [cache, mask, ast.Name(k, ast.Load()), value, extra]
         values = _values(flow, before, updates, k, value, function)
-        return Attention(rotation, lookups, function, asked, values)
+        return Attention(rotation, lookups, function, arguments, values)
     return None
 
 
@@ -148,7 +148,7 @@ def _values(
     earlier = before[: before.index(statement)]
     has_key = any(is_name(to, k) for other in earlier for to in getattr(other, "targets", ()))
     is_alone = len(statement.targets) == 1 and all(
-        flow.is_read_only_in(made, *updates, value) for made in flow.made_by(statement)
+        flow.is_read_only_in(definition, *updates, value) for definition in flow.made_by(statement)
     )
     return (statement, call) if call is not None and has_key and is_alone else None
 

@@ -211,7 +211,7 @@ def find_inputs(layer: Any) -> list[Inputs]:
         if module != "transformers.utils.deprecation":  # it looks at names; others may look into a tensor
             decorator = f"a decorator from {module}"
         forward = forward.__wrapped__
-    order, found = list(flow.calls), []
+    order, inputs = list(flow.calls), []
     for name in [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1:]:
         calls, other = [], "a function inside" if flow.is_captured(name) else decorator
         for load in flow.reads(flow.arguments[name]):
@@ -221,8 +221,8 @@ def find_inputs(layer: Any) -> list[Inputs]:
                 calls.append(call)
             elif not (isinstance(user, ast.Attribute) and user.attr in _METADATA):
                 other = other or ast.unparse(user)
-        found.append(Inputs(name, sorted(calls, key=order.index), other))
-    return found
+        inputs.append(Inputs(name, sorted(calls, key=order.index), other))
+    return inputs
 
 
 def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
@@ -230,9 +230,14 @@ def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
     value: ast.AST = call
     statement = flow.parents[call]
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        made = next(iter(flow.made_by(statement)), None) if isinstance(statement.targets[0], ast.Name) else None
-        loads = [] if made is None else flow.reads(made)
-        if made is None or len(loads) != 1 or flow.definition_of(loads[0]) is not made or flow.is_captured(made.name):
+        definition = next(iter(flow.made_by(statement)), None) if isinstance(statement.targets[0], ast.Name) else None
+        loads = [] if definition is None else flow.reads(definition)
+        if (
+            definition is None
+            or len(loads) != 1
+            or flow.definition_of(loads[0]) is not definition
+            or flow.is_captured(definition.name)
+        ):
             return None
         (value,) = loads
     user = flow.parents[value]

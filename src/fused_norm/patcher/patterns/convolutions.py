@@ -171,7 +171,7 @@ def _length_of(cut: ast.expr, is_turned: bool) -> ast.expr | None:
     if len(ends) != 1 or ends[0].lower is not None or ends[0].step is not None:
         return None
     shape = ["end" if part is ends[0] else ast.unparse(part) for part in parts]
-    known = ([":", "end"], [":", "end", ":"]) if is_turned else (["...", "end"], [":", ":", "end"])
+    whole_slices = ([":", "end"], [":", "end", ":"]) if is_turned else (["...", "end"], [":", ":", "end"])
     length = ends[0].upper
     of = length.value if isinstance(length, ast.Subscript) else length  # x.shape[-1], which is looked up earlier then
-    return length if shape in known and isinstance(of, (ast.Name, ast.Attribute)) else None
+    return length if shape in whole_slices and isinstance(of, (ast.Name, ast.Attribute)) else None

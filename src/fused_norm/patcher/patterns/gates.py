@@ -120,8 +120,8 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
     """The rows of products with an activation as a factor, except those that the module's settings never compute."""
     rows: dict[ast.BinOp, Site] = {}
     for index, gate in enumerate(gates):
-        known = rows.get(gate.product)
-        if known is not None and known.activation is not None:
+        earlier = rows.get(gate.product)
+        if earlier is not None and earlier.activation is not None:
             continue
         row, act = block.own_row("mlp", block.applied_parts("gates", index) is not None), gate.act.resolve(block)
         if isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
@@ -129,7 +129,7 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
         try:
             activation = recognise_activation(act)
         except UnrecognisedError as error:  # code that hooks it may also put attributes on it, as ZeRO-3 does
-            if known is None and looks_like_activation(gate.act.name, act):
+            if earlier is None and looks_like_activation(gate.act.name, act):
                 rows[gate.product] = row.skipped(str(error))
             continue
         rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)

@@ -133,7 +133,7 @@ class Heads(Match):
 
 def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list[Heads]:
     """The pairs of q and k norms, in order, except those whose names an inner function may read."""
-    found = []
+    pairs = []
     for body in flow.bodies:
         first: HeadNorm | None = None
         for statement in body:
@@ -150,9 +150,9 @@ def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list
             if not flow.is_captured(first.name, norm.name):
                 rotation = _rotation(flow, statement, (first.name, norm.name))
                 attention = None if rotation is None else attentions.get(rotation[1])
-                found.append(Heads((first, norm), rotation, attention))
+                pairs.append(Heads((first, norm), rotation, attention))
             first = None
-    return found
+    return pairs
 
 
 def _head_norm(statement: ast.stmt, own: str) -> HeadNorm | None:
