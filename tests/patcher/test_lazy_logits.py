@@ -49,7 +49,7 @@ class Head:
         logits = functional.linear(x, self.weight, self.bias).float()
         logits = logits if how.scale is None else logits * how.scale
         logits = logits if how.cap is None else torch.tanh(logits / how.cap) * how.cap
-        return how.of(logits)
+        return how.loss_of(logits)
 
     def gradients(self, value: Tensor) -> list[Tensor]:
         leaves = [one for one in (self.x, self.weight, self.bias) if one is not None]
