@@ -35,7 +35,7 @@ from ..planted.runs import faulty
 from .plans import DEVICE, TOKENS, small, tiny_plan
 
 BLOCK = "model.layers.1.self_attn"
-FILTERS = "given[1]", "conv1d.weight"
+FILTERS = "args[1]", "conv1d.weight"
 """The filters of a convolution among the arguments of a function, and as the weight of a module."""
 
 

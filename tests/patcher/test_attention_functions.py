@@ -226,7 +226,7 @@ def asked(device: str, **changed: Any) -> torch.dtype | None:
     x = torch.randn(1, 2, 5, 16, device=device)
     known = {
         "attention": SimpleNamespace(num_key_value_groups=2), "attend": sdpa_attention_forward, "cache": None,
-        "mask": None, "key": x, "value": x, "further": {"position_ids": None},
+        "mask": None, "key": x, "value": x, "extra": {"position_ids": None},
     } | changed  # fmt: skip
     return read_dtype(**known)
 
@@ -354,10 +354,10 @@ def test_flash_attention_is_asked_where_values_are_cast_already(monkeypatch: pyt
     ask = partial(asked, "cpu", attend=flash_attention_forward, mask=torch.ones(1, 5))
     assert ask(value=on_cuda(BF16)) == BF16
     assert ask(value=on_cuda(FP32)) is ask(value=on_cuda(FP16)) is None
-    assert ask(value=on_cuda(BF16), further={"output_attentions": False, "cu_seq_lens_q": None}) == BF16
+    assert ask(value=on_cuda(BF16), extra={"output_attentions": False, "cu_seq_lens_q": None}) == BF16
     for name in ("s_aux", "cache"):
         if name in flash_attention_forward.__code__.co_varnames:
-            assert ask(value=on_cuda(BF16), further={name: None}) is None
+            assert ask(value=on_cuda(BF16), extra={name: None}) is None
     for place, name in (
         (flash_attention, "_flash_attention_forward"),
         (flash_utils, "fa_peft_integration_check"),
