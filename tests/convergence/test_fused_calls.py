@@ -7,7 +7,7 @@ import torch
 
 from fused_norm import apply_fused_norm, disabled
 from fused_norm.check.distances import TURNED_ROWS, share_apart, share_different
-from fused_norm.convergence.call_checks import CallRecord, calls_of_step, compare
+from fused_norm.convergence.call_checks import CallRecord, _of_rows_alike, calls_of_step, compare
 from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.fused_calls import (
     _IN_FLOAT32,
@@ -361,3 +361,22 @@ def test_every_kind_of_site_is_told_by_operators_that_exist():
         assert of_kind.operators, kind
         # The operator of heads is called by another name if it rotates them.
         assert of_kind.operators <= {*OPERATORS, "qk_norm_rope", _IN_FLOAT32, _OWN_INPUTS}, kind
+
+
+def test_a_gradient_counts_in_rows_whose_sum_is_stocks():
+    """A number in front of the sum that is rounded the other way changes the gradient of its row by far more."""
+    total, gradient = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    changed, turned = gradient.clone(), total.clone()
+    changed[1, 2] += 1e-4
+    turned[1, 2, 3] += 2**-8
+    narrow = total.bfloat16()
+    for outputs, rows in (
+        ([(turned, total)], 9),
+        ([(narrow, narrow), (turned, total)], 9),
+        ([(total, total)], 10),
+        ([(total + 1, total)], 10),  # no row is left to compare
+        ([(turned.bfloat16(), narrow)], 10),  # what is rounded after the sum changes no gradient
+    ):
+        compared = _of_rows_alike(changed, gradient, outputs)
+        assert [len(tensor.reshape(-1, 16)) for tensor in compared] == [rows, rows]
+        assert torch.equal(*compared) == (rows == 9)

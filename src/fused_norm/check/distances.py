@@ -48,12 +48,16 @@ def share_apart(tensor: Tensor, right: Tensor, *, rows_left_out: float = 0.0) ->
     """
     if tensor.shape != right.shape or tensor.dtype != right.dtype:
         return 1.0
-    roundings = 2 * torch.finfo(right.dtype).eps if right.dtype == torch.float32 else 0.0
-    apart = _apart(tensor, right, roundings)
+    apart = _apart_by_roundings(tensor, right)
     if rows_left_out and apart.numel():
         by_row = apart.double().mean(-1).flatten().sort().values
         return by_row[: len(by_row) - math.ceil(rows_left_out * len(by_row))].sum().item() / len(by_row)
     return _share(apart)
+
+
+def rows_apart(tensor: Tensor, right: Tensor) -> Tensor:
+    """A mask of the rows in which a number differs, as in ``share_apart``, of two tensors of one shape and dtype."""
+    return _apart_by_roundings(tensor, right).any(-1)
 
 
 def share_far_in_worst_row(tensor: Tensor, right: Tensor) -> float:
@@ -62,6 +66,11 @@ def share_far_in_worst_row(tensor: Tensor, right: Tensor) -> float:
         return 1.0
     apart = _apart(tensor, right, FAR)
     return apart.double().mean(-1).max().item() if apart.numel() else 0.0
+
+
+def _apart_by_roundings(tensor: Tensor, right: Tensor) -> Tensor:
+    """A mask of the numbers that differ, in fp32 by more than two roundings of the largest in their row."""
+    return _apart(tensor, right, 2 * torch.finfo(right.dtype).eps if right.dtype == torch.float32 else 0.0)
 
 
 def _apart(tensor: Tensor, right: Tensor, share: float) -> Tensor:
