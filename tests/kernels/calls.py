@@ -100,19 +100,19 @@ def every_call(
 ) -> dict[str, Call]:
     """Calls of every operator by their names, with tensors of several dtypes unless all are to have one."""
 
-    def made(*shape: int, usual: torch.dtype = BF16) -> Tensor:
+    def rand(*shape: int, usual: torch.dtype = BF16) -> Tensor:
         tensor = torch.randn(shape, device=device).to(dtype or usual)
         return tensor if layout == "contiguous" or len(shape) < 4 else in_layout(layout, tensor)
 
-    x, r, w, inner = made(2, rows, 2, width), made(2, rows, 2, width, usual=FP16), made(width, usual=FP32), made(width)
-    packed = made(2, rows, 2, 2 * width)
+    x, r, w, inner = rand(2, rows, 2, width), rand(2, rows, 2, width, usual=FP16), rand(width, usual=FP32), rand(width)
+    packed = rand(2, rows, 2, 2 * width)
     llama, gemma, none = NormSpec("llama", True), NormSpec("gemma", eps=1e-5), NormSpec("none")
     rotary = max(width // 4 * 2, 2)
-    cos, sin = made(2, 2, rotary), made(2, 2, rotary)
-    whole_cos, whole_sin = (made(2, 2, rotary if width % 2 else width) for _ in range(2))
-    first, second = made(4, width, usual=FP32), made(width, 4)
+    cos, sin = rand(2, 2, rotary), rand(2, 2, rotary)
+    whole_cos, whole_sin = (rand(2, 2, rotary if width % 2 else width) for _ in range(2))
+    first, second = rand(4, width, usual=FP32), rand(width, 4)
     k = x[:, :1].contiguous()
-    sequence, taps = made(2, 2 * rows, width), made(width, 4)
+    sequence, taps = rand(2, 2 * rows, width), rand(width, 4)
     return {
         "norm": Call("rms_norm", (x, w), (llama, None)),
         "norm uncast": Call("rms_norm", (r, None), (none, "static_persistent")),
@@ -140,7 +140,7 @@ def every_call(
             "rope", (x, k, whole_cos.float(), whole_sin.float()), (1, False, "half", False, dtype or FP16)
         ),
         "conv": Call("causal_conv1d", (sequence, taps, inner), ("silu",)),
-        "conv alone": Call("causal_conv1d", (sequence, made(width, 3), None), (None,)),
+        "conv alone": Call("causal_conv1d", (sequence, rand(width, 3), None), (None,)),
         "expert gate": Call("expert_gate", (packed, None), ("silu", True, 1.5, 1.702)),
         "adapter": Call("lora_add", (r.to(dtype or FP32), x, first, second), (0.7,)),
     }

@@ -59,10 +59,10 @@ def main() -> int:
             r = None if r_dtype is None else torch.empty(rows, width, dtype=r_dtype)
             total = x if r is None else torch.empty(rows, width, dtype=torch.promote_types(x.dtype, r.dtype))
             expected = plain(total, None, w)
-            found = {} if r is None else {"add": plain(x, r, w)}
+            actual = {} if r is None else {"add": plain(x, r, w)}
             for name in ("tensorwise", "rowwise", "block128", "mxfp8") if width == 4096 else ("block128",):
-                found[name] = fp8(x, r, w, FORMATS[name])
-            for name, layout in found.items():
+                actual[name] = fp8(x, r, w, FORMATS[name])
+            for name, layout in actual.items():
                 if layout != expected:
                     sys.stdout.write(f"{name} {width} {x_dtype} {r_dtype}: {layout} instead of {expected}\n")
                     return 1

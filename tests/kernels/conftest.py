@@ -39,17 +39,17 @@ def _poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """Every launch of the test, in order; recordings make them by Triton's own way, where they are seen."""
-    found: list[Launch] = []
+    recorded: list[Launch] = []
     monkeypatch.setattr(recording, "launch_backend", lambda device: None)
     recording.forget_all()
     run = Launch.run
 
     def noted(launch: Launch) -> Any:
-        found.append(launch)
+        recorded.append(launch)
         return run(launch)
 
     monkeypatch.setattr(Launch, "run", noted)
-    yield found
+    yield recorded
     recording.forget_all()
 
 
@@ -58,9 +58,9 @@ def launched(launches: list[Launch]) -> Callable[[], list[str]]:
     """Return the names of the kernels launched since the last look, in order."""
 
     def names() -> list[str]:
-        found = [one.name for one in launches]
+        kernel_names = [launch.name for launch in launches]
         launches.clear()
-        return found
+        return kernel_names
 
     return names
 

@@ -40,8 +40,8 @@ def assert_same_bits(ours: Tensor, expected: Tensor) -> None:
 
 def assert_same_codes(ours: Quantized, expected: Quantized) -> None:
     """The same codes and scales, in the same layout."""
-    for one, other in ((ours.q, expected.q), (ours.scale, expected.scale)):
-        assert_same_bits(one, other)
-        if min(one.shape, default=0) > 1:  # other strides mean nothing
-            assert one.stride() == other.stride()
+    for a, b in ((ours.q, expected.q), (ours.scale, expected.scale)):
+        assert_same_bits(a, b)
+        if min(a.shape, default=0) > 1:  # other strides mean nothing
+            assert a.stride() == b.stride()
     assert ours.fp8_format == expected.fp8_format

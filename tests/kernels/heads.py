@@ -42,7 +42,7 @@ class Heads:
         if self.rotary:
             dtype = torch.promote_types(dtype, self.angles)
         q, k = ((batch, tokens, count, width) for count in (q_heads, k_heads))
-        found = drawn(
+        tensors = drawn(
             device,
             q=(q, norm.x, 1.5),
             k=(k, norm.x, 1.5),
@@ -52,10 +52,12 @@ class Heads:
             dq_out=(q, dtype, 1.0),
             dk_out=(k, dtype, 1.0),
         )
-        found = found.mapped(lambda one: one.transpose(1, 2) if one.dim() == 4 else one).but(unsqueeze_dim=1)
+        tensors = tensors.mapped(lambda tensor: tensor.transpose(1, 2) if tensor.dim() == 4 else tensor).but(
+            unsqueeze_dim=1
+        )
         if not self.rotary:
-            return found
-        return found.but(cos=found.cos.cos().to(self.angles), sin=found.cos.sin().to(self.angles))
+            return tensors
+        return tensors.but(cos=tensors.cos.cos().to(self.angles), sin=tensors.cos.sin().to(self.angles))
 
     def fused(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
         i, semantics = inputs, {"casting": self.norm.casting, "zero_centered": self.norm.zero_centered}
@@ -137,7 +139,7 @@ class Rotated(Heads):
         """transformers' own RoPE; rounded once, that of wide tensors, which in float64 is the truth."""
         if not self.once or self.layout != "half":
             return self.rotated(inputs.q, inputs.k, inputs)
-        wide = inputs.mapped(lambda one: one if one.dtype == torch.float64 else one.float())
+        wide = inputs.mapped(lambda tensor: tensor if tensor.dtype == torch.float64 else tensor.float())
         q, k = self.rotated(wide.q, wide.k, wide)
         return q.to(inputs.q.dtype), k.to(inputs.k.dtype)
 
@@ -176,17 +178,17 @@ def rotate_deinterleaved_by_pair(
 
 def scales(heads: Heads, inputs: Tensors) -> Scales:
     """What errors are relative to: a row's largest normalised value, or the largest of the terms of a gradient."""
-    wide, found = inputs.mapped(Tensor.double), {}
+    wide, units = inputs.mapped(Tensor.double), {}
     for side in "qk":
         x, weight, d = (getattr(wide, name) for name in (side, f"{side}_weight", f"d{side}_out"))
         n = heads.norm.true(x, None, weight)[0].requires_grad_()
         dn = torch.autograd.grad(heads.rotated(n, n, wide)[0], n, d)[0].abs()
         rstd = (x.square().mean(-1, keepdim=True) + heads.norm.eps).rsqrt()
         gamma = torch.ones(()) if weight is None else (1 + weight if heads.norm.zero_centered else weight).abs()
-        found[f"{side}_out"] = n.detach().abs().amax(-1, keepdim=True)
-        found[f"d{side}"] = (dn * gamma * rstd).amax(-1, keepdim=True)
-        found[f"d{side}_weight"] = (dn * (x * rstd).abs()).sum((0, 1, 2))
-    return found
+        units[f"{side}_out"] = n.detach().abs().amax(-1, keepdim=True)
+        units[f"d{side}"] = (dn * gamma * rstd).amax(-1, keepdim=True)
+        units[f"d{side}_weight"] = (dn * (x * rstd).abs()).sum((0, 1, 2))
+    return units
 
 
 def steps(tensor: Tensor) -> list[int]:

@@ -47,7 +47,7 @@ class Tensors(SimpleNamespace):
 
     def mapped(self, convert: Callable[[Tensor], Tensor]) -> Tensors:
         """The same with every tensor converted."""
-        return Tensors(**{n: convert(one) if isinstance(one, Tensor) else one for n, one in vars(self).items()})
+        return Tensors(**{n: convert(var) if isinstance(var, Tensor) else var for n, var in vars(self).items()})
 
     def but(self, **others: Any) -> Tensors:
         """The same but for those given."""
@@ -55,7 +55,7 @@ class Tensors(SimpleNamespace):
 
 
 def assert_same(
-    found: Tensors | Sequence[Tensor | None],
+    actual: Tensors | Sequence[Tensor | None],
     expected: Tensors | Sequence[Tensor | None],
     *,
     exact: bool = True,
@@ -65,15 +65,15 @@ def assert_same(
 
     Of tensors by name, those that are ``found``. ``where`` is said of a failure.
     """
-    if isinstance(found, Tensors):
-        triples = [(name, one, getattr(expected, name)) for name, one in found.present().items()]
+    if isinstance(actual, Tensors):
+        triples = [(name, a, getattr(expected, name)) for name, a in actual.present().items()]
     else:
-        triples = [(place, *both) for place, both in enumerate(zip(found, expected, strict=True))]
-    for name, one, other in triples:
-        assert (one is None) == (other is None), (name, where)
-        if one is not None:
+        triples = [(place, *pair) for place, pair in enumerate(zip(actual, expected, strict=True))]
+    for name, a, b in triples:
+        assert (a is None) == (b is None), (name, where)
+        if a is not None:
             tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {}
-            torch.testing.assert_close(one, other, **tolerance, msg=lambda text, name=name: f"{name} {where}: {text}")
+            torch.testing.assert_close(a, b, **tolerance, msg=lambda text, name=name: f"{name} {where}: {text}")
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -175,8 +175,8 @@ class Norm:
     def assert_right(self, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
         """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
         ours, stock = run(self.fused, inputs, frozen), run(self.stock, inputs, frozen)
-        truth = run_true(self, inputs, frozen)
-        assert_near(ours, stock, truth, scales(self, inputs, truth))
+        reference = run_true(self, inputs, frozen)
+        assert_near(ours, stock, reference, scales(self, inputs, reference))
         rounded = stock.y
         if self.casting == "none":
             total = inputs.x if stock.s is None else stock.s
@@ -292,19 +292,21 @@ def run(
     }
     outputs = called(function, inputs.but(**leaves))
     into = {name: (y, inputs.present()[f"d{name}"]) for name, y in outputs.present().items() if y.requires_grad}
-    ys, dys = zip(*(both for name, both in into.items() if used is None or name in used), strict=True)
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    gradients = torch.autograd.grad(ys, tuple(wanted.values()), dys, allow_unused=used is not None)
-    found = {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
-    return Tensors(**{name: y.detach() for name, y in outputs.present().items()}, **found)
+    ys, dys = zip(*(pair for name, pair in into.items() if used is None or name in used), strict=True)
+    trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(ys, tuple(trained.values()), dys, allow_unused=used is not None)
+    grads = {f"d{name}": gradient for name, gradient in zip(trained, gradients, strict=True)}
+    return Tensors(**{name: y.detach() for name, y in outputs.present().items()}, **grads)
 
 
 def called(function: Callable[..., Any], inputs: Tensors) -> Tensors:
     """The outputs by name; a function's arguments without a default are the tensors of that name, ``inputs`` is all."""
-    given = inputs.but(inputs=inputs)
+    arguments = inputs.but(inputs=inputs)
     parameters = inspect.signature(function).parameters.values()
-    results = function(*(getattr(given, one.name) for one in parameters if one.default is one.empty))
-    outputs = [results] if isinstance(results, Tensor) else [one for one in results if one is not None]
+    results = function(
+        *(getattr(arguments, parameter.name) for parameter in parameters if parameter.default is parameter.empty)
+    )
+    outputs = [results] if isinstance(results, Tensor) else [result for result in results if result is not None]
     names = [name[1:] for name in inputs.present() if name.startswith("d")]
     return Tensors(**dict(zip(names, outputs, strict=True)))
 
@@ -322,9 +324,9 @@ def floor(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2 + 8 * torch.finfo(FP32).eps
 
 
-def scales(norm: Norm, inputs: Tensors, truth: Tensors) -> Scales:
+def scales(norm: Norm, inputs: Tensors, reference: Tensors) -> Scales:
     """What errors are relative to: a row's largest value, or for a gradient the largest of the terms it is made of."""
-    s = inputs.x.double() if truth.s is None else truth.s
+    s = inputs.x.double() if reference.s is None else reference.s
     rstd = (s.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
     dy = inputs.dy.double().abs()
     g = dy
@@ -338,7 +340,7 @@ def scales(norm: Norm, inputs: Tensors, truth: Tensors) -> Scales:
 
 
 def assert_near(
-    ours: Tensors, stock: Tensors, truth: Tensors, scale: Scales, rounded_before: torch.dtype | None = None
+    ours: Tensors, stock: Tensors, reference: Tensors, scale: Scales, rounded_before: torch.dtype | None = None
 ) -> None:
     """Asserts the rule, in units of ``scale`` or else of a row's largest value; dtypes and shapes are stock's.
 
@@ -346,7 +348,7 @@ def assert_near(
     """
     assert ours.present().keys() == stock.present().keys()
     for name, value in ours.present().items():
-        expected, exact = getattr(stock, name), getattr(truth, name)
+        expected, exact = getattr(stock, name), getattr(reference, name)
         assert value.dtype == expected.dtype, f"{name} is {value.dtype}, stock's is {expected.dtype}"
         assert value.shape == expected.shape, name
         unit = scale.get(name, exact.abs().amax(-1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
@@ -356,11 +358,11 @@ def assert_near(
 
 
 def assert_rounded_once(
-    ours: Tensors, truth: Tensors, scale: Scales, names: Sequence[str], dtype: torch.dtype = BF16
+    ours: Tensors, reference: Tensors, scale: Scales, names: Sequence[str], dtype: torch.dtype = BF16
 ) -> None:
     """Asserts fp32 arithmetic and one rounding: the error of each element is half a unit of that element."""
     for name in names:
-        exact = getattr(truth, name)
+        exact = getattr(reference, name)
         error = (getattr(ours, name).double() - exact).abs()
         allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 16 * torch.finfo(FP32).eps * scale[name]
         assert (error <= allowed).all(), name
@@ -411,18 +413,18 @@ def in_layout(layout: str, dense: Tensor) -> Tensor:
     """``dense``, of four dimensions or one, in the named memory layout; what lies between its elements is NaN."""
     *lead, width = dense.shape
     if layout == "padded rows":
-        return within(dense, (*lead, width + 3), lambda one: one[..., 1 : width + 1])
+        return within(dense, (*lead, width + 3), lambda tensor: tensor[..., 1 : width + 1])
     if layout == "half of a chunk":
-        return within(dense, (*lead, 2 * width), lambda one: one.chunk(2, dim=-1)[1])
+        return within(dense, (*lead, 2 * width), lambda tensor: tensor.chunk(2, dim=-1)[1])
     if layout == "every other column":
-        return within(dense, (*lead, 2 * width), lambda one: one[..., ::2])
+        return within(dense, (*lead, 2 * width), lambda tensor: tensor[..., ::2])
     if layout == "offset by one":
-        return within(dense, (dense.numel() + 1,), lambda one: one[1:].view(dense.shape))
+        return within(dense, (dense.numel() + 1,), lambda tensor: tensor[1:].view(dense.shape))
     batch, heads, tokens = lead
     shape, view = {
-        "transposed heads": ((batch, tokens, heads, width), lambda one: one.transpose(1, 2)),
-        "a slice of tokens": ((batch, heads, tokens + 2, width), lambda one: one[:, :, 1:-1]),
-        "columns first": ((batch, heads, width, tokens), lambda one: one.transpose(2, 3)),
+        "transposed heads": ((batch, tokens, heads, width), lambda tensor: tensor.transpose(1, 2)),
+        "a slice of tokens": ((batch, heads, tokens + 2, width), lambda tensor: tensor[:, :, 1:-1]),
+        "columns first": ((batch, heads, width, tokens), lambda tensor: tensor.transpose(2, 3)),
     }[layout]
     return within(dense, shape, view)
 

@@ -108,25 +108,25 @@ def scales(sandwich: Sandwich, inputs: Tensors) -> Scales:
     """What errors are relative to: a row's largest value, or for a gradient the largest of the terms it is made of."""
     wide = inputs.mapped(Tensor.double)
     x, ds = wide.x, wide.ds
-    one = 1.0 if sandwich.zero_centered else 0.0
+    offset = 1.0 if sandwich.zero_centered else 0.0
     rstd = (x.square().mean(-1, keepdim=True) + sandwich.eps).rsqrt()
     x_hat = (x * rstd).abs()
-    inner_gamma = torch.ones_like(x) if wide.inner is None else (wide.inner + one).abs()
+    inner_gamma = torch.ones_like(x) if wide.inner is None else (wide.inner + offset).abs()
     s = sandwich.true(x, wide.r, wide.inner, wide.w)[-1]
-    found = {"s": torch.maximum(s.abs(), x_hat * inner_gamma)}
+    units = {"s": torch.maximum(s.abs(), x_hat * inner_gamma)}
     terms = ds.abs()
     if sandwich.closed:
         outer_rstd = (s.square().mean(-1, keepdim=True) + sandwich.eps).rsqrt()
-        gamma = torch.ones_like(s) if wide.w is None else (wide.w + one).abs()
+        gamma = torch.ones_like(s) if wide.w is None else (wide.w + offset).abs()
         s_hat = (s * outer_rstd).abs()
         g = wide.dy.abs() * gamma
-        found["dw"] = wide.dy.abs() * s_hat
+        units["dw"] = wide.dy.abs() * s_hat
         terms = terms + outer_rstd * (g + s_hat * (g * s_hat).mean(-1, keepdim=True))
-    found |= {"dr": terms, "dx": terms * inner_gamma * rstd, "dinner": terms * x_hat}
+    units |= {"dr": terms, "dx": terms * inner_gamma * rstd, "dinner": terms * x_hat}
     rows = tuple(range(x.dim() - 1))
     return {
         name: value.sum(rows) if name in ("dw", "dinner") else value.amax(-1, keepdim=True)
-        for name, value in found.items()
+        for name, value in units.items()
     }
 
 

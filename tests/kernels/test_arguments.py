@@ -234,11 +234,11 @@ def test_casting_and_centering_are_named_not_counted(name: str) -> None:
         CALLS[name](1e-6, "llama")
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, known: bool) -> None:
+def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, is_recorded: bool) -> None:
     """Beside a call with good ones as well, whose recording may be repeated."""
-    if known:
+    if is_recorded:
         CALLS[name](zero_centered=True, eps=1e-6)
     for bad, error, says in (
         ({"zero_centered": "no"}, TypeError, "zero_centered must be True or False, not 'no'"),
@@ -254,7 +254,7 @@ def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, known: bo
 
 
 def nested(layout: torch.layout) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda one: torch.nested.nested_tensor([one, one], layout=layout)
+    return lambda tensor: torch.nested.nested_tensor([tensor, tensor], layout=layout)
 
 
 OTHER_SORTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
@@ -263,7 +263,7 @@ OTHER_SORTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
         for dtype in (torch.int32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
     },
     "a list": (torch.Tensor.tolist, "a tensor, not list"),
-    "a float": (lambda one: 1.0, "a tensor, not float"),
+    "a float": (lambda tensor: 1.0, "a tensor, not float"),
     "an array": (torch.Tensor.numpy, "a tensor, not ndarray"),
     "sparse": (torch.Tensor.to_sparse, "a dense tensor, not torch.sparse_coo"),
     "MKL-DNN": (torch.Tensor.to_mkldnn, "a dense tensor, not torch._mkldnn"),
@@ -308,13 +308,13 @@ def test_a_tensor_that_has_to_be_there_is_refused_by_its_name(name: str) -> None
 def test_zeros_without_memory_are_zeros(name: str) -> None:
     function, tensors = TENSORS[name]
     for argument, tensor in tensors.items():
-        given = {key: one.clone() for key, one in tensors.items()}
-        expected = function(**{**given, argument: torch.zeros_like(tensor)})
-        actual = function(**{**given, argument: torch._efficientzerotensor(tensor.shape)})
-        for one, other in zip(
-            *(made if isinstance(made, tuple) else (made,) for made in (actual, expected)), strict=True
+        clones = {key: tensor.clone() for key, tensor in tensors.items()}
+        expected = function(**{**clones, argument: torch.zeros_like(tensor)})
+        actual = function(**{**clones, argument: torch._efficientzerotensor(tensor.shape)})
+        for a, b in zip(
+            *(output if isinstance(output, tuple) else (output,) for output in (actual, expected)), strict=True
         ):
-            assert torch.equal(one, other)
+            assert torch.equal(a, b)
 
 
 def test_without_a_weight_there_is_nothing_to_centre() -> None:

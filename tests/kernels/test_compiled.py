@@ -39,7 +39,7 @@ def test_a_norm_fits_an_amd_gpu_and_a_small_nvidia_one() -> None:
 def test_launches_of_every_operator_fit(target: str) -> None:
     lines = compiled_by("compiled_plans.py", target, "--widths", "128", "5120", "40960")
     absent = {NORM_FP8.name} if target in WITHOUT_FP8 else set()
-    assert any(one.plain_name for one in OPERATORS.values())
+    assert any(operator.plain_name for operator in OPERATORS.values())
     assert {line.split()[1] for line in lines} == set(OPERATORS) - absent
 
 

@@ -68,11 +68,11 @@ def run(
     for place in frozen:
         leaves[place] = call.tensors[place]
     outputs = call.outputs(leaves, operator)
-    wanted = [leaf if leaf is not None and leaf.requires_grad else None for leaf in leaves[: call.differentiated]]
+    with_grad = [leaf if leaf is not None and leaf.requires_grad else None for leaf in leaves[: call.differentiated]]
     pairs = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad]
     ys, dys = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(ys, present(wanted), dys))
-    return [output.detach() for output in outputs], [None if leaf is None else next(found) for leaf in wanted]
+    grads = iter(torch.autograd.grad(ys, present(with_grad), dys))
+    return [output.detach() for output in outputs], [None if leaf is None else next(grads) for leaf in with_grad]
 
 
 def assert_equal(
@@ -86,15 +86,15 @@ def assert_equal(
 
     ``at_other_strides``: so may these, and on a GPU the sums within rows that are not held in one piece.
     """
-    for one, other in zip(ours, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            if (but_for_order or at_other_strides) and one.dim() < 3:
-                torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7)
-            elif at_other_strides and one.shape[-1] != SIZES["held"][1]:
-                assert_same_row(one, other)
+    for a, b in zip(ours, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            if (but_for_order or at_other_strides) and a.dim() < 3:
+                torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
+            elif at_other_strides and a.shape[-1] != SIZES["held"][1]:
+                assert_same_row(a, b)
             else:
-                assert torch.equal(one, other)
+                assert torch.equal(a, b)
 
 
 @EVERY_WAY
@@ -114,9 +114,9 @@ HANDED_ON = {("add_rms_norm", 1), ("norm_add", 1), ("lora_add", 0)}
 @EVERY_WAY
 def test_results_have_memory_of_their_own(call: Call) -> None:
     gradients = incoming(call)
-    outputs, found = run(call, gradients)
-    results = [*outputs, *(one for place, one in enumerate(found) if (call.name, place) not in HANDED_ON)]
-    memory = [one.untyped_storage().data_ptr() for one in (*present(results), *present(call.tensors), *gradients)]
+    outputs, grads = run(call, gradients)
+    results = [*outputs, *(grad for place, grad in enumerate(grads) if (call.name, place) not in HANDED_ON)]
+    memory = [tensor.untyped_storage().data_ptr() for tensor in (*present(results), *present(call.tensors), *gradients)]
     assert len(set(memory)) == len(memory)
 
 
@@ -132,25 +132,25 @@ def test_every_element_is_written_and_nothing_beside(call: Call, monkeypatch: py
     new_empty = Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", lambda *how, **kind: guarded(new_empty(*how, **kind)))
     recording.forget_all()
-    found = run(call, gradients)
-    assert guarded.count >= len(present([*found[0], *found[1]])) - 1, "an add hands on a gradient"
+    actual = run(call, gradients)
+    assert guarded.count >= len(present([*actual[0], *actual[1]])) - 1, "an add hands on a gradient"
     assert guarded.intact()
-    for ours, other in zip(found, expected, strict=True):
-        assert_equal(ours, other)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_equal(ours, theirs)
 
 
 @CALLS
 def test_outputs_need_a_gradient_if_the_references_do(case: str, device: str) -> None:
     call = every_call(device, rows=1)[case]
-    places = [place for place, one in enumerate(call.tensors[: call.differentiated]) if one is not None]
+    places = [place for place, tensor in enumerate(call.tensors[: call.differentiated]) if tensor is not None]
     for needed in itertools.product((False, True), repeat=len(places)):
-        leaves = [None if one is None else one.detach() for one in call.tensors]
+        leaves = [None if tensor is None else tensor.detach() for tensor in call.tensors]
         for place, is_needed in zip(places, needed, strict=True):
             leaves[place] = leaves[place].requires_grad_(is_needed)
         ours, stock = call.outputs(leaves), call.outputs(leaves, OPERATORS[call.name].reference)
-        assert [one.requires_grad for one in ours] == [one.requires_grad for one in stock], needed
+        assert [output.requires_grad for output in ours] == [output.requires_grad for output in stock], needed
         with torch.no_grad():
-            assert not any(one.requires_grad for one in call.outputs(leaves))
+            assert not any(output.requires_grad for output in call.outputs(leaves))
 
 
 @CALLS
@@ -158,12 +158,12 @@ def test_a_retained_graph_gives_the_same_gradients_again_and_no_other_does(case:
     call = every_call(device)[case]
     gradients = incoming(call)
     leaves = call.leaves()
-    wanted = present(leaves[: call.differentiated])
+    inputs = present(leaves[: call.differentiated])
     outputs = call.outputs(leaves)
-    first = torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
-    assert_equal(torch.autograd.grad(outputs, wanted, gradients), first)
+    first = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
+    assert_equal(torch.autograd.grad(outputs, inputs, gradients), first)
     with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(outputs, wanted, gradients)
+        torch.autograd.grad(outputs, inputs, gradients)
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
@@ -184,12 +184,12 @@ def test_what_a_backward_reads_must_not_change_before_a_second_one(
         if tensor is None or not is_among(tensor, outputs[0].grad_fn.saved_tensors):
             continue
         read += 1
-        wanted = present(leaves[: call.differentiated])
-        torch.autograd.grad(outputs, wanted, incoming(call), retain_graph=True)
+        inputs = present(leaves[: call.differentiated])
+        torch.autograd.grad(outputs, inputs, incoming(call), retain_graph=True)
         with torch.no_grad():
             tensor.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(outputs, wanted, incoming(call))
+            torch.autograd.grad(outputs, inputs, incoming(call))
     assert read
 
 
@@ -209,7 +209,7 @@ EACH_WAY: dict[str, tuple[str, Sequence[int], int, int]] = {
 
 
 def is_among(tensor: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-    return tensor.data_ptr() in {one.data_ptr() for one in present(tensors)}
+    return tensor.data_ptr() in {saved.data_ptr() for saved in present(tensors)}
 
 
 @pytest.mark.parametrize("case", [case for case in NAMES if case != "adapter"])
@@ -223,25 +223,25 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         outputs = call.outputs(leaves)
-    assert [one.name for one in launches] == [kernel.format("forward")]
+    assert [launch.name for launch in launches] == [kernel.format("forward")]
     torch.autograd.grad(outputs, present(leaves[: call.differentiated]), gradients)
     weights = [tensor for tensor in call.inputs if tensor.dim() < 3]  # those of norms are as wide as each other
     sums = ["_reduce_kernel"] * len({tensor.numel() for tensor in weights})
-    assert [one.name for one in launches[1:]] == [kernel.format("backward"), *sums]
+    assert [launch.name for launch in launches[1:]] == [kernel.format("backward"), *sums]
 
     def among(tensors: Sequence[Tensor | None]) -> list[Tensor]:
         return [tensor for tensor in kept if is_among(tensor, tensors)]
 
-    operator, wanted = OPERATORS[call.name], present([leaves[place] for place in places])
+    operator, expected = OPERATORS[call.name], present([leaves[place] for place in places])
     copied = [leaves[operator.tensor_names.index(name)] for name in operator.copied((*leaves, *call.options))]
-    copies = [one for one in kept if not is_among(one, [*leaves, *outputs]) and one.dim() == 1]
-    assert len(among(wanted)) == len(wanted) - len(copied)
-    assert [one.tolist() for one in copies] == [one.tolist() for one in present(copied)]
+    copies = [tensor for tensor in kept if not is_among(tensor, [*leaves, *outputs]) and tensor.dim() == 1]
+    assert len(among(expected)) == len(expected) - len(copied)
+    assert [copy.tolist() for copy in copies] == [copy.tolist() for copy in present(copied)]
     assert len(among(outputs)) == outputs_kept
     numbers = [tensor for tensor in kept if tensor.shape[:-1] == outputs[0].shape[:-1] and tensor.shape[-1] <= 2]
     assert len(numbers) == numbers_kept
     assert len(kept) == len(among([*leaves, *outputs])) + numbers_kept + len(copies)
-    assert len(among(leaves)) == len(among(wanted))
+    assert len(among(leaves)) == len(among(expected))
 
 
 @pytest.mark.gpu
@@ -249,9 +249,9 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
 def test_another_number_of_rows_compiles_no_kernel_again(case: str, launches: list[Launch], device: str) -> None:
     def compiled(rows: int) -> int:
         call = every_call(device, rows=rows, width=96)[case]
-        call = call.converted(lambda one: one[:1, :, :1].contiguous() if one.dim() == 4 else one)
+        call = call.converted(lambda tensor: tensor[:1, :, :1].contiguous() if tensor.dim() == 4 else tensor)
         run(call, incoming(call))
-        kernels = {one.kernel for one in launches}
+        kernels = {launch.kernel for launch in launches}
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     before = compiled(64)
@@ -268,20 +268,20 @@ def test_frozen_arguments_get_no_gradient_cost_nothing_and_change_no_other(
     outputs, whole = run(call, gradients)
 
     def read_and_written() -> int:
-        count = sum(tensor is not None for one in launches for tensor in one.tensors)
+        count = sum(tensor is not None for launch in launches for tensor in launch.tensors)
         launches.clear()
         return count
 
     everything = read_and_written()
-    there = [place for place in range(call.differentiated) if call.tensors[place] is not None]
-    for place in there if len(there) > 1 else ():
-        others = [one for one in there if one != place]
+    places = [place for place in range(call.differentiated) if call.tensors[place] is not None]
+    for place in places if len(places) > 1 else ():
+        others = [index for index in places if index != place]
         for frozen in ([place], others):
             same, part = run(call, gradients, frozen)
-            costs_nothing = all((call.name, one) in HANDED_ON | {("add_rms_norm", 0)} for one in frozen)
+            costs_nothing = all((call.name, index) in HANDED_ON | {("add_rms_norm", 0)} for index in frozen)
             assert read_and_written() < everything + costs_nothing
             assert_equal(same, outputs)
-            rest = [None if one in frozen else gradient for one, gradient in enumerate(whole)]
+            rest = [None if index in frozen else gradient for index, gradient in enumerate(whole)]
             # A kernel that sums no gradient of a weight is compiled by itself: on a GPU with other multiply-adds.
             assert_equal(part, rest, but_for_order=device == "cuda")
 
@@ -296,9 +296,9 @@ def test_rows_have_any_leading_dimensions(case: str, shape: tuple[int, ...], dev
     def shaped(tensor: Tensor) -> Tensor:
         return tensor if tensor.dim() < 4 else tensor.flatten(0, -2)[:rows].reshape(*shape[:-1], tensor.shape[-1])
 
-    found, expected = run(call.converted(shaped), [shaped(one) for one in gradients]), run(call, gradients)
-    assert_equal(found[0], [shaped(one) for one in expected[0]])
-    for tensor, ours, whole in zip(call.tensors, found[1], expected[1], strict=False):
+    actual, expected = run(call.converted(shaped), [shaped(gradient) for gradient in gradients]), run(call, gradients)
+    assert_equal(actual[0], [shaped(y) for y in expected[0]])
+    for tensor, ours, whole in zip(call.tensors, actual[1], expected[1], strict=False):
         if tensor is not None and (tensor.dim() == 4 or rows == 12):
             assert_equal([ours], [shaped(whole)], but_for_order=tensor.dim() < 4)
 
@@ -314,8 +314,10 @@ def test_arguments_are_read_in_any_layout(call: Call) -> None:
         return in_layout(layouts[turn % len(layouts)], tensor)
 
     for turn in range(len(ROW_LAYOUTS)):
-        tensors = [one if one is None else turned(turn + place, one) for place, one in enumerate(call.tensors)]
-        spread = [turned(turn + 1 + place, one) for place, one in enumerate(gradients)]
+        tensors = [
+            tensor if tensor is None else turned(turn + place, tensor) for place, tensor in enumerate(call.tensors)
+        ]
+        spread = [turned(turn + 1 + place, gradient) for place, gradient in enumerate(gradients)]
         for ours, expected in zip(run(call._replace(tensors=tensors), spread), dense, strict=True):
             assert_equal(ours, expected, at_other_strides=True)
 
@@ -323,23 +325,23 @@ def test_arguments_are_read_in_any_layout(call: Call) -> None:
 @pytest.mark.parametrize("case", [case for case in NAMES if case not in SEQUENCES])
 def test_results_lie_in_the_memory_order_of_their_tensor(case: str, device: str) -> None:
     call = every_call(device, "transposed heads")[case]
-    gradients = [in_layout("columns first", one) for one in incoming(call)]
-    outputs, found = run(call, gradients)
+    gradients = [in_layout("columns first", dy) for dy in incoming(call)]
+    outputs, grads = run(call, gradients)
     if case in (*IN_PART, "adapter"):  # stock puts a row of which a part is rotated, or a product, together anew
-        assert all(one.is_contiguous() for one in outputs)
+        assert all(output.is_contiguous() for output in outputs)
     else:
-        assert all(one.transpose(1, 2).is_contiguous() for one in outputs)
-    for place, one in enumerate(found):
-        if one is not None and one.dim() > 2 and (call.name, place) not in HANDED_ON:
-            assert (one if case == "adapter" else one.transpose(1, 2)).is_contiguous()
+        assert all(output.transpose(1, 2).is_contiguous() for output in outputs)
+    for place, grad in enumerate(grads):
+        if grad is not None and grad.dim() > 2 and (call.name, place) not in HANDED_ON:
+            assert (grad if case == "adapter" else grad.transpose(1, 2)).is_contiguous()
 
 
 @CALLS
 def test_gradients_of_a_sum_are_read_where_all_elements_are_one(case: str, device: str) -> None:
     """``.sum().backward()`` hands over such gradients."""
     call = every_call(device)[case]
-    ones = [torch.ones_like(one) for one in incoming(call)]
-    expanded = [one.new_ones(()).expand(one.shape) for one in ones]
+    ones = [torch.ones_like(dy) for dy in incoming(call)]
+    expanded = [tensor.new_ones(()).expand(tensor.shape) for tensor in ones]
     for ours, expected in zip(run(call, expanded), run(call, ones), strict=True):
         assert_equal(ours, expected, but_for_order=True)
 
@@ -350,20 +352,20 @@ def test_rows_beyond_32_bits(call: Call, device: str, launches: list[Launch]) ->
         pytest.skip("a GPU's memory is not made of untouched pages")
     # Kernels of rows take one stride for all leading dimensions, and a copy of tensors that have several.
     inner = slice(None) if call.name in ("qk_norm", "rope", "causal_conv1d") else slice(1)
-    call = call.converted(lambda one: one if one.dim() < 3 else one[[0, 1, 0]][:, inner, inner])
+    call = call.converted(lambda tensor: tensor if tensor.dim() < 3 else tensor[[0, 1, 0]][:, inner, inner])
     gradients = incoming(call)
-    outputs, found = run(call, gradients)
+    outputs, grads = run(call, gradients)
     for place, tensor in enumerate(call.tensors):
         if tensor is not None and tensor.dim() > 2:
             launches.clear()
             ours = run(call.placed(place, far_apart(tensor)), gradients)
             is_added_by_pytorch = (call.name, place, tensor.shape[-1]) == ("norm_add", 1, SIZES["both norms apart"][1])
-            assert is_added_by_pytorch or any(FAR in one.numbers for one in launches), "the kernels read a copy"
+            assert is_added_by_pytorch or any(FAR in launch.numbers for launch in launches), "the kernels read a copy"
             assert_equal(ours[0], outputs, at_other_strides=True)
-            assert_equal(ours[1], found, at_other_strides=True)
+            assert_equal(ours[1], grads, at_other_strides=True)
     launches.clear()
-    assert_equal(run(call, [far_apart(one) for one in gradients])[1], found, at_other_strides=True)
-    assert any(FAR in one.numbers for one in launches), "the kernels read a copy"
+    assert_equal(run(call, [far_apart(gradient) for gradient in gradients])[1], grads, at_other_strides=True)
+    assert any(FAR in launch.numbers for launch in launches), "the kernels read a copy"
 
 
 @every_way(
@@ -375,10 +377,10 @@ def test_a_row_does_not_depend_on_its_neighbours(call: Call) -> None:
     first."""
     gradients = incoming(call)
     whole = run(call, gradients)
-    part = call.converted(lambda one: one[1:] if one.dim() > 2 else one)
-    for ours, expected in zip(run(part, [one[1:] for one in gradients]), whole, strict=True):
-        for one, other in zip(ours, expected, strict=True):
-            assert one is None or one.dim() < 3 or torch.equal(one, other[1:])
+    part = call.converted(lambda tensor: tensor[1:] if tensor.dim() > 2 else tensor)
+    for ours, expected in zip(run(part, [gradient[1:] for gradient in gradients]), whole, strict=True):
+        for a, b in zip(ours, expected, strict=True):
+            assert a is None or a.dim() < 3 or torch.equal(a, b[1:])
 
 
 @EVERY_WAY
@@ -412,17 +414,17 @@ def assert_stays_in_its_row(call: Call, gradients: list[Tensor], value: float, c
     sick = call
     for place, tensor in enumerate(call.tensors[:2]):
         sick = sick if tensor is None or tensor.dim() < 4 else sick.placed(place, infected(place, tensor))
-    incoming_sick = [infected(2, one) for one in gradients]
+    incoming_sick = [infected(2, gradient) for gradient in gradients]
     ours, stock = run(sick, incoming_sick), run(sick, incoming_sick, operator=reference)
-    assert all(torch.equal(one.isinf(), other.isinf()) for one, other in zip(ours[0], stock[0], strict=True))
-    for one, whole, expected, well in zip(
+    assert all(torch.equal(a.isinf(), b.isinf()) for a, b in zip(ours[0], stock[0], strict=True))
+    for actual, whole, expected, well in zip(
         *(present([*each[0], *each[1]]) for each in (ours, clean, stock, healthy)), strict=True
     ):
-        assert torch.equal(one.isnan(), expected.isnan())
-        if one.dim() == 4:
+        assert torch.equal(actual.isnan(), expected.isnan())
+        if actual.dim() == 4:
             same = (expected == well).all(-1)
             assert same.any()
-            assert torch.equal(one[same], whole[same])
+            assert torch.equal(actual[same], whole[same])
 
 
 @pytest.mark.parametrize("empty", ["batch", "rows", "width"])
@@ -430,12 +432,12 @@ def assert_stays_in_its_row(call: Call, gradients: list[Tensor], value: float, c
 def test_empty_tensors_give_empty_results_and_zero_gradients(case: str, empty: str, device: str) -> None:
     call = every_call(device, rows=0 if empty == "rows" else 3, width=0 if empty == "width" else 16)[case]
     if empty == "batch":
-        call = call.converted(lambda one: one[:0] if one.dim() > 2 else one)
+        call = call.converted(lambda tensor: tensor[:0] if tensor.dim() > 2 else tensor)
     if empty == "width" and (case == "gated in groups" or (case in HEADS and case != "heads")):
         pytest.skip("nothing to rotate, or to group")
-    outputs, found = run(call, incoming(call), operator=OPERATORS[call.name].checked)
-    assert all(one.numel() == 0 for one in outputs)
-    for tensor, gradient in zip(call.tensors, found, strict=False):
+    outputs, grads = run(call, incoming(call), operator=OPERATORS[call.name].checked)
+    assert all(output.numel() == 0 for output in outputs)
+    for tensor, gradient in zip(call.tensors, grads, strict=False):
         assert (tensor is None) == (gradient is None)
         assert tensor is None or torch.equal(gradient, torch.zeros_like(tensor))
 
@@ -453,8 +455,8 @@ def test_float64_takes_the_reference(case: str, launches: list[Launch], device: 
     places = [place for place in range(small.differentiated) if leaves[place] is not None]
 
     def outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = dict(zip(places, tensors, strict=True))
-        return tuple(small.outputs([given.get(place, leaf) for place, leaf in enumerate(leaves)], operator.checked))
+        by_place = dict(zip(places, tensors, strict=True))
+        return tuple(small.outputs([by_place.get(place, leaf) for place, leaf in enumerate(leaves)], operator.checked))
 
     assert torch.autograd.gradcheck(outputs, [leaves[place] for place in places])
     assert not launches

@@ -109,22 +109,22 @@ def test_what_is_beyond_the_largest_code_becomes_it() -> None:
 
 def test_gradients_go_straight_through_a_cast() -> None:
     y = torch.randn(5, 128, dtype=BF16, requires_grad=True)
-    made = quantize(y, "rowwise")
-    assert made.placeholder.shape == y.shape
-    assert made.placeholder.dtype == BF16
-    assert made.placeholder.isnan().all()
-    assert made.placeholder.untyped_storage().nbytes() == 2
-    assert not made.q.requires_grad
+    quantized = quantize(y, "rowwise")
+    assert quantized.placeholder.shape == y.shape
+    assert quantized.placeholder.dtype == BF16
+    assert quantized.placeholder.isnan().all()
+    assert quantized.placeholder.untyped_storage().nbytes() == 2
+    assert not quantized.q.requires_grad
     dy = torch.randn(5, 128, dtype=BF16)
-    made.placeholder.backward(dy)
+    quantized.placeholder.backward(dy)
     assert torch.equal(y.grad, dy)
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128), (1, 128), (128,), (3, 0)], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_empty_and_single_rows(name: str, shape: tuple[int, ...]) -> None:
-    made = quantize(torch.randn(shape), name)
-    assert made.q.shape == dequantize(made).shape == shape
+    quantized = quantize(torch.randn(shape), name)
+    assert quantized.q.shape == dequantize(quantized).shape == shape
 
 
 def test_formats_and_shapes_that_do_not_go_together_are_refused() -> None:

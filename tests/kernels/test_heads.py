@@ -100,7 +100,7 @@ def amid_others(x: Tensor, more: tuple[int, ...]) -> Tensor:
     shape = [size + others for size, others in zip(tokens.shape, more, strict=True)]
     first = [(others + 1) // 2 for others in more]
     inside = tuple(slice(start, start + size) for start, size in zip(first, tokens.shape, strict=True))
-    return within(tokens, shape, lambda one: one[inside]).transpose(1, 2)
+    return within(tokens, shape, lambda tensor: tensor[inside]).transpose(1, 2)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -212,10 +212,10 @@ def test_angles_that_are_learned_or_vary_by_head_go_to_the_reference(
 ) -> None:
     inputs = heads.inputs(16, device, k_heads=3)
     cos, sin = (torch.randn(1, 3, 5, 16, device=device) for _ in range(2))
-    found = heads.fused(inputs.but(cos=cos, sin=sin))
+    outputs = heads.fused(inputs.but(cos=cos, sin=sin))
     for head in range(3):
-        one = inputs.but(q=inputs.q[:, head, None], k=inputs.k[:, head, None], cos=cos[:, head], sin=sin[:, head])
-        for ours, expected in zip(found, heads.stock(one), strict=True):
+        one_head = inputs.but(q=inputs.q[:, head, None], k=inputs.k[:, head, None], cos=cos[:, head], sin=sin[:, head])
+        for ours, expected in zip(outputs, heads.stock(one_head), strict=True):
             torch.testing.assert_close(ours[:, head, None], expected)
     angles, incoming = (inputs.cos.requires_grad_(), inputs.sin.requires_grad_()), (inputs.dq_out, inputs.dk_out)
     grads = [torch.autograd.grad(call(inputs), angles, incoming) for call in (heads.fused, heads.stock)]
@@ -231,10 +231,10 @@ def test_angles_that_are_learned_or_vary_by_head_go_to_the_reference(
 def test_a_side_that_is_unused_gets_no_work(used: str, launches: list[Launch], device: str) -> None:
     for heads in (rotated(16), rotated(8)):
         inputs = heads.inputs(16, device)
-        both = run(heads.fused, inputs)
+        whole = run(heads.fused, inputs)
         launches.clear()
         alone = run(heads.fused, inputs, used=[f"{used}_out"])
-        assert torch.equal(getattr(alone, f"d{used}"), getattr(both, f"d{used}"))
+        assert torch.equal(getattr(alone, f"d{used}"), getattr(whole, f"d{used}"))
         forward, backward = launches
         assert sum(t is not None for t in backward.tensors) == 4  # cos, sin and one side's two
         assert backward.grid[0] < forward.grid[0]
@@ -247,14 +247,14 @@ def test_one_tensor_is_rotated_at_a_time(unsqueeze_dim: int, device: str) -> Non
         inputs = heads.inputs(16, device).but(unsqueeze_dim=unsqueeze_dim)
         if unsqueeze_dim == 2:
             inputs = inputs.mapped(lambda x: x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x)
-        both = run(heads.fused, inputs)
+        whole = run(heads.fused, inputs)
         how = {"unsqueeze_dim": unsqueeze_dim, "layout": heads.layout, "angles_by_pair": heads.by_pair}
         for side, d in (("q", inputs.dq_out), ("k", inputs.dk_out)):
             x = getattr(inputs, side).detach().requires_grad_()
             y, nothing = rope(x, None, inputs.cos, inputs.sin, **how)
             assert nothing is None
-            assert torch.equal(y, getattr(both, f"{side}_out"))
-            assert torch.equal(torch.autograd.grad(y, x, d)[0], getattr(both, f"d{side}"))
+            assert torch.equal(y, getattr(whole, f"{side}_out"))
+            assert torch.equal(torch.autograd.grad(y, x, d)[0], getattr(whole, f"d{side}"))
             with torch.no_grad():
                 assert torch.equal(rope(x, None, inputs.cos, inputs.sin, **how)[0], y)
 
@@ -262,9 +262,9 @@ def test_one_tensor_is_rotated_at_a_time(unsqueeze_dim: int, device: str) -> Non
 def test_gradients_of_a_rotation_are_rounded_once(device: str) -> None:
     for heads in (rotated(8), *(rotated(layout=layout, by_pair=by_pair) for layout, by_pair in WAYS)):
         inputs = heads.inputs(16, device, tokens=20)
-        ours, truth = run(heads.fused, inputs), run(heads.stock, inputs.mapped(Tensor.double))
+        ours, float64 = run(heads.fused, inputs), run(heads.stock, inputs.mapped(Tensor.double))
         for name in ("dq", "dk"):
-            assert (getattr(ours, name) != getattr(truth, name).to(BF16)).double().mean() < 2e-3
+            assert (getattr(ours, name) != getattr(float64, name).to(BF16)).double().mean() < 2e-3
 
 
 def test_q_and_k_of_two_dtypes_are_rotated(device: str) -> None:
@@ -277,7 +277,7 @@ def test_q_and_k_of_two_dtypes_are_rotated(device: str) -> None:
 def test_frozen_and_unused_ones_get_no_gradient_and_change_no_other(heads: Heads, device: str) -> None:
     inputs = heads.inputs(16, device)
     whole = run(heads.fused, inputs).present()
-    for frozen, gone in {
+    for frozen, absent in {
         ("q_weight", "k_weight"): {"dq_weight", "dk_weight"},
         ("q", "k"): {"dq", "dk"},
         ("q", "q_weight"): {"dq", "dq_weight"},
@@ -287,7 +287,7 @@ def test_frozen_and_unused_ones_get_no_gradient_and_change_no_other(heads: Heads
     }.items():
         used = [name for name in ("q_out", "k_out") if name not in frozen]
         part = run(heads.fused, inputs, frozen, used).present()
-        assert part.keys() == whole.keys() - gone
+        assert part.keys() == whole.keys() - absent
         assert all(torch.equal(value, whole[name]) for name, value in part.items())
 
 
@@ -333,7 +333,7 @@ def test_offsets_are_64_bits_wide_where_any_tensor_needs_it(far: str | None, mon
     q, k = (torch.empty_strided((1, 1, 3, 8), (0, 0, step[name], 1), device="meta") for name in ("q", "k"))
     cos, sin = (torch.empty_strided((3, 8), (step[name], 1), device="meta") for name in ("cos", "sin"))
     inputs, outputs = (q, k, None, None, cos, sin), (torch.empty_like(q), torch.empty_like(k))
-    assert [bool(one.constants["SHAPE"].LONG) for one in _both_ways(inputs, outputs)] == [far is not None] * 2
+    assert [bool(launch.constants["SHAPE"].LONG) for launch in _both_ways(inputs, outputs)] == [far is not None] * 2
 
 
 def _both_ways(inputs: qk_launch.NormedInputs, outputs: qk_launch.Sides) -> list[Launch]:
@@ -386,5 +386,5 @@ def test_one_launch_serves_every_batch_and_length(device: str, launches: list[La
         launches.clear()
         for batch, tokens in ((1, 2), (2, 5), (3, 17)):
             run(heads.fused, heads.inputs(16, device, batch, tokens=tokens))
-        compiled = {(one.kernel, *one.constants.items()) for one in launches}
+        compiled = {(launch.kernel, *launch.constants.items()) for launch in launches}
         assert len(compiled) == 3, "a forward, a backward and a sum"

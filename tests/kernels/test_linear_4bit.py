@@ -68,7 +68,8 @@ class FourBit:
     def leaves(self, x: Tensor, needed: str = "xab") -> list[Tensor]:
         """x and the factors, those that want a gradient by their letters."""
         return [
-            one.clone().requires_grad_(name in needed) for name, one in zip("xab", (x, *self.factors), strict=False)
+            factor.clone().requires_grad_(name in needed)
+            for name, factor in zip("xab", (x, *self.factors), strict=False)
         ]
 
     def results(
@@ -79,8 +80,8 @@ class FourBit:
         wide, *factors = leaves
         y = way(wide, wide * 0.5 if dropped else wide, *factors, y_dtype=y_dtype)
         dy = torch.linspace(-1, 2, y.numel(), device=y.device).view_as(y).to(y.dtype)
-        wanted = {name: one for name, one in zip("xab", leaves, strict=False) if one.requires_grad}
-        return Tensors(y=y, **dict(zip(wanted, torch.autograd.grad(y, [*wanted.values()], dy), strict=True)))
+        inputs = {name: leaf for name, leaf in zip("xab", leaves, strict=False) if leaf.requires_grad}
+        return Tensors(y=y, **dict(zip(inputs, torch.autograd.grad(y, [*inputs.values()], dy), strict=True)))
 
 
 FORMS = pytest.mark.parametrize(
@@ -158,9 +159,9 @@ def test_with_a_mask_the_adapter_has_the_bits_of_dropout(
 
         expected = results("stock")
         for _ in range(2):  # recorded, and repeated
-            for one, other in zip(results("fused"), expected, strict=True):
-                assert one.dtype == other.dtype
-                assert same_products(one, other), (shape, own_dtype)
+            for a, b in zip(results("fused"), expected, strict=True):
+                assert a.dtype == b.dtype
+                assert same_products(a, b), (shape, own_dtype)
 
 
 def test_with_a_mask_registered_operators_make_the_same_gradients(device: str) -> None:
@@ -182,7 +183,9 @@ def test_with_a_mask_a_gradient_that_is_differentiated_again_is_refused(device: 
 
 def test_with_a_mask_what_dropout_returns_is_kept_in_16_bits(device: str) -> None:
     layer, x, seen = FourBit(device, BF16, FP32), torch.randn(5, K, device=device), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: (seen.append((one.dtype, one.shape)), one)[1], id):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (seen.append((tensor.dtype, tensor.shape)), tensor)[1], id
+    ):
         for _ in range(2):
             leaves = layer.leaves(x)
             layer.fused(leaves[0], *leaves, y_dtype=FP32, mask=x > 0)
@@ -204,7 +207,7 @@ def test_a_gradient_may_have_any_strides(dtype: torch.dtype, factors: torch.dtyp
         "expanded": torch.randn(N, device=device).to(dtype).expand(3, 5, N),
         "columns": torch.randn(3, 5, 2 * N, device=device).to(dtype)[..., ::2],
     }.items():
-        gradients = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in (dy, dy.contiguous())]
+        gradients = [torch.autograd.grad(y, leaves, grad_y, retain_graph=True) for grad_y in (dy, dy.contiguous())]
         assert_same(*gradients, where=name)
 
 
@@ -225,8 +228,8 @@ def test_summands_have_the_bits_of_the_sum(dropped: bool, used: str, device: str
     ways = []
     for operator in (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
 
-        def way(*given: Tensor, y_dtype: torch.dtype, operator: Any = operator) -> Tensor:
-            y = operator(*given, *layer.parts, layer.bias, None, layer.state.blocksize, *FACTORS, BF16, y_dtype)
+        def way(*args: Tensor, y_dtype: torch.dtype, operator: Any = operator) -> Tensor:
+            y = operator(*args, *layer.parts, layer.bias, None, layer.state.blocksize, *FACTORS, BF16, y_dtype)
             if operator is LORA_LINEAR_4BIT:
                 return y
             base, added = y
@@ -234,9 +237,9 @@ def test_summands_have_the_bits_of_the_sum(dropped: bool, used: str, device: str
             return {"both": base.float() + added, "base": base.float(), "added": added.float()}[used]
 
         for _ in range(2):  # recorded, and repeated
-            found = layer.results(way, x, FP32, dropped)
-        ways.append(found)
-    same = [torch.equal(one, other) for one, other in zip(*(vars(one).values() for one in ways), strict=True)]
+            actual = layer.results(way, x, FP32, dropped)
+        ways.append(actual)
+    same = [torch.equal(a, b) for a, b in zip(*(vars(way).values() for way in ways), strict=True)]
     assert same == {"both": [True] * 4, "base": [False] * 4, "added": [False, False, True, True]}[used]
     assert used != "base" or not any(getattr(ways[1], name).any() for name in "ab"), (
         "factors have no gradient but zeros"
@@ -274,7 +277,9 @@ def test_saved_tensor_hooks_see_what_they_see_of_stock_and_no_weight(
     """bitsandbytes' product keeps its weight, and not what it reads."""
     layer, seen = FourBit(device, BF16, factors), []
     leaves = layer.leaves(torch.randn(5, K, device=device))
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: (seen.append(one.shape), one)[1], lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (seen.append(tensor.shape), tensor)[1], lambda tensor: tensor
+    ):
         for _ in range(2):
             layer.fused(leaves[0], *leaves, y_dtype=FP32).sum().backward()
     assert sorted(seen) == sorted(2 * shapes)
@@ -316,7 +321,7 @@ def test_tensors_that_do_not_go_together_are_named_and_an_odd_number_of_weights_
         LORA_LINEAR_4BIT.checked(x, x, *layer.factors, *layer.parts, None, None, 64, *FACTORS, BF16, FP32)
     refusal = LINEAR_4BIT.unsupported(x, *layer.parts, None, N, 64, BF16, FP32)
     assert refusal.reason == f"packed must have {N} * {K + 2} / 2 elements, not {N * K // 2}"
-    one = FourBit(device, features=1)
-    parts = one.state.code, one.codes.flatten()[: K // 2], one.state.absmax.float(), None, None, None
+    layer = FourBit(device, features=1)
+    parts = layer.state.code, layer.codes.flatten()[: K // 2], layer.state.absmax.float(), None, None, None
     refusal = LINEAR_4BIT.unsupported(x[:, : K - 1], *parts, None, 1, 64, BF16, FP32)
     assert refusal.reason == "its weight is packed otherwise"

@@ -125,7 +125,7 @@ def test_one_tensor_as_branch_and_residual_and_one_weight_for_both_norms(norm: N
     inputs = norm.inputs((5, 130), device)
     inputs = inputs.but(r=inputs.x, w=inputs.inner if isinstance(norm, Sandwich) else inputs.w)
     separate = run(norm.fused, inputs)
-    x, w = (one.detach().requires_grad_() for one in (inputs.x, inputs.w))
+    x, w = (tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.w))
     weights = (w, w) if isinstance(norm, Sandwich) else (w,)
     torch.autograd.backward(norm.fused(x, x, *weights), (inputs.dy, inputs.ds))
     assert torch.equal(x.grad, separate.dx + separate.dr)

@@ -32,15 +32,15 @@ IN_CHUNKS = BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True)
 def test_rstd_is_saved_unrounded_and_for_the_backward_alone(mode: str, device: str, planned: Planned) -> None:
     norm = Norm("none", x=BF16, w=BF16)
     inputs = norm.inputs((5, 145), device)
-    given = NormInputs(inputs.x, inputs.w)
-    outputs = empty_norm(norm.spec, given, True)
+    norm_inputs = NormInputs(inputs.x, inputs.w)
+    outputs = empty_norm(norm.spec, norm_inputs, True)
     planned(replace(forward_plan(145, mode=mode), block=256 if mode == "multi_wave_cached" else 64))
-    launch_norm_forward(norm.spec, given, outputs)
+    launch_norm_forward(norm.spec, norm_inputs, outputs)
     rstd = outputs.rstd
     exact = (inputs.x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     assert rstd.dtype == FP32
     torch.testing.assert_close(rstd.double(), exact, rtol=8 * torch.finfo(FP32).eps, atol=0)
-    assert empty_norm(norm.spec, given, False).rstd is None
+    assert empty_norm(norm.spec, norm_inputs, False).rstd is None
 
 
 @pytest.mark.parametrize("mode", MODES)

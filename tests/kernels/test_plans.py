@@ -121,7 +121,7 @@ def test_sandwiches_and_gated_norms_hold_their_rows_in_few_enough_registers_and_
     section: str, widest: int, column_bytes: Sequence[int], device: Device
 ) -> None:
     for width in (width for width in ALL_WIDTHS if width <= widest):
-        plans = [backward_plan(width, one, device, section) for one in column_bytes]
+        plans = [backward_plan(width, size, device, section) for size in column_bytes]
         for plan in plans or [forward_plan(width, device, section=section)]:
             assert width <= plan.block == next_power_of_2(plan.block)
             assert plan.rows == next_power_of_2(plan.rows)

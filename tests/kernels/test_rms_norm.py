@@ -59,8 +59,8 @@ def test_gradients_are_rounded_once(device: str) -> None:
     """Better than stock: fp32 arithmetic and one rounding, so the error is half a unit of the element itself."""
     norm = Norm("gemma", zero_centered=True, x=BF16, w=BF16)
     inputs = norm.inputs((1030, 33), device)
-    ours, truth = run(norm.fused, inputs), run_true(norm, inputs)
-    assert_rounded_once(ours, truth, scales(norm, inputs, truth), ("dx", "dw"))
+    ours, reference = run(norm.fused, inputs), run_true(norm, inputs)
+    assert_rounded_once(ours, reference, scales(norm, inputs, reference), ("dx", "dw"))
 
 
 @pytest.mark.parametrize("norm", [LLAMA, Norm("gemma", True, BF16, BF16), Norm("none", x=BF16, w=BF16)], ids=str)
@@ -100,9 +100,9 @@ def test_what_is_saved_is_looked_at_once(device: str) -> None:
     w = torch.randn(7, device=device, requires_grad=True)
     for create_graph in (False, True):
         y = torch.utils.checkpoint.checkpoint(lambda x: rms_norm(x, w) * 1.0, x, use_reentrant=False)
-        found = torch.autograd.grad(y, (x, w), torch.ones_like(y), create_graph=create_graph)
+        grads = torch.autograd.grad(y, (x, w), torch.ones_like(y), create_graph=create_graph)
         expected = torch.autograd.grad(rms_norm(x, w), (x, w), torch.ones_like(y), create_graph=create_graph)
-        assert_same(found, expected)
+        assert_same(grads, expected)
 
 
 @pytest.mark.parametrize("w", [FP32, BF16], ids=str)
@@ -135,14 +135,14 @@ def test_casting_none_does_not_overflow_in_fp16(device: str) -> None:
     inputs = norm.inputs((4, 145), device)
     inputs.x = ((2 * torch.rand(4, 145, generator=torch.Generator().manual_seed(1)) - 1) * 6e4).to(device, FP16)
     assert (run(norm.stock, inputs).y == 0).all()
-    ours, truth = run(norm.fused, inputs), run_true(norm, inputs)
+    ours, reference = run(norm.fused, inputs), run_true(norm, inputs)
     half_step = 2.0**-25
     rstd = inputs.x.double().square().mean(-1, keepdim=True).rsqrt()
-    allowed = (half_step / rstd + 2 * torch.finfo(FP16).eps) * truth.y.abs() + half_step
-    assert ((ours.y.double() - truth.y).abs() <= allowed).all()
-    assert ((ours.dx.double() - truth.dx).abs() <= torch.finfo(FP16).eps * truth.dx.abs() + 2 * half_step).all()
-    error = (ours.dw.double() - truth.dw).abs()
-    assert (error <= torch.finfo(FP16).eps * scales(norm, inputs, truth)["dw"]).all()
+    allowed = (half_step / rstd + 2 * torch.finfo(FP16).eps) * reference.y.abs() + half_step
+    assert ((ours.y.double() - reference.y).abs() <= allowed).all()
+    assert ((ours.dx.double() - reference.dx).abs() <= torch.finfo(FP16).eps * reference.dx.abs() + 2 * half_step).all()
+    error = (ours.dw.double() - reference.dw).abs()
+    assert (error <= torch.finfo(FP16).eps * scales(norm, inputs, reference)["dw"]).all()
 
 
 @pytest.mark.slow
