@@ -14,7 +14,9 @@ STOCK = PROVIDERS["stock"]
 ARGUMENTS = {"rms_norm": 2, "add_rms_norm": 3, "norm_add_norm": 4, "qk_norm": 4, "qk_norm_rope": 4, "glu": 2}
 
 
-@pytest.mark.parametrize("provider", [STOCK, pytest.param(FUSED, marks=pytest.mark.slow)], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "provider", [STOCK, pytest.param(FUSED, marks=pytest.mark.slow)], ids=lambda provider: provider.name
+)
 def test_calls_are_timed_alone_and_in_a_chain_with_the_gradients_of_every_layer(run, provider):
     differentiated = {}
 

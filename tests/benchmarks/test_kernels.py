@@ -141,9 +141,9 @@ def test_the_time_of_a_provider_is_that_of_its_own_calls(run):
     def sampler(calls, device):
         return Sampler(lambda: calls[0]() and {"first": 1.0, "second": 2.0}[ran[-1]], "wall")
 
-    both = [provider(name, lambda y, name=name: ran.append(name) or y) for name in ("first", "second")]
+    providers = [provider(name, lambda y, name=name: ran.append(name) or y) for name in ("first", "second")]
     with mock.patch.object(kernels, "sampler", sampler):
-        rows = measured(run, *both, case=replace(CASE, backward=False))
+        rows = measured(run, *providers, case=replace(CASE, backward=False))
     assert {name: row.seconds for (name, _), row in rows.items()} == {"first": 1.0, "second": 2.0}
 
 

@@ -51,14 +51,14 @@ T5 = {"d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "dr
 def test_models_with_images_and_encoders_take_their_own_inputs(model_type, sizes, step, monkeypatch):
     pytest.importorskip("transformers", "5.0")
     monkeypatch.setattr(model_cases, "OTHERS", {"others/small": {"model_type": model_type, **sizes}})
-    made = prepare(ModelCase(model_type, "others/small", 2, 20, step=step), torch.float32, CPU)
-    stock = made.outputs_and_gradients()
+    prepared_step = prepare(ModelCase(model_type, "others/small", 2, 20, step=step), torch.float32, CPU)
+    stock = prepared_step.outputs_and_gradients()
     if step:
-        made.inputs["pixel_values"].add_(1.0)
+        prepared_step.inputs["pixel_values"].add_(1.0)
     else:
-        made.inputs["decoder_input_ids"].add_(1)
-    assert relative_error(made.outputs_and_gradients(), stock) > 1e-3
-    assert made.model.get_submodule(next(iter(made.norms))).weight.grad is None
+        prepared_step.inputs["decoder_input_ids"].add_(1)
+    assert relative_error(prepared_step.outputs_and_gradients(), stock) > 1e-3
+    assert prepared_step.model.get_submodule(next(iter(prepared_step.norms))).weight.grad is None
 
 
 def test_norm_weights_are_away_from_their_initial_values():
@@ -167,12 +167,12 @@ def test_attention_without_a_mask_keeps_packed_sequences_apart_as_a_mask_does(lo
 
     def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
         seen.append((max_q, max_k, window_size, enable_gqa))
-        found = []
+        parts = []
         for start, end in itertools.pairwise(cu_seq_q.tolist()):
-            one = (part[start:end].transpose(0, 1)[None] for part in (q, k, v))
-            y = torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True, scale=scale, enable_gqa=True)
-            found.append(y[0].transpose(0, 1))
-        return torch.cat(found)
+            qkv = (part[start:end].transpose(0, 1)[None] for part in (q, k, v))
+            y = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=True)
+            parts.append(y[0].transpose(0, 1))
+        return torch.cat(parts)
 
     step = prepared(f"packed{loss}", batch=2, length=32)
     by_mask = step.outputs_and_gradients()
@@ -185,7 +185,7 @@ def test_attention_without_a_mask_keeps_packed_sequences_apart_as_a_mask_does(lo
 
 def test_sharded_weights_are_the_twins_own_in_fp32_and_gathered_in_the_dtype(monkeypatch):
     sharded = []
-    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *given: None)
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *arguments: None)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr(
         "torch.distributed.fsdp.fully_shard", lambda module, *, mesh, mp_policy: sharded.append((module, mp_policy))

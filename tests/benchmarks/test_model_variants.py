@@ -224,15 +224,17 @@ def test_compiled_layers_with_less_memory_run_under_their_budget_and_no_other_st
 @pytest.mark.parametrize(("kind", "masks"), [("", 0), ("packed", 1)])
 def test_a_model_compiled_as_a_whole_gets_no_mask_but_for_packed_sequences(kind, masks, compiled, monkeypatch):
     step = prepared("llama", kind)
-    made = []
+    masks_created = []
     create = modelling(step).create_causal_mask
-    monkeypatch.setattr(modelling(step), "create_causal_mask", lambda **given: made.append(1) or create(**given))
+    monkeypatch.setattr(
+        modelling(step), "create_causal_mask", lambda **arguments: masks_created.append(1) or create(**arguments)
+    )
     stock = step.forward_backward()
-    made.clear()
+    masks_created.clear()
     patched = VARIANTS["compile"](step)
     with patched.running(), torch.compiler.set_stance("force_eager"):
         assert torch.equal(step.forward_backward(patched.model), stock)
-    assert len(made) == masks
+    assert len(masks_created) == masks
 
 
 def test_transformers_compiles_a_generation_with_a_static_cache():

@@ -148,7 +148,7 @@ def test_float8_may_be_hardly_farther_from_stock_than_its_linears_take_it(run, m
 
     def smaller(step):
         patched = float8(step)
-        step.model.layers[0].mlp.register_forward_hook(lambda mlp, given, result: 0.5 * result)
+        step.model.layers[0].mlp.register_forward_hook(lambda mlp, inputs, result: 0.5 * result)
         return patched
 
     monkeypatch.setitem(VARIANTS, "float8-rowwise-compile-layers", smaller)

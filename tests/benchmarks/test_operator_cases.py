@@ -65,7 +65,7 @@ def test_every_operator_of_the_project_is_measured():
         "expert_permute",
         "expert_unpermute",
     }
-    named = {one.plain_name or name for name, one in operator.OPERATORS.items()}
+    named = {op.plain_name or name for name, op in operator.OPERATORS.items()}
     assert named - set(OPERATORS) <= under_other_names | in_steps_alone | {loss_cases.OPERATOR}
 
 
@@ -113,8 +113,8 @@ def test_truth_is_the_formula_in_float64(case):
     parts = Parts(*norms, rotate, gate, eager_parts(case).gated_norm, convolve, expert_gate)
     outputs = OPERATORS[case.operator].made_of(parts)(*arguments, *(angle.double() for angle in inputs.angles))
     gradients = torch.autograd.grad(outputs, arguments, [gradient.double() for gradient in inputs.gradients])
-    for found, expected in zip(float64_results(case, inputs), (outputs, gradients), strict=True):
-        torch.testing.assert_close(list(found), list(expected), rtol=1e-9, atol=1e-12)
+    for actual, expected in zip(float64_results(case, inputs), (outputs, gradients), strict=True):
+        torch.testing.assert_close(list(actual), list(expected), rtol=1e-9, atol=1e-12)
 
 
 def test_one_wrong_row_one_wrong_element_and_nan_show():
@@ -135,9 +135,9 @@ def test_a_name_stands_for_its_case_and_no_other_and_inputs_repeat():
     every = [*CASES, *OPERATOR_CASES, *HOST]
     assert all(named(case.name, backward=case.backward) == case for case in every)
     assert len({case.name for case in CASES}) == len(CASES)
-    first, same, other = (every[-1].inputs(torch.bfloat16, torch.device("cpu"), seed=seed) for seed in (3, 3, 4))
+    first, same, other_seed = (every[-1].inputs(torch.bfloat16, torch.device("cpu"), seed=seed) for seed in (3, 3, 4))
     assert all(torch.equal(*pair) for pair in zip(first.arguments, same.arguments, strict=True))
-    assert not torch.equal(first.arguments[0], other.arguments[0])
+    assert not torch.equal(first.arguments[0], other_seed.arguments[0])
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,10 @@ def test_stock_rotates_as_modelling_code_does(device):
     q, k, *weights = inputs.arguments
     normed = PROVIDERS["stock"].build(named("qk_norm 6x(4+2)x64"))(q, k, *weights)
     expected = apply_rotary_pos_emb(*(y.transpose(1, 2) for y in normed), *inputs.angles)
-    found = PROVIDERS["stock"].build(case)(*inputs.attached())
-    for outputs in zip(found, expected, strict=True):
+    actual = PROVIDERS["stock"].build(case)(*inputs.attached())
+    for outputs in zip(actual, expected, strict=True):
         assert torch.equal(*outputs)
-    gradients = [torch.autograd.grad(side, inputs.arguments, inputs.gradients) for side in (found, expected)]
+    gradients = [torch.autograd.grad(side, inputs.arguments, inputs.gradients) for side in (actual, expected)]
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 

@@ -78,9 +78,9 @@ def test_a_replay_is_divided_by_its_calls(gpu, sets, in_graph):
         ran.append(index)
         gpu.now += 1e-5
 
-    found = timing.sampler([partial(call, index) for index in range(sets)], GPU)
-    assert found.method == "graph"
-    assert found.take() == pytest.approx(REPLAY / in_graph)
+    sampled = timing.sampler([partial(call, index) for index in range(sets)], GPU)
+    assert sampled.method == "graph"
+    assert sampled.take() == pytest.approx(REPLAY / in_graph)
     assert gpu.captured == 1
     assert ran[-in_graph:] == [*range(sets)] * (in_graph // sets), "the sets take turns"
 

@@ -105,10 +105,10 @@ def test_help_and_misspelt_arguments_do_not_import_torch():
         assert code == (0 if arguments in good else 2), arguments
         assert not {{"torch", "triton", "transformers", "accelerate"}} & set(sys.modules), arguments
     """
-    found = process("-c", textwrap.dedent(code))
-    assert found.returncode == 0, found.stderr
-    assert fused_norm.__version__ in found.stdout
-    assert all(command in found.stdout for command in COMMANDS)
+    result = process("-c", textwrap.dedent(code))
+    assert result.returncode == 0, result.stderr
+    assert fused_norm.__version__ in result.stdout
+    assert all(command in result.stdout for command in COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -309,9 +309,9 @@ def test_ctrl_c_ends_a_command_with_a_line_also_if_an_import_makes_an_error_of_i
     monkeypatch.setattr(f"fused_norm.{interrupted}", swallow)
     command, *arguments = line.format(script=path).split()
     assert main([command, *arguments]) == 130
-    found = capsys.readouterr()
-    assert found.err == f"fused-norm {command}: stopped\n"
-    assert "it runs" not in found.out
+    captured = capsys.readouterr()
+    assert captured.err == f"fused-norm {command}: stopped\n"
+    assert "it runs" not in captured.out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -437,9 +437,9 @@ def test_check_finds_a_tiny_model_within_budget(capsys, device):
 
 @pytest.mark.slow
 def test_a_command_on_a_cpu_has_kernels_interpreted_without_being_told():
-    found = process("-m", "fused_norm", "check", "llama", "--device", "cpu", "--batch", "1", "--seq", "8")
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "Triton's interpreter" in found.stdout
+    result = process("-m", "fused_norm", "check", "llama", "--device", "cpu", "--batch", "1", "--seq", "8")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Triton's interpreter" in result.stdout
 
 
 def test_check_takes_a_checkpoint_with_its_own_weights(tmp_path, capsys):
@@ -450,11 +450,11 @@ def test_check_takes_a_checkpoint_with_its_own_weights(tmp_path, capsys):
     assert main(arguments) == 2
     assert "not finite" in capsys.readouterr().err
     assert main([*arguments, "--layers", "1"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] is True
-    assert found["dtype"] == "bfloat16"
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is True
+    assert result["dtype"] == "bfloat16"
     kept = [name for name, _ in model.named_parameters() if "layers.1." not in name]
-    assert {row["name"] for row in found["deviations"]} == {"logits", "loss", *(f"{name}.grad" for name in kept)}
+    assert {row["name"] for row in result["deviations"]} == {"logits", "loss", *(f"{name}.grad" for name in kept)}
 
 
 def test_check_exits_1_when_the_fused_model_is_wrong(monkeypatch, capsys):
@@ -515,11 +515,11 @@ def test_check_says_what_it_cannot_check(arguments, says, capsys):
 def test_run_is_the_script_with_its_models_fused(script, tmp_path):
     path = script(LOAD + "import sys, helper\nprint(sys.argv, __name__, sys.path[0], helper.__name__)\nsys.exit(7)\n")
     script("", "helper.py")
-    found = process("-m", "fused_norm", "run", path, "--lr", "1", "--strict", cwd=path.parents[1])
-    assert found.returncode == 7, found.stderr
-    assert found.stdout.strip() == f"{[str(path), '--lr', '1', '--strict']} __main__ {tmp_path} helper"
-    assert re.search(rf"^fused-norm: Qwen3ForCausalLM.*{SUMMARY}", found.stderr, re.MULTILINE)
-    assert "nothing was fused" not in found.stderr
+    result = process("-m", "fused_norm", "run", path, "--lr", "1", "--strict", cwd=path.parents[1])
+    assert result.returncode == 7, result.stderr
+    assert result.stdout.strip() == f"{[str(path), '--lr', '1', '--strict']} __main__ {tmp_path} helper"
+    assert re.search(rf"^fused-norm: Qwen3ForCausalLM.*{SUMMARY}", result.stderr, re.MULTILINE)
+    assert "nothing was fused" not in result.stderr
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
@@ -541,10 +541,10 @@ def test_run_covers_other_processes_and_tells_of_a_model_once(line, inside, scri
     path = script("import fused_norm.patcher\n" + LOAD, "child.py")
     if inside is not None:
         path = script(STARTS.format(line=list(inside), child=str(path)))
-    found = process(*line, path)
-    assert found.returncode == 0, found.stderr
-    assert found.stderr.count("fused-norm: Qwen3ForCausalLM") == found.stderr.count(SUMMARY) == 1
-    assert "nothing was fused" not in found.stderr
+    result = process(*line, path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("fused-norm: Qwen3ForCausalLM") == result.stderr.count(SUMMARY) == 1
+    assert "nothing was fused" not in result.stderr
 
 
 LOAD_IN_A_CHILD = """
@@ -579,10 +579,10 @@ def test_the_options_of_run_hold_in_processes_that_the_script_spawns(option, loa
 def test_run_prints_the_traceback_that_python_would(script):
     path = script("def fail():\n    raise KeyError('lost')\n\nfail()\n")
     plain = process(path)
-    found = process("-m", "fused_norm", "run", path)
-    assert found.returncode == plain.returncode == 1
+    result = process("-m", "fused_norm", "run", path)
+    assert result.returncode == plain.returncode == 1
     assert plain.stderr.startswith("Traceback")
-    assert plain.stderr in found.stderr
+    assert plain.stderr in result.stderr
 
 
 @pytest.mark.parametrize("code", ["'reason'", "None", "3"])
@@ -654,10 +654,10 @@ def test_run_leaves_processes_without_models_as_they_are(script, tmp_path, monke
     start = [sys.executable, "-c", child]
     path = script(f"import subprocess\nsubprocess.run({start}, check=True)\n")
     assert main(["run", str(path)]) == 0
-    found = capfd.readouterr().out
+    result = capfd.readouterr().out
     subprocess.run(start, check=True)
-    assert found == capfd.readouterr().out
-    assert re.fullmatch(r"their own sitecustomize\n\['', .*\]\nset\(\)\n", found)
+    assert result == capfd.readouterr().out
+    assert re.fullmatch(r"their own sitecustomize\n\['', .*\]\nset\(\)\n", result)
     assert os.environ["PYTHONPATH"] == str(own)
 
 
@@ -728,5 +728,5 @@ def test_help_names_the_options_and_fits_a_terminal_of_80_columns(command, words
 
 @pytest.mark.skipif(shutil.which("fused-norm") is None, reason="the package is not installed, only on the path")
 def test_the_installed_command_is_this_one():
-    found = subprocess.run(["fused-norm", "--version"], capture_output=True, text=True, timeout=60)
-    assert found.stdout.split() == ["fused-norm", fused_norm.__version__]
+    result = subprocess.run(["fused-norm", "--version"], capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["fused-norm", fused_norm.__version__]

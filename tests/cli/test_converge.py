@@ -93,9 +93,9 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
 @pytest.mark.slow
 def test_a_checkpoints_own_tokenizer_makes_the_tokens(tmp_path, capsys):
     words = ["?", "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
-    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
-    made.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "mine")
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "mine")
     build(tiny_config("llama", vocab_size=12), seed=0).save_pretrained(tmp_path / "mine")
     text = tmp_path / "text.txt"
     text.write_text(" ".join(words[1:]) * 60)
@@ -182,11 +182,11 @@ def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
     from fused_norm.patcher import apply_fused_norm
 
     def wrong(model, **options):
-        made = apply_fused_norm(model, **options)
+        report = apply_fused_norm(model, **options)
         for name, parameter in model.named_parameters():
             if name == "model.layers.0.input_layernorm.weight":
                 parameter.register_hook(lambda gradient: gradient * 1.001)
-        return made
+        return report
 
     monkeypatch.setattr(paired_runs, "apply_fused_norm", wrong)
     assert main(["converge", "llama", *QUICK, "--out", str(tmp_path)]) == 1

@@ -17,8 +17,8 @@ RESULT = ComparisonResult(Comparison("llama", "bf16"), RUN, (RUN,), RUN, CALLS)
 
 def test_a_result_comes_back_as_it_was(tmp_path):
     ResultStore(tmp_path).save(RESULT, "settings")
-    found = ResultStore(tmp_path).load(RESULT.comparison, "settings")
-    assert repr(found) == repr(RESULT)
+    loaded = ResultStore(tmp_path).load(RESULT.comparison, "settings")
+    assert repr(loaded) == repr(RESULT)
     assert [path.suffix for path in (tmp_path / "comparisons").iterdir()] == [".json"]
 
 
@@ -36,5 +36,5 @@ def test_code_that_changed_has_another_digest(tmp_path):
     for name, text in (("one", "x = 1"), ("same", "x = 1"), ("other", "x = 2")):
         (tmp_path / name / "below").mkdir(parents=True)
         (tmp_path / name / "below" / "kernel.py").write_text(text)
-    one, same, other = (code_digest(tmp_path / name) for name in ("one", "same", "other"))
-    assert one == same != other
+    first, same, changed = (code_digest(tmp_path / name) for name in ("one", "same", "other"))
+    assert first == same != changed

@@ -97,9 +97,9 @@ def test_only_a_near_tie_of_a_router_turns_a_seed_red(tmp_path, monkeypatch):
     runs, topk, train = [], torch.topk, PairedRuns.train
 
     def recorded_topk(x, k, **named):
-        found, values = topk(x, k, **named), topk(x, k + 1).values
-        runs[-1].append((found[1].sort(-1).values, 1 - values[..., k] / values[..., k - 1]))
-        return found
+        top, values = topk(x, k, **named), topk(x, k + 1).values
+        runs[-1].append((top[1].sort(-1).values, 1 - values[..., k] / values[..., k - 1]))
+        return top
 
     def recorded_train(self, *args, regrouped=None, **named):
         runs.append([] if regrouped is None else ["a control, with other micro-batches"])
@@ -113,11 +113,13 @@ def test_only_a_near_tie_of_a_router_turns_a_seed_red(tmp_path, monkeypatch):
     trained = [run for run in runs if run and isinstance(run[0], tuple)]
     assert len(trained) == 2 * len(rows) == 6
     for row, stock, fused in zip(rows, trained[::2], trained[1::2], strict=True):
-        margins = [margin[(one != other).any(-1)] for (one, margin), (other, _) in zip(stock, fused, strict=False)]
+        margins = [margin[(a != b).any(-1)] for (a, margin), (b, _) in zip(stock, fused, strict=False)]
         turned = torch.cat(margins)  # by how much the last expert that stock chose was ahead of the next one
         assert row["outcome"] == "green" or 1 <= len(turned) <= 4, row["reasons"]
         assert all(margin < 2**-7 for margin in turned), "a rounding of the router's bf16 logits turns no other choice"
-        assert all(re.search(r"distance of a parameter at the end.*\.(experts|gate)\.", one) for one in row["reasons"])
+        assert all(
+            re.search(r"distance of a parameter at the end.*\.(experts|gate)\.", reason) for reason in row["reasons"]
+        )
 
 
 @pytest.mark.slow
@@ -157,10 +159,10 @@ def test_a_model_with_adapters_in_pure_bf16_is_green_and_all_of_them_are_fused()
 
 @pytest.mark.parametrize("is_counted", [True, False])
 def test_labels_are_left_out_if_the_model_is_given_their_number(is_counted, monkeypatch):
-    given = []
+    seen_labels = []
 
     def noted(model, sequences, options, *, labels, **named):
-        given.append(labels)
+        seen_labels.append(labels)
         raise InterruptedError
 
     class Source(ModelSource):
@@ -175,7 +177,7 @@ def test_labels_are_left_out_if_the_model_is_given_their_number(is_counted, monk
     source = Source.of_family("llama", {"num_hidden_layers": 1})
     with pytest.raises(InterruptedError):
         PairedRuns(replace(plan, sources={"llama": source}), comparison).train()
-    (labels,) = given
+    (labels,) = seen_labels
     assert (labels is not None and bool((labels == IGNORED).any())) == is_counted
 
 
@@ -184,10 +186,10 @@ def test_what_was_finished_is_found_again_and_what_changed_is_run_again(tmp_path
     comparisons = [Comparison("llama", "fp32"), Comparison("llama", "fp32", feature="norms")]
     first, second, third = Silent(), Silent(), Silent()
     assert len(list(run_plan(tiny_plan(comparisons[:1]), ResultStore(tmp_path), first))) == 1
-    both = list(run_plan(tiny_plan(comparisons), ResultStore(tmp_path), second))
+    results = list(run_plan(tiny_plan(comparisons), ResultStore(tmp_path), second))
     assert second.runs == ["stock", "control 0", "control 1", "control 2", "fused norms"]
     assert second.kept == [True, False]
-    assert [result.verdict.status for result in both] == ["green", "green"]
+    assert [result.verdict.status for result in results] == ["green", "green"]
     list(run_plan(tiny_plan(comparisons, facts={"data": 2}), ResultStore(tmp_path), third))
     assert third.kept == [False, False]
 
@@ -366,8 +368,8 @@ def test_two_processes_come_to_the_same_verdict(launcher, evidence, tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", "2"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     command += [script, "converge", "llama", "--dtype", "bf16", "--steps", "3", "--out", tmp_path / "out"]
-    found = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300)
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert "2 processes" in found.stdout
-    assert evidence in found.stdout
+    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "2 processes" in process.stdout
+    assert evidence in process.stdout
     assert results_in(tmp_path / "out")["llama.bf16.eager.all.seed0"]["outcome"] == "green"

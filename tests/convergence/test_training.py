@@ -60,7 +60,7 @@ def test_masked_labels_are_the_same_in_any_order_of_a_step_and_some_leave_out_a_
     labels = masked_labels(tokens, 4)
     counts = (labels[:, 1:] != IGNORED).sum(1)
     assert torch.equal(labels[labels != IGNORED], tokens[labels != IGNORED])
-    assert [int((one == 0).sum()) for one in counts.split(4)] == [0, 1]
+    assert [int((part == 0).sum()) for part in counts.split(4)] == [0, 1]
     assert len(set(counts[:4].tolist())) > 1
     turned = masked_labels(tokens.view(2, 4, -1).flip(1).flatten(0, 1), 4)
     assert torch.equal(turned.view(2, 4, -1).flip(1).flatten(0, 1), labels)
@@ -75,18 +75,18 @@ def test_few_labels_are_left_out_in_unequal_numbers_and_of_no_sequence_all():
 def test_a_model_is_given_the_number_of_labels_if_its_forward_takes_it():
     tokens = sequences(4)
     labels = masked_labels(tokens, 4, few=False)
-    model, given = build("llama", seed=0), []
+    model, calls = build("llama", seed=0), []
     assert takes_number_of_labels(model)
-    model.register_forward_pre_hook(lambda _, args, named: given.append(named), with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, args, named: calls.append(named), with_kwargs=True)
     train(model, tokens, TrainingOptions(steps=1, batch_size=4, accumulation=2), labels=labels)
-    counts = [int(one["num_items_in_batch"]) for one in given[:2]]
+    counts = [int(call["num_items_in_batch"]) for call in calls[:2]]
     assert counts == [int((labels[:, 1:] != IGNORED).sum())] * 2
     model.accepts_loss_kwargs = False
     assert not takes_number_of_labels(model)
-    given.clear()
+    calls.clear()
     train(model, tokens, TrainingOptions(steps=1, batch_size=4, accumulation=2), labels=labels)
-    assert given
-    assert not any("num_items_in_batch" in one for one in given)
+    assert calls
+    assert not any("num_items_in_batch" in call for call in calls)
     assert not takes_number_of_labels(nn.Linear(2, 2))
 
 
@@ -114,8 +114,8 @@ def test_masked_labels_have_a_mean_over_the_step_in_any_micro_batches(fused):
 def test_what_is_evaluated_does_not_depend_on_the_order_and_grouping_of_a_step():
     options = TrainingOptions(steps=2, batch_size=4, accumulation=2, learning_rate=1e-6)
     turned = sequences(8).view(2, 4, -1).flip(1).flatten(0, 1)
-    one, other = (train(build("llama", seed=0), batches, options) for batches in (sequences(8), turned))
-    assert other.evaluation_loss == pytest.approx(one.evaluation_loss, rel=1e-5)
+    a, b = (train(build("llama", seed=0), batches, options) for batches in (sequences(8), turned))
+    assert b.evaluation_loss == pytest.approx(a.evaluation_loss, rel=1e-5)
 
 
 def test_gradients_are_shown_before_they_are_clipped_and_the_model_after_the_last_step():

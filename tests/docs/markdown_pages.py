@@ -62,11 +62,11 @@ class Block:
 
 def blocks_of(page: str) -> Iterator[Block]:
     """The code blocks of a page, in order."""
-    for found in _BLOCK.finditer(page):
-        text, indent = found["text"], found["indent"]
-        line = page.count("\n", 0, found.start("text")) + 1
-        lines = [one.removeprefix(indent) for one in text.splitlines(keepends=True)]
-        yield Block(found["language"], "".join(lines), line, found["skipped"] is None, found["printed"])
+    for match in _BLOCK.finditer(page):
+        text, indent = match["text"], match["indent"]
+        line = page.count("\n", 0, match.start("text")) + 1
+        lines = [code_line.removeprefix(indent) for code_line in text.splitlines(keepends=True)]
+        yield Block(match["language"], "".join(lines), line, match["skipped"] is None, match["printed"])
 
 
 def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
@@ -155,12 +155,12 @@ def _run_command(command: str, runs: bool, stand_ins: Mapping[str, str]) -> str:
         return ""
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-        unknown = {one for one in arguments if "=" not in one} - {*targets}
+        unknown = {argument for argument in arguments if "=" not in argument} - {*targets}
         assert not unknown, f"the Makefile has no target {unknown}"
     elif program == "pip":
         _check_installed(arguments)
     elif program in ("python", "torchrun", "accelerate"):
-        missing = [one for one in arguments if one.endswith(".py") and not (ROOT / one).exists()]
+        missing = [argument for argument in arguments if argument.endswith(".py") and not (ROOT / argument).exists()]
         assert not missing, f"there is no {missing}"
     else:
         assert not runs, f"nobody knows how to run {command!r}: mark it as not run, or add a rule here"
@@ -184,7 +184,7 @@ def _check_installed(arguments: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert arguments[0] == "install"
     for requirement in arguments[1:]:
-        found = re.fullmatch(r"(\.|fused-norm)(\[(?P<extras>[\w,]+)\])?", requirement)
-        if found is not None:
-            unknown = {*(found["extras"] or "").split(",")} - {"", *project["optional-dependencies"]}
+        match = re.fullmatch(r"(\.|fused-norm)(\[(?P<extras>[\w,]+)\])?", requirement)
+        if match is not None:
+            unknown = {*(match["extras"] or "").split(",")} - {"", *project["optional-dependencies"]}
             assert not unknown, f"pyproject.toml has no extra {unknown}"

@@ -84,7 +84,7 @@ def test_the_commands_that_print_json_are_those_that_are_named() -> None:
 
 def test_the_page_lists_the_models_that_tests_build_with_their_sites_and_dtypes() -> None:
     """Families of the table are listed by a block of the page."""
-    sites = {name: other.sites for name, other in OTHERS.items() if name not in FAMILIES}
+    sites = {name: family.sites for name, family in OTHERS.items() if name not in FAMILIES}
     page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \| ([^|]+) \|", page, re.MULTILINE)
     assert sorted(name for name, *_ in rows) == sorted(sites)

@@ -15,13 +15,13 @@ PICTURE = (ROOT / "docs" / "first_screen.svg").read_text(encoding="utf-8")
 SHOWN = cells_of(steps_of_the_readme())
 
 
-def ahead_of_ours(other: str, unit: str) -> dict[str, float]:
+def ahead_of_ours(competitor: str, unit: str) -> dict[str, float]:
     """The steps in which another column is below ours, with its share of ours."""
     numbers = {place: float(cell.strip("*")) for place, cell in SHOWN.items() if cell}
     shares = {
-        row: numbers[row, f"{other} {unit}"] / numbers[row, f"ours {unit}"]
+        row: numbers[row, f"{competitor} {unit}"] / numbers[row, f"ours {unit}"]
         for row, column in numbers
-        if column == f"{other} {unit}"
+        if column == f"{competitor} {unit}"
     }
     return {row: share for row, share in shares.items() if share < 1}
 

@@ -48,7 +48,7 @@ def test_blocks_run_and_print_what_the_page_shows(
 def test_what_the_readme_links_to_is_there() -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert targets
-    assert [one for one in targets if "://" not in one and not (ROOT / one).exists()] == []
+    assert [target for target in targets if "://" not in target and not (ROOT / target).exists()] == []
 
 
 PAGE = """
@@ -74,7 +74,7 @@ fused-norm converge {argument} # words
 
 
 def test_blocks_are_found_with_their_output() -> None:
-    blocks = [(one.language, one.line, one.runs, one.printed) for one in blocks_of(PAGE)]
+    blocks = [(block.language, block.line, block.runs, block.printed) for block in blocks_of(PAGE)]
     assert blocks == [("python", 3, True, "5\n"), ("python", 13, False, None), ("console", 18, False, None)]
 
 

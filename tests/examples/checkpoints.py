@@ -25,11 +25,11 @@ SETTINGS = {"eos_token": END, "pad_token": END, "model_input_names": ["input_ids
 def tokenizer_of_bytes(*special: str) -> PreTrainedTokenizerFast:
     """One token for each byte, one for the end of a text, which pads too, and one for each of ``special``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([END, *special])
-    return PreTrainedTokenizerFast(tokenizer_object=made, **SETTINGS)
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END, *special])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SETTINGS)
 
 
 def save_checkpoint(model_type: str, folder: Path) -> Path:

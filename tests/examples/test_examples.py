@@ -65,13 +65,13 @@ def test_a_norm_and_a_layer_of_ones_own_are_fused_by_what_they_compute(called) -
 
 
 def test_the_operators_alone_have_values_and_gradients(called) -> None:
-    x, weight, made = example("operators").main()
+    x, weight, outputs = example("operators").main()
     assert Counter(called) == {"rms_norm": 2, "add_rms_norm": 1, "norm_add_norm": 1, "qk_norm": 1, "glu": 1}
-    for y in made.values():
+    for y in outputs.values():
         assert y.dtype == torch.bfloat16
         assert y.float().std() > 0.1
     expected = reference.rms_norm(NormSpec("llama", eps=1e-6), x, weight)
-    assert (made["rms_norm"] != expected).float().mean() < 0.01
+    assert (outputs["rms_norm"] != expected).float().mean() < 0.01
     assert 0 < weight.grad.float().norm() < torch.inf
 
 
@@ -160,14 +160,14 @@ def stock_losses_of_two_ranks(checkpoint: str, length: int) -> list[float]:
     """The mean losses of two steps of stock, each on two rows of the text of ``train_with_fsdp2``."""
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
     tokens = torch.tensor(tokenizer((EXAMPLES / "train_with_fsdp2.py").read_text()).input_ids)
-    optimizer, found = torch.optim.AdamW(model.train().parameters(), lr=1e-5), []
+    optimizer, losses = torch.optim.AdamW(model.train().parameters(), lr=1e-5), []
     for rows in tokens[: 4 * length].view(2, 2, length):
         loss = sum(model(input_ids=row[None], labels=row[None]).loss for row in rows) / 2
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def test_where_accelerate_would_not_shard_the_example_ends_before_it_trains(checkpoint, monkeypatch) -> None:
@@ -201,11 +201,11 @@ def test_two_processes_with_fsdp2_take_the_steps_of_stock(checkpoint, tmp_path: 
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", EXAMPLES / "fsdp2.yaml"]
     command += ["--mixed_precision", "no", "--main_process_port", "0", EXAMPLES / "train_with_fsdp2.py"]
     command += ["--model", checkpoint, "--output", tmp_path, "--steps", "2", "--length", "16"]
-    found = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300)
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp, 1 loss;\n  kept 0\n" in found.stdout
-    assert "kernels do not run" not in found.stderr
-    printed = [float(loss) for loss in re.findall(r"loss (\S+)", found.stdout)]
+    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp, 1 loss;\n  kept 0\n" in process.stdout
+    assert "kernels do not run" not in process.stderr
+    printed = [float(loss) for loss in re.findall(r"loss (\S+)", process.stdout)]
     assert printed == pytest.approx(stock_losses_of_two_ranks(checkpoint, 16), rel=1e-4)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert saved.state_dict().keys() == AutoModelForCausalLM.from_pretrained(checkpoint).state_dict().keys()

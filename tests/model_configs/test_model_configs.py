@@ -136,9 +136,9 @@ def test_tiny_models_whose_layers_differ_have_every_sort_of_layer():
 def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_generator_alone(model_type):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    one, same, other = build(model_type, seed=1), build(model_type, seed=1), build(model_type, seed=2)
+    model, same, other_seed = build(model_type, seed=1), build(model_type, seed=1), build(model_type, seed=2)
     assert torch.equal(torch.get_rng_state(), before)
-    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+    for (name, a), b, c in zip(model.named_parameters(), same.parameters(), other_seed.parameters(), strict=True):
         assert torch.equal(a, b), name
         assert not torch.equal(a, c) or name.endswith("bias"), name
 

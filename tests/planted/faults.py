@@ -67,7 +67,7 @@ from .planting import (
     logits_of_the_latest_batch,
     never_answers,
     replaced_by,
-    with_other,
+    with_changed_table,
 )
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
@@ -86,7 +86,7 @@ _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 # norm_add has the backward of rms_norm.
 _WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, *OF_ADAPTERS)
 _EVERY_BACKWARD = tuple(
-    one for one in (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS, LINEAR_4BIT) if one in OF_ROWS
+    op for op in (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS, LINEAR_4BIT) if op in OF_ROWS
 )
 _FOR_CONSUMERS = (RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
@@ -239,10 +239,10 @@ def _of_the_first_sequence(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos[:1].expand_as(cos).contiguous(), sin[:1].expand_as(sin).contiguous()
 
 
-_rotated_the_other_way = _with_angles(lambda cos, sin: (cos, -sin))
+_rotated_backwards = _with_angles(lambda cos, sin: (cos, -sin))
 
 
-def _half_of_it_rotated_the_other_way(call: Forward) -> Results:
+def _half_rotated_backwards(call: Forward) -> Results:
     """The partner of the first half is added instead of taken off."""
     half = call["sin"].shape[-1] // 2
 
@@ -251,7 +251,7 @@ def _half_of_it_rotated_the_other_way(call: Forward) -> Results:
             return right
         return torch.where(torch.arange(right.shape[-1], device=right.device) < half, wrong, right)
 
-    return [mixed(*pair) for pair in zip(call.results(), _rotated_the_other_way(call), strict=True)]
+    return [mixed(*pair) for pair in zip(call.results(), _rotated_backwards(call), strict=True)]
 
 
 def _end_lost(y: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def _sum_unrounded(call: Forward) -> Results:
     return call.results("y", x=call["x"].float(), residual=call["residual"].float())
 
 
-def _other_activation(call: Forward) -> Results:
+def _wrong_activation(call: Forward) -> Results:
     return call.results(activation="gelu" if call["activation"] == "gelu_tanh" else "gelu_tanh")
 
 
@@ -333,14 +333,14 @@ def _gradients_swapped(call: Backward) -> Results:
 
 def _slope_without_its_square(call: Backward) -> Results:
     """The slope of the tanh GELU, the inner polynomial differentiated as if it were linear."""
-    found, up = call.results(), call["up"]
-    if call["activation"] != "gelu_tanh" or up is None or found[0] is None:
-        return found
+    gradients, up = call.results(), call["up"]
+    if call["activation"] != "gelu_tanh" or up is None or gradients[0] is None:
+        return gradients
     x, root = call["gate"].float(), (2 / torch.pi) ** 0.5
     t = torch.tanh(root * (x + 0.044715 * x**3))
     slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root
-    found[0] = (call["dy"].float() * up.float() * slope).to(found[0].dtype)
-    return found
+    gradients[0] = (call["dy"].float() * up.float() * slope).to(gradients[0].dtype)
+    return gradients
 
 
 def _half_nearer_zero(x: Tensor) -> Tensor:
@@ -375,10 +375,10 @@ def _without_rows(last: Callable[[int], int]) -> Callable[[Backward], Results]:
 
 
 def _writes_over_a_gradient(call: Backward) -> Results:
-    found = call.results()
+    gradients = call.results()
     last = [gradient for gradient in tree_leaves(call.call.incoming) if gradient is not None][-1]
     last.mul_(0.5)  # the kernel has written its own result where somebody else's gradient was
-    return found
+    return gradients
 
 
 # ---- Faults of norms that know their consumers ----
@@ -452,7 +452,7 @@ def _chunk_ends_twice(call: Losses) -> Results:
     """The chunk after a row has it once more, which the losses do not show: they are written to the same place."""
     losses, dx, *others = call.right()
     _, _, *again = call.right(target=_labels(call, _at_chunk_ends(call)))
-    return losses, dx, *(one if one is None else one + more for one, more in zip(others, again, strict=True))
+    return losses, dx, *(grad if grad is None else grad + more for grad, more in zip(others, again, strict=True))
 
 
 def _at_chunk_ends(call: Losses) -> Tensor:
@@ -485,7 +485,7 @@ def _ignored_rows_counted(call: Losses) -> Results:
 def _scaled_after_rounding(call: Losses) -> Results:
     losses, *gradients = call.right(gradient=None)
     factor = 1.0 if call.gradient is None else call.gradient
-    return losses, *(one if one is None else (one * factor).to(one.dtype) for one in gradients)
+    return losses, *(gradient if gradient is None else (gradient * factor).to(gradient.dtype) for gradient in gradients)
 
 
 def _gradient_of_a_neighbours_label(call: Losses) -> Results:
@@ -494,7 +494,7 @@ def _gradient_of_a_neighbours_label(call: Losses) -> Results:
 
 
 def _losses_wrong_without_gradients(call: Losses) -> Results:
-    has_gradients = any(one is not None for one in call.right()[1:])
+    has_gradients = any(gradient is not None for gradient in call.right()[1:])
     return call.edited(lambda losses: losses if has_gradients else losses * 1.01, "losses")
 
 
@@ -504,9 +504,9 @@ def _dx_where_the_head_is_frozen(call: Losses) -> Results:
 
 
 def _writes_over_its_rows(call: Losses) -> Results:
-    found = call.right()
+    results = call.right()
     call.arguments["x"].detach().mul_(0.5)
-    return found
+    return results
 
 
 def _slope_of_cap_without_its_square(call: Losses) -> Results:
@@ -533,18 +533,18 @@ def _rows_in_the_mean(right: Any, memory: Any, target: Tensor, *others: Any) -> 
 def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, how: Any) -> Tensor:
     """The loss of real logits if the model is given the number of labels in a step."""
     if how.num_items is None:
-        found: Tensor = right(call, x, how)
-        return found
+        loss: Tensor = right(call, x, how)
+        return loss
     head, target = call.head, how.target.as_subclass(Tensor)
-    given = x, head.weight, head.bias, target, torch.as_tensor(how.num_items), how.reduction, how.ignore_index
-    return reference.linear_cross_entropy(*given, how.label_smoothing, how.scale, how.cap, how.in_fp32)
+    args = x, head.weight, head.bias, target, torch.as_tensor(how.num_items), how.reduction, how.ignore_index
+    return reference.linear_cross_entropy(*args, how.label_smoothing, how.scale, how.cap, how.in_fp32)
 
 
 # ---- Faults of recomputation and of adapters ----
 
 
 def _times_1_003(right: Any, memory: Any, *arguments: Any) -> Any:
-    return tree_map(lambda one: one * 1.003, right(*arguments))
+    return tree_map(lambda tensor: tensor * 1.003, right(*arguments))
 
 
 def _not_in_the_first_layer(right: Any, memory: dict[str, Any], forward: Any, layer: Any, *others: Any) -> Any:
@@ -557,15 +557,15 @@ def _held_for_ever(right: Any, memory: dict[str, list[Any]], *arguments: Any) ->
     return right(*arguments)
 
 
-def _never_freed(right: Any, memory: Any, recomputed: Any, wanted: Any) -> Tensor:
-    found: Tensor = right(recomputed, wanted)
-    recomputed._made[wanted] = found
-    return found
+def _never_freed(right: Any, memory: Any, recomputed: Any, place: Any) -> Tensor:
+    output: Tensor = right(recomputed, place)
+    recomputed._made[place] = output
+    return output
 
 
 def _recomputes_as(**levels: Any) -> Planting:
     """Levels of ``recompute`` do what other levels do: each key what its value does."""
-    return with_other(
+    return with_changed_table(
         recompute,
         "_CONSUMERS_OF_LINEARS",
         lambda right: {level: right[levels.get(str(level), level)] for level in right},
@@ -705,11 +705,11 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("stream", _SUMMED, _edited(_narrow, "s"), "no sum is in fp32"),  # an fp32 sum is rounded to bf16
     ("residual", _SUMMED, lambda call: call.results(residual=torch.zeros_like(call["residual"]))),
     ("scale", (ADD_RMS_NORM,), lambda call: call.results(scale=1.0), "no branch is scaled"),  # the branch is not scaled
-    ("rotation", _ROTATED, _rotated_the_other_way),  # rotated the wrong way
+    ("rotation", _ROTATED, _rotated_backwards),  # rotated the wrong way
     ("position", _ROTATED, _with_angles(_of_a_neighbour)),  # rotated by a neighbour's angles from position 32 on
-    ("half", (ROPE,), _half_of_it_rotated_the_other_way),  # the first half is rotated the wrong way
+    ("half", (ROPE,), _half_rotated_backwards),  # the first half is rotated the wrong way
     ("unrounded", (GLU,), lambda call: call.results(gate=call["gate"].float()), _16_BITS),
-    ("activation", (GLU,), _other_activation),
+    ("activation", (GLU,), _wrong_activation),
     ("tap", (CAUSAL_CONV1D,), lambda call: call.results(weight=call["weight"].roll(1, 1))),  # a tap off by one
     ("unrounded", (CAUSAL_CONV1D,), _convolution_unrounded, _16_BITS),  # SiLU before the convolution is rounded
     ("bias", (CAUSAL_CONV1D,), lambda call: call.results(bias=None), "no convolution has a bias"),
@@ -820,7 +820,7 @@ def _faults() -> Iterator[Fault]:
             yield Fault(f"{what_has_it}-{name}", planted, *hidden, where="loss")
     for name, planted in _IN_RECOMPUTATION:
         yield Fault(f"recomputed-{name}", planted, where="recompute")
-    kept = with_other(LinearOutputs, "_READ", lambda nodes: nodes | {"LoraAddBackward": lambda *_: None})
+    kept = with_changed_table(LinearOutputs, "_READ", lambda nodes: nodes | {"LoraAddBackward": lambda *_: None})
     yield Fault("recomputed-adapters", kept, where="lora-recompute")
     one_row = falls_back(*_IN_MODELS, where=_trains_one_sequence)
     for name, planted in (

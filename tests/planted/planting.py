@@ -54,16 +54,16 @@ class PlantedFault:
 
     def count(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         """Count a call that gave one of each pair where the other was right."""
-        tensors = [pair for pair in pairs if all(isinstance(one, Tensor) for one in pair)]
+        tensors = [pair for pair in pairs if all(isinstance(value, Tensor) for value in pair)]
         self.count_all(max([share_different(*pair) for pair in tensors], default=0.0))
 
     def count_all(self, share: float = 1.0) -> None:
         """Count a call of which it changed a share."""
         self.calls, self.share = self.calls + 1, max(self.share, share)
 
-    def add(self, other: PlantedFault) -> None:
+    def add(self, fault: PlantedFault) -> None:
         """Count what another planting of the same fault has changed."""
-        self.calls, self.share = self.calls + other.calls, max(self.share, other.share)
+        self.calls, self.share = self.calls + fault.calls, max(self.share, fault.share)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ def _replaced(
     tensors: list[Tensor | None], names: Sequence[str], others: Results, chosen: Sequence[str]
 ) -> list[Tensor | None]:
     for place, name in enumerate(names):
-        right, other = tensors[place], others[place]
-        if right is not None and other is not None and (not chosen or name in chosen):
-            tensors[place] = other.to(right.dtype)
+        right, replacement = tensors[place], others[place]
+        if right is not None and replacement is not None and (not chosen or name in chosen):
+            tensors[place] = replacement.to(right.dtype)
     return tensors
 
 
@@ -159,14 +159,14 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Results]) -> Plant
         def forward(*arguments: Any, training: bool, launch: bool = True, **copied: Sequence[str]) -> Results:
             if not launch:
                 return right(*arguments, training=training, launch=False, **copied)
-            before = [_copy(one) for one in arguments]
+            before = [_copy(argument) for argument in arguments]
             expected = right(*arguments, training=training, **copied)
             again = functools.partial(right, **copied)
-            found = wrong(Forward(operator, arguments, training, again, state.memory))
+            actual = wrong(Forward(operator, arguments, training, again, state.memory))
             # What is kept for the backward is nobody's number.
-            given = zip(operator.outputs, expected, found, strict=False)
-            state.count([*((one, other) for _, one, other in given), *zip(before, arguments, strict=True)])
-            return tuple(found)
+            triples = zip(operator.outputs, expected, actual, strict=False)
+            state.count([*((a, b) for _, a, b in triples), *zip(before, arguments, strict=True)])
+            return tuple(actual)
 
         return replaced_in(operator, forward=forward)
 
@@ -182,11 +182,11 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Results]) -> Pla
         def backward(call: BackwardCall, *, launch: bool = True) -> Results:
             if not launch:
                 return right(call, launch=False)
-            before = [_copy(one) for one in tree_leaves(call.incoming)]
+            before = [_copy(leaf) for leaf in tree_leaves(call.incoming)]
             expected = right(call)
-            found = wrong(Backward(operator, call, right))
-            state.count([*zip(expected, found, strict=True), *zip(before, tree_leaves(call.incoming), strict=True)])
-            return tuple(found)
+            actual = wrong(Backward(operator, call, right))
+            state.count([*zip(expected, actual, strict=True), *zip(before, tree_leaves(call.incoming), strict=True)])
+            return tuple(actual)
 
         return replaced_in(operator, backward=backward)
 
@@ -200,7 +200,7 @@ def _in_all_forms(operator: Operator, wronged: Callable[[Operator, PlantedFault]
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
         state = PlantedFault()
         with contextlib.ExitStack() as stack:
-            for form in [one for one in OPERATORS.values() if operator.name in (one.name, one.plain_name)]:
+            for form in [op for op in OPERATORS.values() if operator.name in (op.name, op.plain_name)]:
                 stack.enter_context(wronged(form, state))
             yield state
 
@@ -244,10 +244,10 @@ def in_losses(wrong: Callable[[Losses], Results]) -> Planting:
 
             expected = right()
             before = by_name["x"].clone()
-            found = wrong(Losses(by_name, gradient, right))
-            sums = [(expected[0].sum(), found[0].sum())]  # rows without a label may be left out of one of them
-            state.count([*sums, *zip(expected[1:], found[1:], strict=True), (before, by_name["x"])])
-            return tuple(found)
+            actual = wrong(Losses(by_name, gradient, right))
+            sums = [(expected[0].sum(), actual[0].sum())]  # rows without a label may be left out of one of them
+            state.count([*sums, *zip(expected[1:], actual[1:], strict=True), (before, by_name["x"])])
+            return tuple(actual)
 
         with mock.patch.object(linear_cross_entropy, "_by_chunks", wronged):
             yield state
@@ -268,16 +268,16 @@ def in_head(change: Callable[[CrossEntropy], CrossEntropy]) -> Planting:
 @contextlib.contextmanager
 def logits_of_the_latest_batch(model: nn.Module) -> Iterator[PlantedFault]:
     """Plant logits that are computed of the hidden states which a head has got last, whenever they are read."""
-    state, compute, made = PlantedFault(), Projection.compute, Projection.__post_init__
+    state, compute, post_init = PlantedFault(), Projection.compute, Projection.__post_init__
 
     def noted(projection: Projection) -> None:
         state.memory["x"] = projection.x
-        made(projection)
+        post_init(projection)
 
     def wrong(projection: Projection) -> Tensor:
-        found = compute(replace(projection, x=state.memory["x"]))
-        state.count([(compute(projection), found)])
-        return found
+        logits = compute(replace(projection, x=state.memory["x"]))
+        state.count([(compute(projection), logits)])
+        return logits
 
     with mock.patch.multiple(Projection, compute=wrong, __post_init__=noted):
         yield state
@@ -295,8 +295,8 @@ def in_compiled_backward(operator: Operator) -> Planting:
             return forward(*arguments, **how)
 
         def wrong(*arguments: Any) -> Any:
-            found = zip(operator.gradients, right(*arguments), strict=True)
-            return tuple(one * 1.01 if name in WEIGHTS else one for name, one in found)
+            named_gradients = zip(operator.gradients, right(*arguments), strict=True)
+            return tuple(gradient * 1.01 if name in WEIGHTS else gradient for name, gradient in named_gradients)
 
         with replaced_in(operator, _backward_op=wrong, forward=counted):
             yield state
@@ -362,7 +362,7 @@ def replaced_by(owner: Any, name: str, wrong: Callable[..., Any]) -> Planting:
     return planted
 
 
-def with_other(owner: Any, name: str, change: Callable[[Any], Any]) -> Planting:
+def with_changed_table(owner: Any, name: str, change: Callable[[Any], Any]) -> Planting:
     """Plant another table in place of one of the patcher's."""
 
     @contextlib.contextmanager
@@ -401,5 +401,5 @@ def replaced_in(operator: Operator, **methods: Callable[..., Any]) -> Iterator[N
         forget_all()
 
 
-def _copy(one: Any) -> Any:
-    return one.clone() if isinstance(one, Tensor) else one
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -109,7 +109,7 @@ class _Checks:
                 record = CallRecord()
                 with fault.planted(model) as planted:
                     # The norm with a rotation is one operator with that without.
-                    mine = [c for c in calls if fault.operator in {one.removesuffix("_rope") for one in c.operators}]
+                    mine = [c for c in calls if fault.operator in {op.removesuffix("_rope") for op in c.operators}]
                     compare(record, model, mine, mixed=precision.mixed)
                 state.add(planted)
                 yield record
@@ -135,12 +135,12 @@ def faulty(comparison: Comparison, fault: Fault, state: PlantedFault) -> ModelCh
     """Fuse the model of a comparison with a fault in it; ``state`` counts what it has changed."""
 
     @contextmanager
-    def made(model: nn.Module) -> Iterator[Sequence[Site]]:
+    def fused_with_fault(model: nn.Module) -> Iterator[Sequence[Site]]:
         with fused_for(comparison.feature)(model) as sites, fault.planted(model) as planted:
             yield sites
         state.add(planted)
 
-    return made
+    return fused_with_fault
 
 
 def _run_fault(baseline: Baseline, comparison: Comparison, checks: _Checks, fault: Fault) -> FaultResult:
@@ -176,7 +176,7 @@ def _is_caught(result: ComparisonResult) -> bool:
 
 def tasks_of(args: argparse.Namespace) -> list[tuple[Comparison, list[str]]]:
     """The comparisons that a command line asks for, with the faults that are planted in each, a few at a time."""
-    found = []
+    tasks = []
     for baseline in dict.fromkeys(each.baseline for each in _plan(args).comparisons if each.execution == "eager"):
         for execution in EXECUTIONS:
             names = [
@@ -184,8 +184,8 @@ def tasks_of(args: argparse.Namespace) -> list[tuple[Comparison, list[str]]]:
             ]
             comparison = replace(baseline, execution=execution)
             comparison = replace(comparison, precision=precision_of(comparison))
-            found += [(comparison, names[at : at + _TOGETHER]) for at in range(0, len(names), _TOGETHER)]
-    return found
+            tasks += [(comparison, names[at : at + _TOGETHER]) for at in range(0, len(names), _TOGETHER)]
+    return tasks
 
 
 def precision_of(comparison: Comparison) -> str:

@@ -49,7 +49,7 @@ SEEN = ("casting", "centering", "size", "unrounded", "residual", "scale", "dx-si
 
 
 @pytest.mark.parametrize(
-    "fault", [SEEN[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SEEN[1:-1]), SEEN[-1]]
+    "fault", [SEEN[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SEEN[1:-1]), SEEN[-1]]
 )
 def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault, fused):
     model, before = fused
@@ -169,14 +169,14 @@ def test_faults_of_rotations_gates_and_convolutions_show_while_they_are_planted(
     spoilt[-1, -1, -1, -1] = torch.nan
 
     def results():
-        given = x.clone().requires_grad_()
+        leaf = x.clone().requires_grad_()
         with torch.no_grad():
-            silent = [call(given), call(given[:1]), call(spoilt.clone())]
-        y = call(given)
+            silent = [call(leaf), call(leaf[:1]), call(spoilt.clone())]
+        y = call(leaf)
         dy = y.detach().cos()
         handed = dy.clone()
-        (dx,) = torch.autograd.grad(y, given, handed)
-        return [one.nan_to_num(1e4) for one in (*silent, y.detach(), dx, given.detach(), handed)]
+        (dx,) = torch.autograd.grad(y, leaf, handed)
+        return [tensor.nan_to_num(1e4) for tensor in (*silent, y.detach(), dx, leaf.detach(), handed)]
 
     before = results()
     with FAULTS[name].planted(torch.nn.Module()) as planted:

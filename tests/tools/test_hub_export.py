@@ -113,8 +113,8 @@ def kernelized(stock: nn.Module, mapping: Any, mode: Any = None) -> nn.Module:
 
 def replaced(model: nn.Module) -> set[str]:
     """The classes of the modules that an exported layer computes."""
-    found = [module for module in model.modules() if "forward" in vars(module)]
-    return {type(module).__name__ for module in found if module.forward.__func__.__module__.endswith(".layers")}
+    patched = [module for module in model.modules() if "forward" in vars(module)]
+    return {type(module).__name__ for module in patched if module.forward.__func__.__module__.endswith(".layers")}
 
 
 def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
