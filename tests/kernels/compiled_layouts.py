@@ -24,7 +24,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def layout_of_the_sum(call: Callable[[], None]) -> tuple[str, str]:
-    """Shape and layout of what the first kernel that a call launches sums in fp32."""
+    """Return the shape and layout of the fp32 values that the first kernel of a call sums."""
     with launches.by(noted := Noted()):
         call()
     text = compiled(noted[0]).asm["ttgir"]
@@ -34,7 +34,7 @@ def layout_of_the_sum(call: Callable[[], None]) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Compare; return the exit status."""
+    """Compare the layouts and return the exit status."""
     for module in (norm_forward, kernels):
         module.device_props = lambda device: Device()  # type: ignore[attr-defined]
     spec, rows = norm_spec("llama", False, 1e-6), 4096

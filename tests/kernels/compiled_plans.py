@@ -36,15 +36,16 @@ WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384, 40960)
 RANKS = (16, 64, 256)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SPILLED = {"sm_120": 56, "gfx942": 64}
-"""Bytes that a lane may spill, where it is more than ``FEW``: in two norms of 128 columns, and in rows too wide to hold
-that six linears read."""
+"""Bytes that a lane may spill if it is more than ``FEW``: in two norms of 128 columns, and in rows that are too wide to
+hold and have six linears as consumers.
+"""
 FEW = 48
 NARROW = 4
-"""Stores of fewer than 32 bits that a kernel may have: rows of numbers are written in wide ones."""
+"""The number of stores below 32 bits that a kernel may have: rows are written in wide stores."""
 LLAMA = norm_spec("llama", False, 1e-6)
 
 Called = tuple[str, str, Callable[[], Any]]
-"""The name of an operator, what tells a call of it from its others, and the call."""
+"""The name of an operator, a label of the call, and the call."""
 
 
 class Used(NamedTuple):
@@ -60,7 +61,7 @@ class Used(NamedTuple):
 
 
 def used_by(kernel: Any) -> Used:
-    """What the compiler says of a kernel."""
+    """What the compiler reports about a kernel."""
     shared = kernel.metadata.shared
     if "amdgcn" in kernel.asm:
         said = dict(re.findall(r"^\s+\.(\w+):\s+(\d+)$", kernel.asm["amdgcn"], re.MULTILINE))
@@ -105,7 +106,7 @@ def forward_backward(name: str, way: str, *arguments: Any) -> Called:
 
 
 def rows_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
-    """Operators that sum rows of a width, but for those that give FP8."""
+    """Yield calls of operators that sum rows of a width, except those that write FP8."""
     x, w = torch.empty(64, width, dtype=dtype), torch.empty(width, dtype=dtype)
     yield forward_backward("rms_norm", "", x, w, None)
     yield forward_backward("add_rms_norm", "", x, x, w, None, 1.0)
@@ -126,7 +127,7 @@ def rows_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
 
 
 def heads_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
-    """Operators on heads of a width, with angles as wide and half as wide."""
+    """Yield calls on heads of a width, with angles of the same width and of half of it."""
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -148,7 +149,7 @@ def heads_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
 
 
 def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
-    """The head and its loss, plain and with all that may stand between them."""
+    """Yield calls of the head with its loss: plain, and with every option between the two."""
     x, weight, target = torch.zeros(8, 64, dtype=dtype), torch.zeros(20_000, 64, dtype=dtype), torch.arange(8)
 
     def call(*options: Any) -> Callable[[], Any]:
@@ -164,7 +165,7 @@ def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
 
 
 def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
-    """A linear of 4 bits with its adapter, its scales quantised and not, for common and for the largest blocks."""
+    """Yield 4-bit linears with an adapter: scales quantised or not, common and largest block sizes."""
     x, (a, b) = torch.zeros(64, 4096, dtype=dtype), (torch.zeros(16, 4096), torch.zeros(64, 16))
     mask = torch.zeros(64, 4096, dtype=torch.bool)
     code, packed = torch.zeros(16), torch.zeros(64 * 4096 // 2, dtype=torch.uint8)
@@ -192,7 +193,7 @@ def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
 
 
 def conv_calls(dtype: torch.dtype) -> Iterator[Called]:
-    """Causal convolutions of every number of taps."""
+    """Yield causal convolutions with every number of taps."""
     x, bias = torch.empty(2, 100, 6144, dtype=dtype), torch.empty(6144, dtype=dtype)
     for taps in TAPS:
         weight = torch.empty(6144, taps, dtype=dtype)
@@ -202,7 +203,7 @@ def conv_calls(dtype: torch.dtype) -> Iterator[Called]:
 
 
 def expert_calls(dtype: torch.dtype) -> Iterator[Called]:
-    """What experts compute around their products, for 8 experts of a token and widths of published models."""
+    """Yield the operators around the products of experts, with 8 experts a token and widths of published models."""
     tokens, count = 64, 8
     position = torch.arange(tokens * count).view(tokens, count)
     absent = torch.zeros(tokens * count, dtype=torch.bool)
@@ -222,7 +223,7 @@ def expert_calls(dtype: torch.dtype) -> Iterator[Called]:
 
 
 def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
-    """Operators that give FP8, on rows of a width."""
+    """Yield operators that write FP8, on rows of a width."""
     x, w = torch.empty(256, width, dtype=dtype), torch.empty(width, dtype=dtype)
     codes, scales = torch.empty(256, width, dtype=torch.float8_e4m3fn), torch.empty(256, width // 16)
     for name in ("tensorwise", "rowwise", "block128", "mxfp8"):
@@ -230,7 +231,7 @@ def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
 
 
 def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator[Called]:
-    """All operators that a target runs, with rows and, up to 256 elements, heads of these widths."""
+    """Yield all operators that a target runs, for rows and, up to 256 elements, heads of these widths."""
     x, kind = torch.empty(64, 4096, dtype=dtype), target.architecture
     for activation in GLU_ACTIVATIONS:  # all widths have the same kernels
         yield forward_backward("glu", activation, x, x, activation)
@@ -265,7 +266,7 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
 
 
 def plans_of(name: str, widths: Sequence[int]) -> Iterator[tuple[PlanTable, Sequence[int]]]:
-    """The rules for these widths, and the tables of devices of the same architecture for the widths that they name."""
+    """Return the rules for these widths, and the plan tables that devices of the same architecture have for them."""
     rules, *tables = TABLES
     yield rules, widths
     for table in tables:
@@ -274,7 +275,7 @@ def plans_of(name: str, widths: Sequence[int]) -> Iterator[tuple[PlanTable, Sequ
 
 
 def compile_all(name: str, only: Sequence[str], table: PlanTable, widths: Sequence[int], dtype: torch.dtype) -> bool:
-    """Compile for a target by a table, and print what each kernel uses; return whether all fit."""
+    """Compile for a target with a plan table, print what each kernel uses, and return whether all of them fit."""
     target, fit = TARGETS[name], True
     devices._hardware_of = lambda device: target.device
     for operator, way, call in calls(target, widths, dtype):
@@ -295,7 +296,7 @@ def compile_all(name: str, only: Sequence[str], table: PlanTable, widths: Sequen
 
 
 def main() -> int:
-    """Compile what the arguments ask for; return the exit status."""
+    """Compile what the arguments ask for and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", default=list(TARGETS), metavar="TARGET", help=", ".join(TARGETS))
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of rows and, up to 256, of heads")

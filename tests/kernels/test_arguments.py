@@ -1,4 +1,4 @@
-"""Bad input: each is refused in front of everything else, in words that name the thing, the value and the way out."""
+"""Bad input is refused before anything else, by a message with the argument, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ R, INDEX, EXPERT, ENDS = torch.ones(6, 8), torch.arange(6).view(3, 2), torch.zer
 
 
 def loss(**changes: Any) -> torch.Tensor:
-    """The loss of a good call, but for these arguments."""
+    """Return the loss of a good call with some arguments replaced."""
     good = {"input": torch.zeros(2, 3, 4), "linear_weight": torch.zeros(5, 4), "target": torch.zeros(2, 3).long()}
     return linear_cross_entropy(**(good | changes))
 
@@ -191,7 +191,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "target elsewhere": (lambda: loss(target=torch.zeros(2, 3, device="meta").long()), "target is on meta"),
     },
 }
-"""By functions: calls, what is said of them, and the error unless it is a ``ValueError``."""
+"""Calls by function, with the message and the error if it is no ``ValueError``."""
 TENSORS: dict[str, tuple[Callable[..., object], dict[str, torch.Tensor]]] = {
     "rms_norm": (rms_norm, {"x": X, "weight": W}),
     "add_rms_norm": (add_rms_norm, {"x": X, "residual": X, "weight": W}),
@@ -209,7 +209,7 @@ TENSORS: dict[str, tuple[Callable[..., object], dict[str, torch.Tensor]]] = {
 CALLS = {
     name: partial(function, *tensors.values())
     for name, (function, tensors) in TENSORS.items()
-    if name not in ("glu", "lora_add", "rope", "causal_conv1d")  # which have no norm
+    if name not in ("glu", "lora_add", "rope", "causal_conv1d")  # these have no norm
 }
 
 
@@ -237,7 +237,7 @@ def test_casting_and_centering_are_named_not_counted(name: str) -> None:
 @pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, is_recorded: bool) -> None:
-    """Beside a call with good ones as well, whose recording may be repeated."""
+    """It is refused too after a good call, whose recording might be repeated."""
     if is_recorded:
         CALLS[name](zero_centered=True, eps=1e-6)
     for bad, error, says in (

@@ -42,7 +42,7 @@ def values(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def assert_invariant(call: Callable[..., Outputs], rows: tuple[Tensor, ...], dim: int = 0) -> None:
-    """Rows alone, in chunks of odd sizes, elsewhere and with gradients have the bits that they have among all."""
+    """Assert that rows alone, in chunks of odd sizes, elsewhere and with gradients have the bits of the whole batch."""
     with torch.no_grad():
         whole = call(*rows)
     count = rows[0].shape[dim]
@@ -90,7 +90,7 @@ def test_a_norm_of_a_sum_has_the_bits_of_the_norm_fused_with_its_add(
 @pytest.mark.parametrize("dim", [0, pytest.param(1, marks=() if GPU else pytest.mark.slow)])
 @pytest.mark.parametrize("width", (64, 96, 128, 256) if GPU else (64,))
 def test_a_token_has_the_same_bits_in_any_batch(width: int, dim: int, device: str) -> None:
-    """Among the tokens of a sequence (dim 1), or one of many sequences (dim 0)."""
+    """The batch is the tokens of one sequence (dim 1) or many sequences (dim 0)."""
     lead = (1, ROWS) if dim else (ROWS, 1)
     q, k = values(device, *lead, 5, width), values(device, *lead, 2, width)
     cos, sin = values(device, *lead, width).cos(), values(device, *lead, width).sin()
@@ -143,7 +143,7 @@ def test_a_result_that_depends_on_the_number_of_rows_is_seen(device: str) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [128, 4096, 5120])
 def test_repeats_give_the_same_bits_forward_and_backward(width: int, device: str) -> None:
-    """A weight's gradient too: each program sums its share, and shares are summed in a fixed order."""
+    """Weight gradients too: each program sums its own rows, and the partial sums are added in a fixed order."""
     x, r, w = values(device, 4099, width), values(device, 4099, width), values(device, width)
 
     def results() -> list[Tensor]:

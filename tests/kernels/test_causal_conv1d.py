@@ -24,7 +24,7 @@ Convolution = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 def by_stock(activation: str | None) -> Convolution:
-    """The convolution as modelling code has it, of rows."""
+    """Return the convolution of rows as modelling code has it."""
 
     def stock(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         padding, length = w.shape[-1] - 1, x.shape[1]
@@ -39,7 +39,7 @@ def by_kernel(activation: str | None) -> Convolution:
 
 
 def draw_inputs(device: str, *shape: int, taps: int = 4, bias: bool = True, dtype: torch.dtype = BF16) -> Tensors:
-    """x, weight and bias, and the gradient of the result."""
+    """Draw x, weight and bias, and the gradient of the result."""
     channels = shape[-1]
     b = dtype if bias else None
     kinds = {"w": ((channels, taps), dtype, 0.7), "b": ((channels,), b, 0.5), "dy": (shape, dtype, 1.0)}
@@ -47,7 +47,7 @@ def draw_inputs(device: str, *shape: int, taps: int = 4, bias: bool = True, dtyp
 
 
 def assert_right(inputs: Tensors, activation: str | None = "silu") -> Tensors:
-    """No further from float64 than stock code is, and one rounding; a sum is measured by the sum of its terms."""
+    """Assert errors at most stock's plus one rounding; the unit of a sum is the sum of its absolute terms."""
     ours, stock = run(by_kernel(activation), inputs), run(by_stock(activation), inputs)
     float64 = run(by_stock(activation), inputs.mapped(Tensor.double))
     terms = inputs.mapped(lambda tensor: tensor.double().abs())

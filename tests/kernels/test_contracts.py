@@ -1,4 +1,4 @@
-"""What every operator promises, whatever it computes and however its kernels read a row."""
+"""The contracts of every operator, whatever it computes and however its kernels read a row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
 """Rows of 33 to 48 elements in tiles of two rows."""
 
 SIZES = {"held": (3, 16), "two pieces": (3, 47), "in chunks": (1, 145), "both norms apart": (3, 63)}
-"""Ways to read a row, with rows and a width for each; other held rows are named by rows and width."""
+"""Ways to read a row, each with rows and a width; other held rows are named by rows and width."""
 READ = [
     *((case, "held") for case in NAMES),
     *(("add in gemma", "two pieces"), ("norm", "in chunks"), ("add in gemma", "in chunks")),
@@ -33,7 +33,7 @@ READ = [
 
 @pytest.fixture
 def call(request: pytest.FixtureRequest, device: str) -> Call:
-    """A call of an operator, whose rows are read in one of the ways."""
+    """A call of an operator, with rows that are read in one of the ways."""
     case, way = request.param
     if way == "two pieces":
         request.getfixturevalue("planned")(IN_TWO_PIECES)
@@ -53,7 +53,7 @@ EVERY_WAY = every_way()
 
 
 def incoming(call: Call) -> list[Tensor]:
-    """Gradients for the outputs of a call, the same at every look."""
+    """Return gradients for the outputs of a call, the same ones every time."""
     with torch.no_grad():
         outputs = call.outputs()
     generator = torch.Generator().manual_seed(1)
@@ -63,7 +63,7 @@ def incoming(call: Call) -> list[Tensor]:
 def run(
     call: Call, gradients: Sequence[Tensor], frozen: Sequence[int] = (), operator: Callable[..., object] | None = None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The outputs, and the gradient of each tensor: None where there is no tensor, or it is among the ``frozen``."""
+    """Return the outputs and the gradient of each tensor; None for an absent or ``frozen`` tensor."""
     leaves = call.leaves()
     for place in frozen:
         leaves[place] = call.tensors[place]
@@ -82,9 +82,9 @@ def assert_equal(
     but_for_order: bool = False,
     at_other_strides: bool = False,
 ) -> None:
-    """Bit for bit; ``but_for_order``: sums over rows, which weights' gradients are, may be taken in another order.
+    """Assert equal bits. ``but_for_order``: sums over rows, as in weight gradients, may have another order.
 
-    ``at_other_strides``: so may these, and on a GPU the sums within rows that are not held in one piece.
+    ``at_other_strides``: so may these, and on a GPU sums within rows that are not held in one piece.
     """
     for a, b in zip(ours, expected, strict=True):
         assert (a is None) == (b is None)
@@ -108,7 +108,7 @@ def test_nothing_handed_over_changes_and_repeats_are_equal(call: Call) -> None:
 
 
 HANDED_ON = {("add_rms_norm", 1), ("norm_add", 1), ("lora_add", 0)}
-"""The gradients of an add are those that arrive, as PyTorch's own hands them on."""
+"""The gradients that an operator passes through, as PyTorch's add does."""
 
 
 @EVERY_WAY
@@ -122,7 +122,7 @@ def test_results_have_memory_of_their_own(call: Call) -> None:
 
 @every_way(*itertools.product(NAMES, ("17x3", "3x81")), *slow(*itertools.product(NAMES, ("1x409", "1x2500"))))
 def test_every_element_is_written_and_nothing_beside(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a call allocates, what it shares between launches too, lies between guard bands and begins as NaN."""
+    """All memory of a call, workspace included, lies between guard bands and starts as NaN."""
     gradients = incoming(call)
     expected = run(call, gradients)
     guarded = Guarded()
@@ -174,7 +174,7 @@ def test_what_a_backward_reads_must_not_change_before_a_second_one(
     call = every_call(device)[case]
     operator = OPERATORS[call.name]
     if device == "cpu":
-        monkeypatch.setattr(Launch, "run", lambda launch: None)  # the values are no matter
+        monkeypatch.setattr(Launch, "run", lambda launch: None)  # the values do not matter
 
     read = 0
     for place in range(len(call.tensors) + len(operator.outputs)):
@@ -205,7 +205,7 @@ EACH_WAY: dict[str, tuple[str, Sequence[int], int, int]] = {
     "gated_rms_norm": ("_gated_{}_kernel", (0, 1, 2), 0, 1),
     "causal_conv1d": ("_conv_{}_kernel", (0, 1, 2), 0, 0),
 }
-"""The kernel of each direction, and what is kept for the backward: arguments by place, outputs, numbers of a row."""
+"""The kernel of each direction, and what is saved: arguments by place, numbers of outputs and of scalars per row."""
 
 
 def is_among(tensor: Tensor, tensors: Sequence[Tensor | None]) -> bool:
@@ -225,7 +225,7 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
         outputs = call.outputs(leaves)
     assert [launch.name for launch in launches] == [kernel.format("forward")]
     torch.autograd.grad(outputs, present(leaves[: call.differentiated]), gradients)
-    weights = [tensor for tensor in call.inputs if tensor.dim() < 3]  # those of norms are as wide as each other
+    weights = [tensor for tensor in call.inputs if tensor.dim() < 3]  # weights of norms have equal widths
     sums = ["_reduce_kernel"] * len({tensor.numel() for tensor in weights})
     assert [launch.name for launch in launches[1:]] == [kernel.format("backward"), *sums]
 
@@ -282,7 +282,7 @@ def test_frozen_arguments_get_no_gradient_cost_nothing_and_change_no_other(
             assert read_and_written() < everything + costs_nothing
             assert_equal(same, outputs)
             rest = [None if index in frozen else gradient for index, gradient in enumerate(whole)]
-            # A kernel that sums no gradient of a weight is compiled by itself: on a GPU with other multiply-adds.
+            # Kernels without weight gradients are compiled separately, on a GPU with other multiply-adds.
             assert_equal(part, rest, but_for_order=device == "cuda")
 
 
@@ -305,7 +305,7 @@ def test_rows_have_any_leading_dimensions(case: str, shape: tuple[int, ...], dev
 
 @EVERY_WAY
 def test_arguments_are_read_in_any_layout(call: Call) -> None:
-    """Each argument and gradient has another one, and each comes to all of them."""
+    """Each argument and gradient has another layout, and each of them goes through all layouts."""
     gradients = incoming(call)
     dense = run(call, gradients)
 
@@ -327,7 +327,7 @@ def test_results_lie_in_the_memory_order_of_their_tensor(case: str, device: str)
     call = every_call(device, "transposed heads")[case]
     gradients = [in_layout("columns first", dy) for dy in incoming(call)]
     outputs, grads = run(call, gradients)
-    if case in (*IN_PART, "adapter"):  # stock puts a row of which a part is rotated, or a product, together anew
+    if case in (*IN_PART, "adapter"):  # stock allocates a new tensor for rows rotated in part and for products
         assert all(output.is_contiguous() for output in outputs)
     else:
         assert all(output.transpose(1, 2).is_contiguous() for output in outputs)
@@ -338,7 +338,7 @@ def test_results_lie_in_the_memory_order_of_their_tensor(case: str, device: str)
 
 @CALLS
 def test_gradients_of_a_sum_are_read_where_all_elements_are_one(case: str, device: str) -> None:
-    """``.sum().backward()`` hands over such gradients."""
+    """``.sum().backward()`` passes such gradients."""
     call = every_call(device)[case]
     ones = [torch.ones_like(dy) for dy in incoming(call)]
     expanded = [tensor.new_ones(()).expand(tensor.shape) for tensor in ones]
@@ -373,8 +373,7 @@ def test_rows_beyond_32_bits(call: Call, device: str, launches: list[Launch]) ->
     *itertools.product(("norm", "add", "sandwich"), ["3x1000"]),
 )
 def test_a_row_does_not_depend_on_its_neighbours(call: Call) -> None:
-    """The second of two blocks of rows, which ends in the middle of a tile, gives by itself what it gives behind the
-    first."""
+    """The second of two blocks of rows ends in the middle of a tile; alone it gives the same as after the first one."""
     gradients = incoming(call)
     whole = run(call, gradients)
     part = call.converted(lambda tensor: tensor[1:] if tensor.dim() > 2 else tensor)
@@ -403,7 +402,7 @@ Run = tuple[list[Tensor], list[Tensor | None]]
 
 
 def assert_stays_in_its_row(call: Call, gradients: list[Tensor], value: float, clean: Run, healthy: Run) -> None:
-    """``clean`` and ``healthy``: what kernels and stock make where all is finite."""
+    """Compare runs with ``value`` in some rows; ``clean`` and ``healthy`` are kernel and stock runs without it."""
     reference = OPERATORS[call.name].reference
 
     def infected(place: int, tensor: Tensor) -> Tensor:
@@ -449,7 +448,7 @@ def test_float64_takes_the_reference(case: str, launches: list[Launch], device: 
     for ours, expected in zip(call.results(operator.checked), call.results(operator.reference), strict=True):
         assert ours.dtype == torch.float64
         assert torch.equal(ours, expected)
-    # Clones, for each is moved by itself.
+    # Clones, because each is moved separately.
     small = every_call(device, rows=1, width=4, dtype=torch.float64)[case].converted(Tensor.clone)
     leaves = small.leaves()
     places = [place for place in range(small.differentiated) if leaves[place] is not None]

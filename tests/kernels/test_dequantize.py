@@ -24,7 +24,7 @@ def parts_of(codes: Tensor, state: bnb.QuantState) -> PackedWeight:
 
 
 def formula(weight: PackedWeight, block: int, like: Tensor) -> Tensor:
-    """The weight by PyTorch's operators."""
+    """Dequantise the weight by PyTorch's operators."""
     scale = weight.scale
     if weight.scale_code is not None:
         outer = weight.outer_scale.repeat_interleave(256)[: len(scale)]

@@ -17,11 +17,11 @@ from fused_norm.patcher.adapter_dropout import dropout_factors, mask_of_dropout
 from .numerics import BF16, FP16, FP32, same_products
 
 SCALE, FACTORS = 0.7, (1 / 0.95, 1 / 0.9)
-"""The scale of an adapter, and the factors of numbers and gradients, which differ more than PyTorch's do."""
+"""The scale of an adapter, and the dropout factors of values and gradients, which differ more than PyTorch's."""
 
 
 def tensors(device: str, *rows: int, k: int = 64, n: int = 48, r: int = 4, dtype: torch.dtype = BF16) -> list[Tensor]:
-    """base, x, a, b, the mask, and the gradient of the output."""
+    """Draw base, x, a, b, the mask, and the gradient of the output."""
     shapes = ((*rows, n), dtype), ((*rows, k), dtype), ((r, k), FP32), ((n, r), FP32)
     leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape, dtype in shapes]
     return [*leaves, torch.rand(*rows, k, device=device) < 0.9, torch.randn(*rows, n, device=device).to(dtype)]
@@ -92,7 +92,7 @@ def test_registered_operators_make_the_same_gradients(device: str) -> None:
     [
         (torch.ones(2, 64), "mask must be a tensor of torch.bool"),
         (torch.ones(64, 2) > 0, "mask must have x's shape (2, 64), not (64, 2)"),
-        ((torch.ones(64, 2) > 0).t(), ""),  # which the reference computes
+        ((torch.ones(64, 2) > 0).t(), ""),  # computed by the reference
     ],
 )
 def test_a_wrong_mask_is_named(mask: Any, message: str, device: str) -> None:

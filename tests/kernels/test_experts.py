@@ -30,7 +30,7 @@ EVERY_GATE = pytest.mark.parametrize("gate", [*GATES[:3], *slow(*GATES[3:])], id
 
 
 def stock_gate(x: Tensor, absent: Tensor | None, activation: str, interleaved: bool, limit: Any, alpha: Any) -> Tensor:
-    """What modelling code says, with the rows of absent experts filled as transformers fills them."""
+    """Compute the gate as modelling code does, with the rows of absent experts filled as in transformers."""
     x = x if absent is None else x.masked_fill(absent.unsqueeze(-1), 0.0)
     gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     if limit is not None:
@@ -41,14 +41,14 @@ def stock_gate(x: Tensor, absent: Tensor | None, activation: str, interleaved: b
 
 
 def rows_of_experts(device: str, tokens: int, count: int, num_absent: int = 0) -> tuple[Tensor, Tensor]:
-    """``position`` of tokens that go to ``count`` experts each, and ``absent`` with the last rows gone."""
+    """Return ``position`` for tokens that go to ``count`` experts each, and ``absent``, which marks the last rows."""
     order = torch.randperm(tokens * count, generator=torch.Generator().manual_seed(3))
     absent = torch.arange(tokens * count) >= tokens * count - num_absent
     return order.view(tokens, count).to(device), absent.to(device)
 
 
 def sorted_experts(device: str, rows: Sequence[int], num_absent: int = 0) -> tuple[Tensor, Tensor]:
-    """The expert of each row, and ``ends``, for experts with so many ``rows``; the last rows are nobody's."""
+    """Return the expert of each row and ``ends`` for experts with these ``rows``; the last rows belong to no expert."""
     counts = torch.tensor(rows)
     expert = torch.arange(len(rows)).repeat_interleave(counts)
     expert = torch.cat([expert, torch.full((num_absent,), len(rows) - 1)])
@@ -56,7 +56,7 @@ def sorted_experts(device: str, rows: Sequence[int], num_absent: int = 0) -> tup
 
 
 def poisoned(tensor: Tensor, absent: Tensor) -> Tensor:
-    """The tensor as a grouped product leaves it: rows of absent experts hold anything."""
+    """Return the tensor as a grouped product leaves it: rows of absent experts are undefined."""
     return tensor.masked_fill(absent.unsqueeze(-1), torch.nan)
 
 

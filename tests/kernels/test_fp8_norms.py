@@ -27,7 +27,7 @@ Names = list[str]
 
 
 def tensors_of(norm: Norm, shape: tuple[int, ...], device: str, *, finite: bool = True) -> list[Tensor | None]:
-    """x, the residual and the weight, None where there is none; the first rows are hard ones."""
+    """Draw x, the residual and the weight, None for an absent one; the first rows are hard to cast."""
     x = hard_rows(torch.Size(shape[:-1]).numel(), shape[-1], norm.x, finite=finite).view(shape)
     r = None if norm.r is None else (2 * torch.randn(shape)).to(norm.r)
     if r is not None:
@@ -37,14 +37,14 @@ def tensors_of(norm: Norm, shape: tuple[int, ...], device: str, *, finite: bool 
 
 
 def usual_tensors_of(norm: Norm, device: str) -> list[Tensor | None]:
-    """Without the rows that are hard."""
+    """Draw tensors without hard rows."""
     return [
         tensor if tensor is None or tensor.dim() < 2 else tensor[6:] for tensor in tensors_of(norm, (9, 128), device)
     ]
 
 
 def fused(norm: Norm, fp8_format: str, tensors: Sequence[Tensor | None]) -> tuple[Quantized, Tensor | None]:
-    """The sum is None if there is no residual."""
+    """Return the codes and the sum, which is None if there is no residual."""
     x, r, w = tensors
     meaning: dict[str, Any] = {"casting": norm.casting, "zero_centered": norm.zero_centered}
     if r is None:
@@ -69,7 +69,7 @@ CASES = [
 def assert_unfused_codes(
     norm: Norm, fp8_format: str, shape: tuple[int, ...], device: str, *, finite: bool = True
 ) -> None:
-    """Codes, scales and sum of a norm are those of the casts of the 16-bit operator's result."""
+    """Assert that codes, scales and sum are those of the 16-bit operator followed by the cast."""
     tensors = tensors_of(norm, shape, device, finite=finite)
     (output, s), (y, expected_s) = fused(norm, fp8_format, tensors), norm.fused(*tensors)
     assert_same_codes(output, quantize(y, fp8_format))
@@ -82,10 +82,10 @@ def assert_unfused_codes(
 
 CENTERED = Norm("gemma", True, x=FP32, w=BF16, r=BF16)
 LAYOUTS = ("tensorwise", "rowwise", "block128", "mxfp8")
-"""A format for each way of laying out scales."""
+"""A format for each layout of scales."""
 
 FAST_CODES = [
-    (NONE, "tensorwise", (7, 128)),  # the norm uses another rstd than it keeps
+    (NONE, "tensorwise", (7, 128)),  # the norm uses another rstd than the one it saves
     *((LLAMA, name, (7, 128)) for name in FORMATS),
     *((CENTERED, name, (7, 128)) for name in ("tensorwise", "mxfp8")),
     (LLAMA, "tensorwise", (131, 37)),
@@ -191,7 +191,7 @@ def test_second_derivatives_are_those_of_the_formula(device: str) -> None:
 
 
 def coat(x: Tensor, x_scale: Tensor, w: Tensor, dy: Tensor, eps: float) -> dict[str, Tensor]:
-    """COAT's norm in plain PyTorch: x from codes in groups of 16, fp32 until y, one scale for y as it is written."""
+    """Compute COAT's norm in PyTorch: x from codes in groups of 16, fp32 up to y, one scale for y after rounding."""
     x = (x.float().unflatten(-1, (-1, 16)) * x_scale.float()[..., None]).flatten(-2)
     rstd = 1 / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
     y = (x * rstd * w.float()).to(dy.dtype).float()
@@ -215,7 +215,7 @@ def test_norms_of_codes_are_coats(shape: tuple[int, ...], scale_dtype: torch.dty
     seed = coat(x.q, x_scale, w.detach(), dy, 1e-5)
     torch.testing.assert_close(output.rstd, seed["rstd"], rtol=1e-6, atol=0)
     torch.testing.assert_close(output.scale, seed["scale"], rtol=2**-7, atol=0)
-    # y may differ from the seed's in its last place, where a code may then be the next one.
+    # y may differ from the seed's by one unit, so its code may be the next one.
     assert (output.q.view(torch.uint8) == seed["q"].view(torch.uint8)).float().mean() > 0.98
     torch.testing.assert_close(dx, seed["dx"], rtol=2**-7, atol=1e-3)
     torch.testing.assert_close(dw, seed["dw"], rtol=2**-7, atol=1e-2)
@@ -227,7 +227,7 @@ def test_norms_of_codes_are_coats(shape: tuple[int, ...], scale_dtype: torch.dty
 def test_norms_of_codes_are_norms_of_their_numbers(casting: Any, name: str, device: str) -> None:
     x = quantize(torch.randn(3, 128, device=device), "coat_input")
     w = torch.randn(128, device=device, requires_grad=True)
-    placeholder = torch.randn(3, 128, device=device, requires_grad=True)  # fp32: nothing is rounded on the way
+    placeholder = torch.randn(3, 128, device=device, requires_grad=True)  # fp32, so that nothing else is rounded
     output = rms_norm_fp8(replace(x, placeholder=placeholder), w, fp8_format=name, casting=casting)
     numbers = dequantize(x).requires_grad_()
     expected = rms_norm_fp8(numbers, w, fp8_format=name, casting=casting)
@@ -360,7 +360,7 @@ def test_opcheck(name: str, device: str) -> None:
     spec = norm_spec("llama", False, 1e-6)
     meaning, options = (spec.casting, spec.zero_centered, spec.eps, spec.casts_weight), (scale, name)
     forward, backward = (getattr(torch.ops.fused_norm, f"norm_fp8_{way}") for way in ("forward", "backward"))
-    # What else opcheck looks at takes no FP8, or takes one NaN for another number than the next.
+    # The other checks of opcheck do not take FP8, or compare NaNs.
     checks = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(forward, (*meaning, *tensors, *options, True), test_utils=checks)
     if tensors[3] is None:

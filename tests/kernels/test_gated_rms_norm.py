@@ -18,7 +18,7 @@ from .numerics import ACTIVATIONS, BF16, FP16, FP32, Scales, Tensors, assert_nea
 
 @dataclass(frozen=True)
 class Gated:
-    """One gated norm under test: what it means, and the dtypes of its arguments."""
+    """One gated norm under test: its options and the dtypes of its arguments."""
 
     casting: str = "llama"
     norm_before_gate: bool = True
@@ -37,7 +37,7 @@ class Gated:
         return "-".join([self.casting, order, self.activation, f"{self.groups}", *dtypes, *centered])
 
     def inputs(self, device: str, *shape: int) -> Tensors:
-        """Arguments and the gradient that flows in; weights lie far from one and from zero, on both sides."""
+        """Draw arguments and the incoming gradient; weights lie far from one and from zero, on both sides."""
         y_dtype = self.x
         if self.w is not None and self.casting == "llama" and not self.norm_before_gate:
             y_dtype = torch.promote_types(self.x, self.w)
@@ -50,12 +50,12 @@ class Gated:
         )
 
     def fused(self, x: Tensor, gate: Tensor, w: Tensor | None) -> Tensor:
-        """The kernels' output."""
+        """Run the kernels."""
         meaning = {name: value for name, value in vars(self).items() if name not in ("x", "gate", "w")}
         return gated_rms_norm(x, gate, w, **meaning)
 
     def stock(self, x: Tensor, gate: Tensor, w: Tensor | None) -> Tensor:
-        """The output as modelling code computes it; of float64 arguments, the definition."""
+        """Compute the output as modelling code does; for float64 arguments this is the definition."""
         wide = torch.promote_types(x.dtype, FP32)
         rows = x.to(wide)
         act = ACTIVATIONS[self.activation](gate.to(wide))
@@ -74,7 +74,7 @@ class Gated:
 
 
 def scales(norm: Gated, inputs: Tensors, float64: Tensors) -> Scales:
-    """What errors are relative to: a row's largest value, or for a gradient the largest of the terms it is made of."""
+    """Return the units of errors: a row's largest value, or the largest of the terms of a gradient."""
     exact = inputs.mapped(Tensor.double)
     gamma = torch.ones_like(exact.x[..., :1]) if exact.w is None else exact.w + norm.zero_centered
     act = ACTIVATIONS[norm.activation](exact.gate)
@@ -94,7 +94,7 @@ def scales(norm: Gated, inputs: Tensors, float64: Tensors) -> Scales:
 
 
 def assert_right(norm: Gated, inputs: Tensors) -> Tensors:
-    """No further from float64 than stock code is, but for rounding; and y is rounded where stock rounds it."""
+    """Assert errors at most stock's plus rounding, and that y is rounded at stock's rounding points."""
     ours, stock = run(norm.fused, inputs), run(norm.stock, inputs)
     float64 = run(norm.stock, inputs.mapped(Tensor.double))
     assert_near(ours, stock, float64, scales(norm, inputs, float64))
@@ -151,7 +151,7 @@ def test_every_width_of_a_group(width: int, norm: Gated, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 700])
 def test_any_number_of_rows(rows: int, device: str) -> None:
-    """More than one tile for every program of the interpreter's grid, and fewer."""
+    """Programs of the interpreter's grid have several tiles, or most of them have none."""
     assert_right(MAMBA, MAMBA.inputs(device, rows, 2 * 64))
 
 

@@ -25,19 +25,19 @@ def stock(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 
 def draw_inputs(device: str, *shape: int, gate: torch.dtype = BF16, up: torch.dtype | None = BF16) -> Tensors:
-    """gate and up, and the gradient of the product; without up a gate of twice the width."""
+    """Draw gate and up, and the gradient of the product; without up, gate has twice the width."""
     wide = (*shape[:-1], shape[-1] * (1 if up else 2))
     y_dtype = torch.promote_types(gate, up) if up else gate
     return drawn(device, gate=(wide, gate, 2.0), up=(shape, up, 1.0), dy=(shape, y_dtype, 1.0))
 
 
 def by(function: Callable[..., Tensor], activation: str) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """``glu`` or ``stock`` of one activation."""
+    """Return ``glu`` or ``stock`` with one activation."""
     return lambda gate, up: function(gate, up, activation)
 
 
 def assert_right(inputs: Tensors, activation: str) -> None:
-    """No further from float64 than stock code is, and one rounding; units are the largest of a row."""
+    """Assert errors at most stock's plus one rounding, in units of a row's largest value."""
     ours, theirs = run(by(glu, activation), inputs), run(by(stock, activation), inputs)
     assert_near(ours, theirs, run(by(stock, activation), inputs.mapped(Tensor.double)), {})
 
@@ -52,7 +52,7 @@ def test_every_dtype_is_as_accurate_as_the_stock_code(
 
 
 def _rounded(x: Tensor, activation: str) -> Tensor:
-    """The activation, computed in fp32 and rounded.
+    """Compute the activation in fp32 and round it.
 
     On a CPU the erf of torch's gelu is off by 18 roundings, and the last bit of fp32's erf depends on the processor.
     """
@@ -60,7 +60,7 @@ def _rounded(x: Tensor, activation: str) -> Tensor:
         wide = x.float()
         erf = torch.erf((wide * 0.5**0.5).double()).float()
         return (wide * (0.5 * (1 + erf))).to(x.dtype)
-    if activation == "gelu_new" and not x.is_cuda:  # pow of fp16 is rounded once there
+    if activation == "gelu_new" and not x.is_cuda:  # there, pow of fp16 is rounded once
         return 0.5 * x * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * (x * x * x))))
     return ACTIVATIONS[activation](x)
 
@@ -71,7 +71,7 @@ def test_the_activation_is_rounded_before_the_product(dtype: torch.dtype, activa
     inputs = draw_inputs(device, 20, 1024, gate=dtype, up=dtype)
     gate, up = inputs.gate, inputs.up
     apart = glu(gate, up, activation) != _rounded(gate, activation) * up
-    # The last bit of erf is CUDA's or Triton's, and near -1 one is added to it.
+    # CUDA and Triton differ in the last bit of erf, to which one is added near -1.
     assert apart.double().mean() < (2e-2 if (activation, device) == ("gelu", "cuda") else 1e-3)
     unrounded = (ACTIVATIONS[activation](gate.float()) * up.float()).to(dtype)
     assert (glu(gate, up, activation) != unrounded).double().mean() > 0.05, "one rounding is told from two"
@@ -85,7 +85,7 @@ def test_activations_agree_with_torch_in_fp32_over_their_whole_range(activation:
     inputs = Tensors(gate=x, up=ones, dy=ones)
     exact = run(by(stock, activation), inputs.mapped(Tensor.double)).present()
     for name, value in run(by(glu, activation), inputs).present().items():
-        # Where the factor is small PyTorch adds one to what is rounded next to -1.
+        # If the factor is small, PyTorch adds one to a rounded number next to -1.
         expected = exact[name]
         assert ((value - expected).abs() <= 4e-7 * expected.abs() + 2e-7 * x.abs().clamp(max=10)).all()
     small = near[near < 1e-4]
@@ -110,7 +110,7 @@ def test_every_width(width: int, device: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 33, *slow(3, 700)])
 def test_any_number_of_rows(rows: int, device: str) -> None:
-    """One row after the other they are cut anywhere, halves of rows into tiles."""
+    """Whole rows are cut anywhere, as one long row; halves of rows are cut into tiles."""
     for width in (6, 40):
         assert_right(draw_inputs(device, rows, width), "silu")
         assert_right(draw_inputs(device, rows, width, up=None), "silu")
@@ -123,7 +123,7 @@ def test_one_row_for_all(device: str) -> None:
 
 
 def summands(form: str, dtype: torch.dtype, device: str, width: int) -> tuple[Tensors, list[Tensor]]:
-    """The gradient of a product, and gate and up as leaves: in float32, in the ``dtype``, or as two sums of such."""
+    """Draw the gradient of a product, and gate and up as leaves: in float32, in ``dtype``, or as two summands each."""
     kind = (2, 5, width), FP32 if form == "float32" else dtype, 1.0
     inputs = drawn(device, **dict.fromkeys(("a", "b", "c", "d", "dy"), kind))
     leaves = [inputs.a, inputs.b, inputs.c, inputs.d][: 4 if form == "sums" else 2]
@@ -131,7 +131,7 @@ def summands(form: str, dtype: torch.dtype, device: str, width: int) -> tuple[Te
 
 
 def wide_product(leaves: list[Tensor], activation: str) -> Tensor:
-    """Their product in float32, by the operator that has one output."""
+    """Return their product in float32, by the operator with one output."""
     if len(leaves) == 2:
         return GLU(*(leaf.float() for leaf in leaves), activation)
     a, b, c, d = leaves
@@ -152,7 +152,7 @@ FORMS = pytest.mark.parametrize("form", ["float32", "16 bits", "sums"])
 def test_for_consumers_it_has_the_bits_of_their_casts(
     dtype: torch.dtype, wide: int, used: str, form: str, activation: str, device: str
 ) -> None:
-    """``wide``: a bit for each of two consumers, 1 if it reads float32; ``used``: those that anything depends on."""
+    """``wide`` has a bit for each of two consumers, 1 for float32; ``used`` names the consumers that are used."""
     dtypes = [FP32 if wide >> place & 1 else dtype for place in range(2)]
     for width in (40, 7):
         inputs, leaves = summands(form, dtype, device, width)

@@ -30,7 +30,7 @@ ROPE = Heads(Norm("llama", x=BF16, w=BF16), 16)
 PARTIAL = Heads(Norm("gemma", True, x=BF16, w=BF16), 8)
 EXACT = Heads(Norm("gemma", True, x=FP32, w=FP32), 16, FP32)
 WAYS = [("half", False), *(itertools.product(("interleaved", "deinterleaved"), (False, True)))]
-"""How rows are rotated alone: by layout, and if their angles are given by pair."""
+"""The rotations under test: a layout, and whether angles are given by pair."""
 NORMS = [
     *(Norm(c, z, x=BF16, w=BF16) for c in ("llama", "gemma", "none") for z in (False, True)),
     *(Norm(c, x=BF16, w=FP32) for c in ("llama", "gemma", "none")),
@@ -58,7 +58,7 @@ def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str)
 def test_rotated_alone_they_have_the_bits_of_stock(
     layout: str, by_pair: bool, x: torch.dtype, angles: torch.dtype, device: str
 ) -> None:
-    """Rounded after each operation, or once, as halves and neighbours are in some models; rows whole or in part."""
+    """Rounded after each operation, or once in two of the layouts; rows are rotated whole or in part."""
     for rotary in (16, 8) if (layout, by_pair) in (("half", False), ("interleaved", True)) else (16,):
         heads = rotated(rotary, x, angles, layout=layout, by_pair=by_pair)
         inputs = heads.inputs(16, device)
@@ -72,7 +72,7 @@ def test_rotated_alone_they_have_the_bits_of_stock(
 
 @pytest.mark.parametrize("width", [1, 7, 80, *slow(2, 3, 4, 6, 64, 65, 130, 256, 6000)])
 def test_every_width_is_as_accurate_as_the_stock_code(width: int, device: str) -> None:
-    """An odd element at the end is of no pair."""
+    """An odd last element belongs to no pair."""
     tokens, part = 5 if width <= 256 else 2, max(2, width // 4 * 2 - 2)
     cases: list[Heads] = [LLAMA]
     if width >= part:
@@ -95,7 +95,7 @@ def test_any_number_of_heads_and_tokens(tokens: int, heads: int, device: str) ->
 
 
 def amid_others(x: Tensor, more: tuple[int, ...]) -> Tensor:
-    """Heads of tokens inside of a larger tensor, which has so many more in each dimension, the most before them."""
+    """Return heads inside a larger tensor with this many more elements in each dimension, most of them in front."""
     tokens = x.transpose(1, 2)
     shape = [size + others for size, others in zip(tokens.shape, more, strict=True)]
     first = [(others + 1) // 2 for others in more]
@@ -195,7 +195,7 @@ def test_cos_of_any_shape_that_broadcasts(kind: str, unsqueeze_dim: int, device:
 
 
 def test_four_dimensional_cos_tells_the_heads_itself(device: str) -> None:
-    """With the default unsqueeze_dim, which is of no use to a cos of four dimensions."""
+    """With the default unsqueeze_dim, which does not apply to a cos of four dimensions."""
     inputs = EXACT.inputs(16, device)
     expected = EXACT.fused(inputs)
     turned = [x.transpose(1, 2) for x in (inputs.q, inputs.k)]
@@ -236,7 +236,7 @@ def test_a_side_that_is_unused_gets_no_work(used: str, launches: list[Launch], d
         alone = run(heads.fused, inputs, used=[f"{used}_out"])
         assert torch.equal(getattr(alone, f"d{used}"), getattr(whole, f"d{used}"))
         forward, backward = launches
-        assert sum(t is not None for t in backward.tensors) == 4  # cos, sin and one side's two
+        assert sum(t is not None for t in backward.tensors) == 4  # cos, sin and two tensors of one side
         assert backward.grid[0] < forward.grid[0]
 
 
@@ -291,7 +291,7 @@ def test_frozen_and_unused_ones_get_no_gradient_and_change_no_other(heads: Heads
         assert all(torch.equal(value, whole[name]) for name, value in part.items())
 
 
-@pytest.mark.usefixtures("launches")  # programs then allocate by PyTorch's own function on a GPU as well
+@pytest.mark.usefixtures("launches")  # so that recordings allocate by PyTorch's own function on a GPU too
 def test_what_is_not_needed_is_not_allocated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = ROPE.inputs(16, device)
     q = inputs.q.detach().requires_grad_()
@@ -307,7 +307,7 @@ def test_what_is_not_needed_is_not_allocated(device: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("heads", [LLAMA, *slow(replace(ROPE, rotary=256))], ids=str)
 def test_dw_is_summed_over_many_programs(heads: Heads, device: str) -> None:
-    """More tiles than programs on both sides, and repeats that agree to the last bit."""
+    """Both sides have more tiles than programs, and repeats agree to the last bit."""
     tokens = 3 * device_props(torch.device(device)).processors
     inputs = heads.inputs(256, device, 1, q_heads=8, k_heads=3, tokens=tokens)
     first = heads.assert_right(inputs)
@@ -337,14 +337,14 @@ def test_offsets_are_64_bits_wide_where_any_tensor_needs_it(far: str | None, mon
 
 
 def _both_ways(inputs: qk_launch.NormedInputs, outputs: qk_launch.Sides) -> list[Launch]:
-    """The launches of a forward and of a backward without gradients of weights."""
+    """Return the launches of a forward and of a backward without gradients of weights."""
     forward = partial(qk_launch.launch_qk_forward, NormSpec("llama"), inputs, outputs, 1)
     backward = partial(qk_launch.launch_qk_backward, NormSpec("llama"), inputs, outputs, outputs, (None, None), 1)
     return [*launches_of(forward), *launches_of(backward)]
 
 
 def _on_meta(heads: int, width: int, rotary: int, dtype: torch.dtype = BF16) -> tuple[Any, Any]:
-    """Arguments and outputs of a rotation that nobody computes."""
+    """Return arguments and outputs of a rotation on the meta device."""
     q, k = (torch.empty(1, count, 9, width, dtype=dtype, device="meta") for count in (heads, 1))
     cos, sin = (torch.empty(9, rotary, dtype=FP32, device="meta") for _ in range(2))
     return (q, k, None, None, cos, sin), (torch.empty_like(q), torch.empty_like(k))
@@ -352,7 +352,7 @@ def _on_meta(heads: int, width: int, rotary: int, dtype: torch.dtype = BF16) -> 
 
 @pytest.mark.parametrize("rotary", [2, 4, 6, 12, 24, 32, 80, 96, 128])
 def test_columns_said_to_be_together_are_swapped_together(rotary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RoPE swaps halves: what the compiler reads in one piece lies in one of them."""
+    """RoPE swaps halves: a vectorised read must lie in one of them."""
     monkeypatch.setattr(qk_launch, "device_props", lambda _: Device())
     for launch in _both_ways(*_on_meta(2, 160, rotary)):
         grain = launch.constants["SHAPE"].GRAIN
@@ -362,7 +362,7 @@ def test_columns_said_to_be_together_are_swapped_together(rotary: int, monkeypat
 
 @pytest.mark.parametrize(("rotary", "loads"), [(64, 2), (128, 1)])
 def test_tiles_in_flight_fit_in_shared_memory(rotary: int, loads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has x, the gradient (of a row that is turned in part twice), cos and sin, these in fp32."""
+    """Each tile has x, the gradient (twice if rows are rotated in part), cos and sin; these are fp32."""
     inputs, outputs = _on_meta(32, 128, rotary)
     tile = heads_backward_plan(32, 1, 128, rotary)
     tile_bytes = max(side.tokens * side.heads for side in (tile.q, tile.k)) * 128 * (2 + loads * 2 + 2 * 4)
@@ -376,7 +376,7 @@ def test_tiles_in_flight_fit_in_shared_memory(rotary: int, loads: int, monkeypat
 def test_few_programs_are_split_between_many_heads_and_one(
     q_heads: int, k_heads: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each side has one at least, however few tiles it has."""
+    """Each side has at least one program, however few tiles it has."""
     monkeypatch.setattr(qk_launch, "device_props", lambda _: Device(processors=1))
     LLAMA.assert_right(LLAMA.inputs(16, device, 1, q_heads, k_heads, tokens=64))
 

@@ -20,7 +20,7 @@ LAYERS = (
     "kernels.recording",
     "kernels.operator",
 )
-"""From the bottom to the top; above them are the operators, a file each, then the package itself."""
+"""From the bottom to the top; above them are the operators, one a file, then the package itself."""
 
 
 def _within(module: str, package: str) -> bool:
@@ -43,7 +43,7 @@ def _name(path: Path) -> str:
 
 
 def _imports(path: Path) -> set[str]:
-    """The modules of ``fused_norm`` that a file imports, wherever in it."""
+    """Return the modules of ``fused_norm`` that a file imports anywhere."""
     parents = path.relative_to(ROOT).parent.parts
     modules = set()
     for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""What Triton's interpreter replaces for a kernel: looked for once a launch, and put back."""
+"""Triton's interpreter looks up its replacements once a launch, and puts the originals back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The functions that the interpreter has looked into, by name."""
+    """The names of the functions that the interpreter has patched."""
     names: list[str] = []
     patch = interpreter._patch_lang
 

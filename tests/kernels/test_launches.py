@@ -1,4 +1,4 @@
-"""Launches: what kernels are told that an interpreter does not need."""
+"""Launch arguments that matter to compiled kernels only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LLAMA = norm_spec("llama", False, 1e-6)
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
-    """Has every launcher plan for a device."""
+    """Make every launcher plan for a device."""
 
     def use(device: Device) -> None:
         for module in LAUNCHERS:
@@ -70,7 +70,7 @@ def is_sum(launch: Launch | None) -> bool:
 
 
 def test_kernels_are_compiled_for_no_number_of_rows(device: str, on: Callable[[Device], None]) -> None:
-    """Neither are the orders of their sums."""
+    """The orders of their sums do not depend on it either."""
     on(Device(processors=1))
     few, many = (
         [
@@ -84,12 +84,12 @@ def test_kernels_are_compiled_for_no_number_of_rows(device: str, on: Callable[[D
 
 
 def fused(launch: Launch) -> bool:
-    """Products may be added without being rounded."""
+    """Return whether multiply-adds may be fused."""
     return bool(launch.options["enable_fp_fusion"])
 
 
 def test_products_are_rounded_before_they_are_added_where_the_bits_depend_on_it(device: str) -> None:
-    """Squares of fp32 rows, two norms in one kernel, products of angles and those of a gate."""
+    """It depends on it in squares of fp32 rows, two norms in one kernel, and products of angles and of gates."""
     for dtype in (FP32, BF16, FP16):
         for call in every_call(device, dtype=dtype).values():
             forward = launches_of(call.outputs)[0]
@@ -116,14 +116,14 @@ def test_a_grid_has_no_more_programs_along_its_second_axis_than_a_gpu_takes(on: 
 
 
 def expanded(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Rows without values that are all one row in memory, so that offsets into them stay small."""
+    """Return rows that are all one row in memory, so that offsets into them stay small."""
     return torch.empty(shape[-1], dtype=dtype, device="meta").expand(shape)
 
 
 def offsets(call: Call) -> tuple[list[bool], list[bool]]:
-    """Of the launches in both directions that have tensors of 2^31 elements: if their offsets are 64 bits wide.
+    """Return whether offsets are 64 bits wide, of each launch with a tensor of 2^31 elements in both directions.
 
-    What a kernel reads only once for all rows, and what it counts in 64 bits whatever it is told, is left out.
+    Launches that read such a tensor once for all rows, or that always use 64 bits, are left out.
     """
     operator, arguments = ALL[call.name], (*call.tensors, *call.options)
     results: list[torch.Tensor] = []

@@ -30,7 +30,7 @@ FACTORS = SCALE, 1 / 0.95, 1 / 0.9
 
 
 class FourBit:
-    """A weight in 4 bits, with a bias or without, and with an adapter if its factors have a dtype."""
+    """A 4-bit weight, with or without a bias, and with an adapter if its factors have a dtype."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class FourBit:
         return LORA_ADD(base, adapter_x.to(self.dtype), *factors, SCALE) if factors else base
 
     def leaves(self, x: Tensor, needed: str = "xab") -> list[Tensor]:
-        """x and the factors, those that want a gradient by their letters."""
+        """Return x and the factors; ``needed`` has the letters of those that require a gradient."""
         return [
             factor.clone().requires_grad_(name in needed)
             for name, factor in zip("xab", (x, *self.factors), strict=False)
@@ -75,7 +75,7 @@ class FourBit:
     def results(
         self, way: Callable[..., Tensor], x: Tensor, y_dtype: torch.dtype, dropped: bool = False, needed: str = "xab"
     ) -> Tensors:
-        """The output and the gradients by their names; the adapter reads another x if it is ``dropped``."""
+        """Return the output and the gradients by name; the adapter reads another x if it is ``dropped``."""
         leaves = self.leaves(x, needed)
         wide, *factors = leaves
         y = way(wide, wide * 0.5 if dropped else wide, *factors, y_dtype=y_dtype)
@@ -122,7 +122,7 @@ def test_with_an_adapter_a_call_has_the_bits_of_a_product_and_of_lora_add(
 
 
 class Dropout(torch.autograd.Function):
-    """Dropout by a mask that is given, as PyTorch computes it on a GPU."""
+    """Dropout by a given mask, as PyTorch computes it on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class Dropout(torch.autograd.Function):
 def test_with_a_mask_the_adapter_has_the_bits_of_dropout(
     x_dtype: torch.dtype, y_dtype: torch.dtype, dtype: torch.dtype, needed: str, device: str
 ) -> None:
-    """The adapter reads x, or an x of its own, whose dtype may be another."""
+    """The adapter reads x or an input of its own, which may have another dtype."""
     for shape, own_dtype in itertools.product(((2, 5, K), (130, K)), (None, FP32, dtype)):
         layer, x = FourBit(device, dtype, FP32, bias=True), torch.randn(shape, device=device).to(x_dtype)
         mask = torch.rand(shape, device=device) < 0.9
@@ -223,7 +223,7 @@ def test_registered_operators_make_the_same_gradients(factors: torch.dtype | Non
 @pytest.mark.parametrize("used", ["both", "base", "added"])
 @pytest.mark.parametrize("dropped", [False, True])
 def test_summands_have_the_bits_of_the_sum(dropped: bool, used: str, device: str) -> None:
-    """Their sum in float32, and the gradients; a summand that nothing depends on has a gradient of zeros."""
+    """Their sum is computed in float32; a summand that is unused has a gradient of zeros."""
     layer, x = FourBit(device, BF16, FP32, bias=True), torch.randn(2, 5, K, device=device)
     ways = []
     for operator in (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
@@ -262,7 +262,7 @@ def test_the_highest_rank_is_fused_and_the_next_one_is_not(
 
 
 def test_an_input_that_both_products_read_has_one_gradient(device: str) -> None:
-    """PyTorch adds nothing up: its node hands on one gradient, and none for the adapter's input."""
+    """PyTorch sums nothing: its node passes one gradient on, and none to the adapter's input."""
     layer, x = FourBit(device, BF16, FP32), torch.randn(5, K, device=device, requires_grad=True)
     y, seen = layer.fused(x, x, *layer.factors, y_dtype=FP32), []
     y.grad_fn.register_hook(lambda dinputs, _: seen.append([dx for dx in dinputs if dx is not None]))
@@ -274,7 +274,7 @@ def test_an_input_that_both_products_read_has_one_gradient(device: str) -> None:
 def test_saved_tensor_hooks_see_what_they_see_of_stock_and_no_weight(
     factors: torch.dtype | None, shapes: list[tuple[int, ...]], device: str
 ) -> None:
-    """bitsandbytes' product keeps its weight, and not what it reads."""
+    """bitsandbytes' product saves its weight, and not its input."""
     layer, seen = FourBit(device, BF16, factors), []
     leaves = layer.leaves(torch.randn(5, K, device=device))
     with torch.autograd.graph.saved_tensors_hooks(
@@ -306,7 +306,7 @@ def test_with_an_adapter_a_gradient_is_differentiated_again_or_refused(x_dtype: 
         return torch.autograd.grad(da.square().sum(), x)[0].double()
 
     expected = second(layer.stock)
-    if x_dtype == FP32:  # its copy in 16 bits was kept, and not x
+    if x_dtype == FP32:  # its copy in 16 bits was saved, and not x
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             second(layer.fused)
     else:

@@ -1,4 +1,4 @@
-"""The cross entropy of a linear's output: held against stock code and a float64 truth, in all its options."""
+"""The cross entropy of a linear's output, compared with stock code and float64 results, in all its options."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ module = sys.modules["fused_norm.kernels.linear_cross_entropy"]
 
 IGNORED = -100
 FACTOR = 1.05
-"""Of stock's own error. A second rounding of the gradients would make it 1.41."""
+"""The largest error, relative to stock's. A second rounding of the gradients would make it 1.41."""
 
 FLOORS = {FP32: 5e-7, BF16: 1e-5, FP16: 1e-5}
-"""Relative errors that are none: of sums of float32 in another order."""
+"""Relative errors that always pass: those of float32 sums in another order."""
 
 
 class Case(NamedTuple):
-    """Arguments of the operator."""
+    """The arguments of a call."""
 
     x: Tensor
     weight: Tensor
@@ -36,21 +36,21 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
     def results(self, loss_of: Callable[..., Tensor], dloss: float = 1.0) -> list[Tensor]:
-        """The loss and the gradients of x, weight and bias."""
+        """Return the loss and the gradients of x, weight and bias."""
         leaves = self.leaves(torch.clone)
         loss = loss_of(*leaves, self.target, **self.options)
         inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         return [loss.detach(), *(torch.autograd.grad(loss * dloss, inputs) if inputs else ())]
 
     def leaves(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        """x, weight and bias, converted; those that want a gradient want it still."""
+        """Return x, weight and bias, converted, as leaves that require a gradient if the original does."""
         return [
             None if tensor is None else convert(tensor.detach()).requires_grad_(tensor.requires_grad)
             for tensor in (self.x, self.weight, self.bias)
         ]
 
     def exactly(self) -> Case:
-        """The same in float64."""
+        """Return the case in float64."""
         return Case(*self.leaves(Tensor.double), *self[3:])  # type: ignore[arg-type]
 
 
@@ -59,7 +59,7 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **optio
 
 
 def stock(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any) -> Tensor:
-    """What a model of transformers computes."""
+    """Compute the loss as a model of transformers does."""
     logits = functional.linear(x, weight, bias)
     wide = torch.promote_types(logits.dtype, FP32)
     if options.get("logits_in_fp32"):
@@ -91,7 +91,7 @@ def make_case(
     frozen: str = "",
     **options: Any,
 ) -> Case:
-    """Random arguments; half of the labels are the likeliest ones, so that softmax and gradient tell of each other."""
+    """Draw a case; half of the labels are the likeliest ones, so that softmax and label both show in the gradient."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(*rows, width, generator=generator).to(dtype)
     weight = (0.3 * torch.randn(vocabulary, width, generator=generator)).to(dtype)
@@ -123,7 +123,7 @@ def assert_as_near_as_stock(case: Case, dloss: float = 1.0, factor: float = FACT
 
 @pytest.fixture(autouse=True)
 def _sums_in_fp32(device: str) -> Iterator[None]:
-    """cuBLAS sums up parts of a long product in fp16, or not, as it likes for a shape."""
+    """Keep cuBLAS from summing parts of a long product in fp16, which it does for some shapes."""
     if device == "cpu":
         yield
         return
@@ -135,7 +135,7 @@ def _sums_in_fp32(device: str) -> Iterator[None]:
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of up to 16 rows, so that a few rows are several chunks."""
+    """Limit chunks to 16 rows, so that a few rows are several chunks."""
     monkeypatch.setattr(module, "MOST_ROWS", 16)
     monkeypatch.setattr(module, "_MULTIPLE", 8)
 
@@ -272,7 +272,7 @@ def test_another_gradient_of_the_loss_rounds_once_more(dtype: torch.dtype, devic
 
 
 def test_fp16_under_a_large_scale_loses_no_more_than_stock(device: str) -> None:
-    """The gradient of a mean over many items underflows in fp16 unless the scaler's factor is in it."""
+    """The gradient of a mean over many items underflows in fp16 unless it includes the scaler's factor."""
     assert_as_near_as_stock(make_case(device, FP16, num_items=2**22), dloss=2.0**24)
 
 
@@ -290,7 +290,7 @@ def test_second_derivatives_are_stocks(device: str) -> None:
 
     def second(loss_of: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         x, weight = case.x.detach().requires_grad_(), case.weight.detach().requires_grad_()
-        rows = x + weight[:1]  # as behind a tied embedding
+        rows = x + weight[:1]  # as after a tied embedding
         loss = loss_of(rows, weight, case.bias, case.target, **case.options)
         dx, dweight = torch.autograd.grad(loss, (x, weight), create_graph=True)
         return torch.autograd.grad(dx.square().sum() + dweight.square().sum(), (x, weight))

@@ -20,13 +20,13 @@ from .numerics import BF16, FAR, FP16, FP32, Tensors, assert_same, drawn, far_ap
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ROUNDED = ("h", "u", "scaled", "dy", "du", "dh", "da", "db")
-"""What is rounded to x's dtype before it is used or stored in its own."""
+"""The names of values that are rounded to x's dtype before they are used, or to their own before they are stored."""
 SMALL = ((5, 3), 40, 24, 4)
-"""Rows, K, N and the rank of a small call."""
+"""The rows, K, N and rank of a small call."""
 
 
 def by(function: Callable[..., Tensor], scale: float) -> Function:
-    """``lora_add`` or its reference at one scale."""
+    """Return ``lora_add`` or its reference with one scale."""
     return lambda base, x, a, b: function(base, x, a, b, scale)
 
 
@@ -41,7 +41,7 @@ def draw_inputs(
     base: torch.dtype = BF16,
     weights: torch.dtype = FP32,
 ) -> Tensors:
-    """Normally distributed tensors of a call, and the gradient of y."""
+    """Draw the tensors of a call and the gradient of y."""
     return drawn(
         device,
         base=((*rows, n), base, 1.0),
@@ -53,12 +53,12 @@ def draw_inputs(
 
 
 def integers(inputs: Tensors) -> Tensors:
-    """-1, 0 and 1 in the place of all values, so that every sum is exact and its order is no matter."""
+    """Replace all values by -1, 0 and 1, so that every sum is exact and its order does not matter."""
     return inputs.mapped(lambda tensor: (2 * tensor / tensor.abs().max()).round().clamp(-1, 1))
 
 
 def formula(inputs: Tensors, scale: float, without: str = "") -> Tensors:
-    """y and the gradients in float64, with every rounding but the one that is named ``without``."""
+    """Compute y and the gradients in float64, with every rounding except the one named ``without``."""
     dtype, (base, x, dy) = inputs.x.dtype, (inputs.base.double(), inputs.x.double(), inputs.dy.double())
 
     def rounded(name: str, value: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ SHAPES: list[tuple[tuple[int, ...], int, int, int]] = [
     *slow(((33,), 40, 66, 128), ((2, 20), 70, 30, 256)),
 ]
 DTYPES = [*itertools.product((BF16, FP16), (FP32, None), (FP32, None)), (FP16, BF16, FP32)]
-"""Of x, of base and of the factors, of which None is x's."""
+"""The dtypes of x, base and the factors; None means x's."""
 
 
 @pytest.mark.parametrize("scale", [0.7, *slow(1, 2, -1)])
@@ -149,7 +149,7 @@ def test_errors_are_those_of_the_reference(weights: torch.dtype, base: torch.dty
 
 
 def apart(ours: Tensors, expected: Tensors) -> float:
-    """The share of elements that differ by more than sums in another order do, in the result that has most of them."""
+    """Return the largest share of elements of a result that differ by more than sums in another order do."""
     shares = []
     for name, value in ours.present().items():
         expected_value = getattr(expected, name).double()
@@ -183,7 +183,7 @@ BACKWARD_KERNELS = {
     "a b": ("narrow", "partials", "sum"),
     "base x a b": ("narrow", "widen", "partials", "sum"),
 }
-"""By the arguments that want a gradient: the kernels of the backward."""
+"""The kernels of the backward, by the arguments that require a gradient."""
 
 
 @pytest.mark.parametrize("trained", BACKWARD_KERNELS)
@@ -208,7 +208,7 @@ def test_the_gradient_of_base_is_that_which_arrives(device: str) -> None:
 def test_x_the_weights_as_they_are_multiplied_and_the_rows_between_the_products_are_kept(
     is_cast: bool, device: str
 ) -> None:
-    """Of the factors the casts that stock code makes, or they themselves."""
+    """The saved factors are the casts that stock code makes, or the factors themselves."""
     inputs = draw_inputs(device, *SMALL, weights=FP32 if is_cast else BF16)
     leaves = [tensor.requires_grad_() for tensor in (inputs.base, inputs.x, inputs.a, inputs.b)]
     kept: list[Tensor] = []

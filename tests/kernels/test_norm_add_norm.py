@@ -28,7 +28,7 @@ FROZEN = [("inner",), ("w",), ("inner", "w"), ("x",), ("r",), ("x", "inner"), ("
 
 
 def _limits(*directions: str) -> pytest.MarkDecorator:
-    """Runs a test once for each of the directions in which its rows are too wide, see ``sandwich_limits``."""
+    """Run a test once for each direction in which its rows are too wide, see ``sandwich_limits``."""
     return pytest.mark.parametrize("sandwich_limits", directions, indirect=True)
 
 
@@ -89,7 +89,7 @@ def test_it_is_the_single_operators_one_after_the_other(sandwich: Sandwich, widt
     expected = inputs.r + branch
     if device == "cpu":
         assert torch.equal(s, expected)
-    else:  # a sum in another order, or a product and a sum in one instruction, may move the branch by a unit
+    else:  # a sum in another order, or a fused multiply-add, may move the branch by a unit
         moved = torch.finfo(branch.dtype).eps * branch.abs() + torch.finfo(s.dtype).eps * expected.abs()
         assert ((s - expected).abs() <= 2 * moved).all()
     assert_same_row(y, rms_norm(s, inputs.w, **semantics))
@@ -215,7 +215,7 @@ def test_the_residual_gets_the_gradient_that_arrives(sandwich: Sandwich, device:
 
 
 def test_gradients_accumulated_in_place_do_not_meet(device: str) -> None:
-    """The residual feeds two adds, whose gradients autograd sums: what each was handed stays as it was."""
+    """The residual feeds two adds, whose gradients autograd sums: no incoming gradient is written to."""
     inputs = ONE_NUMBER.opened.inputs((5, 64), device)
     x, r, w = (tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.r, inputs.inner))
     s = norm_add(x, r, w, casting="gemma") + norm_add(x, r, w, casting="gemma")

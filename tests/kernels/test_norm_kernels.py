@@ -1,4 +1,4 @@
-"""The launchers of norms under plans of every kind: what they write, and that they write nothing else."""
+"""The launchers of norms under plans of every kind write their results and nothing else."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .numerics import BF16, FP16, FP32, Norm, assert_same, assert_same_row, run,
 
 LLAMA = Norm("llama", x=BF16, w=BF16)
 Planned = Callable[[ForwardPlan | BackwardPlan], None]
-"""What the fixture ``planned`` gives."""
+"""The type of the fixture ``planned``."""
 
 IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
-"""Rows of 33 to 48 elements in tiles of two rows, the last one half empty where the rows are odd."""
+"""Rows of 33 to 48 elements in tiles of two rows; the last tile is half empty if the number of rows is odd."""
 IN_CHUNKS = BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True)
 
 
@@ -83,7 +83,7 @@ def test_rows_in_two_pieces_have_all_their_gradients(
 def test_a_backward_has_no_more_programs_than_planned(
     plan: BackwardPlan, grid: tuple[int, int], device: str, planned: Callable, launches: list[Launch]
 ) -> None:
-    """Each holds a share of dw; without a dw there may be one for each tile."""
+    """Each program has a partial dw; without dw there may be a program for each tile."""
     planned(plan)
     inputs = LLAMA.inputs((19, 48), device)
     run(LLAMA.fused, inputs)

@@ -1,4 +1,4 @@
-"""Norms that give each consumer an output of its own: the same bits as one output that all of them read."""
+"""Norms with an output for each consumer have the bits of one output that all consumers read."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .numerics import BF16, FP16, FP32, assert_same
 
 GEMMA, LLAMA = NormSpec("gemma", True), NormSpec("llama")
 PLAIN: dict[str, tuple[Any, ...]] = {"rms_norm": (None,), "add_rms_norm": (None, 0.5), "norm_add_norm": ()}
-"""The operators that have a form for consumers, with the options of a call."""
+"""The operators with a form for consumers, and the options of a call."""
 DTYPES = {"bf16": (BF16, BF16, None), "autocast": (FP32, FP32, BF16), "mixed": (BF16, FP32, FP16)}
-"""Of the rows, of the weight, and of what consumers cast to."""
+"""The dtypes of the rows, of the weight, and of the casts of consumers."""
 
 NAMES = pytest.mark.parametrize("name", PLAIN)
 
 
 def tensors_of(name: str, device: str, rows: torch.dtype, weight: torch.dtype, width: int = 48) -> list[Tensor]:
-    """Leaves: rows of x and of a residual, and a weight for each norm."""
+    """Draw leaves: rows of x and of a residual, and a weight for each norm."""
     tensors = [torch.randn(3, 5, width, device=device).to(rows) for _ in range(1 + (name != "rms_norm"))]
     tensors += [torch.randn(width, device=device).to(weight) for _ in range(1 + (name == "norm_add_norm"))]
     return [tensor.requires_grad_() for tensor in tensors]
 
 
 def is_exact(tensors: Sequence[Tensor]) -> bool:
-    """Return whether kernels add up alike whatever dtypes gradients have: on a GPU those of 16-bit tensors alone."""
+    """Return whether kernels sum alike for all dtypes of gradients: on a GPU only for 16-bit tensors."""
     return not tensors[0].is_cuda or all(tensor.dtype == BF16 for tensor in tensors)
 
 
@@ -50,7 +50,7 @@ def options_of(name: str, consumers: int, dtype: torch.dtype | None, wide: int =
 
 
 def read(ys: Sequence[Tensor], s: Tensor, unread: Sequence[int] = ()) -> Tensor:
-    """A number that depends on y by consumers like linears, and on s."""
+    """Return a number that depends on y through consumers like linears, and on s."""
     generator = torch.Generator().manual_seed(1)
     total = s.float().square().sum()
     for place, y in enumerate(ys):
@@ -61,7 +61,7 @@ def read(ys: Sequence[Tensor], s: Tensor, unread: Sequence[int] = ()) -> Tensor:
 
 
 def stock(name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, dtype: torch.dtype | None) -> Any:
-    """The outputs of the plain operator, cast by each consumer for itself as autocast does; autograd adds up."""
+    """Call the plain operator and cast y for each consumer as autocast does; autograd sums the gradients."""
     x = tensors[0] * 1
     result = OPERATORS[name](x, *tensors[1:], spec, *PLAIN[name])
     y, s = (result, x) if name == "rms_norm" else result
@@ -75,7 +75,7 @@ def fused(name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, 
 
 
 def results(call: Callable[..., Any], tensors: Sequence[Tensor], *how: Any, unread: Sequence[int] = ()) -> list[Any]:
-    """All outputs, and the gradients of the tensors."""
+    """Return all outputs and the gradients of the tensors."""
     ys, s = call(*how)
     gradients = torch.autograd.grad(read(ys, s, unread), tensors, allow_unused=True)
     return [*(y.detach() for y in ys), s.detach(), *gradients]
@@ -97,7 +97,7 @@ def test_every_bit_is_that_of_one_output_that_all_read(
 
 
 def test_another_order_of_the_sum_has_other_bits(device: str) -> None:
-    """What the test above compares depends on the order."""
+    """The result of the comparison above depends on the order."""
     tensors = tensors_of("rms_norm", device, BF16, BF16)
     ys, s = fused("rms_norm", LLAMA, tensors, 3, None)
     matrices = [torch.randn(48, 7, device=device).to(BF16) for _ in ys]
@@ -175,7 +175,7 @@ def test_outputs_are_one_tensor_in_memory_and_none_is_a_view(name: str, device: 
         assert len({y.data_ptr() for y in ys}) == 1
         assert not any(y._is_view() for y in (*ys, s))
         assert all(y.requires_grad for y in (*ys, s))
-    total = (ys[0] @ ys[1].detach().mT.requires_grad_()).sum()  # a product that saves the first
+    total = (ys[0] @ ys[1].detach().mT.requires_grad_()).sum()  # a product that saves the first output
     with torch.no_grad():
         ys[2].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -186,7 +186,7 @@ def test_outputs_are_one_tensor_in_memory_and_none_is_a_view(name: str, device: 
 @pytest.mark.parametrize("wide", [0b1, 0b10, 0b101, 0b111])
 @pytest.mark.parametrize("width", [48, *slow(40960)])
 def test_some_consumers_read_float32(name: str, wide: int, width: int, device: str) -> None:
-    """The others read 16 bits, and the gradients of all are added up in float32, the last consumer's first."""
+    """The others read 16 bits; all gradients are summed in float32, beginning with the last consumer's."""
     tensors = tensors_of(name, device, FP32, FP32, width)
     of_one = [bool(wide >> place & 1) for place in range(3)]
 
@@ -208,7 +208,7 @@ def test_some_consumers_read_float32(name: str, wide: int, width: int, device: s
                 assert a.dtype == b.dtype
                 if is_exact(tensors) and width == 48:
                     assert torch.equal(a, b)
-                else:  # a GPU adds up rows in another order, after which a number may be rounded the other way
+                else:  # a GPU sums rows in another order, after which a number may be rounded the other way
                     assert (a.double() - b.double()).norm() < 1e-3 * b.double().norm()
     with torch.no_grad():
         assert len(for_consumers(name)(*tensors, LLAMA, *options_of(name, 3, BF16, wide))) == 4

@@ -83,7 +83,7 @@ def test_compiles_as_one_graph_with_equal_results(case: str, device: str) -> Non
 
 
 class Doubled(operator.Operator):
-    """Has one output and one gradient, which a schema returns as a tensor and not as a tuple."""
+    """An operator with one output and one gradient: its schema returns a tensor instead of a tuple."""
 
     name, tensors, outputs, saved, gradients = "doubled", "Tensor x", ("y",), "Tensor x", ("dx",)
 
@@ -112,7 +112,7 @@ def test_an_operator_may_have_one_gradient_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def noting(uses_operator: list[bool]) -> Callable[..., Callable]:
-    """A backend that notes for each graph if the norm's operator is in it."""
+    """Return a backend that records for each graph whether the norm's operator is in it."""
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
         uses_operator.append(any("fused_norm.rms_norm_forward" in str(node.target) for node in graph.graph.nodes))
@@ -194,7 +194,7 @@ def _gated_rms_norm(block: Block, x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
 
 
 def _lora_add(block: Block, x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
-    """A small part in 16 bits, for Inductor's sin may round the other way."""
+    """Call it on a small part in 16 bits, because Inductor's sin may round the other way."""
     return lora_add(x, x.sin().bfloat16(), torch.stack((w, w2)), torch.stack((w2, w), dim=1), block.scale / 64)
 
 
@@ -223,7 +223,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 
 
 class Block(nn.Module):
-    """Calls operators one after the other, three times, with numbers that are attributes as in modelling code."""
+    """Calls operators in sequence, three times, with numbers that are attributes as in modelling code."""
 
     def __init__(self, names: Sequence[str], device: str) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Block(nn.Module):
         return x
 
     def results(self, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """The output, and the gradients of x and of all parameters."""
+        """Return the output and the gradients of x and of all parameters."""
         leaf = x.detach().requires_grad_()
         y = call(leaf)
         return [y, *torch.autograd.grad(y.sin().sum(), (leaf, *self.parameters()))]
@@ -262,7 +262,7 @@ def test_numbers_of_a_module_are_no_symbols_and_lengths_are_compiled_once(name: 
 
 @pytest.mark.slow
 def test_one_number_of_rows_after_another_compiles_twice_at_most(device: str) -> None:
-    """As PyTorch does by itself: once for the first, and once for all others."""
+    """As PyTorch does by default: once for the first, and once for all others."""
     block, counter = Block(["rms_norm", "add_rms_norm"], device), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     for tokens in (5, 9, 33, 7):
@@ -287,7 +287,7 @@ def test_exports(trained: bool, device: str) -> None:
     tokens = torch.export.Dim("tokens", min=2, max=4096)
     program = torch.export.export(block, (x,), dynamic_shapes=({1: tokens},))
     called = {str(node.target) for node in program.graph.nodes}
-    # These take labels, a packed weight, and the rows of experts.
+    # These take labels, a packed weight, or the rows of experts.
     others = {
         "lora_add_dropped",
         "linear_cross_entropy",
@@ -368,7 +368,7 @@ def test_meta_and_fake_tensors_tell_shape_dtype_and_strides(case: str, layout: s
 
 @CALLS
 def test_what_was_made_in_inference_mode_trains_as_by_the_formula(case: str, device: str) -> None:
-    """Autograd cannot keep such a tensor; where the formula needs it as well, its error is the formula's."""
+    """Autograd cannot save such a tensor; if the formula needs it as well, the error is the formula's."""
     call = every_call(device)[case]
     operator = OPERATORS[call.name]
     for place, tensor in enumerate(call.tensors):

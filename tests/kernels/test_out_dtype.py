@@ -1,4 +1,4 @@
-"""q and k that are written in 16 bits in the place of float32: one rounding more in the forward, none elsewhere."""
+"""q and k written in 16 bits instead of float32: one more rounding in the forward, and no other difference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("norm", "norm and rotation", "rotation", "rotation in fp32")
 
 
 def arguments(kind: str, device: str, x: torch.dtype, w: torch.dtype, angles: torch.dtype, rotary: int) -> Any:
-    """An operator and the arguments of a call, q and k wide enough for roundings to differ, without the dtype."""
+    """Return an operator and arguments without the dtype; q and k are wide enough for roundings to differ."""
     torch.manual_seed(0)
     q, k = (torch.randn(2, 9, heads, 16, device=device).to(x).transpose(1, 2).requires_grad_() for heads in (4, 2))
     cos, sin = torch.randn(2, 2, 9, rotary, device=device).to(angles)
@@ -29,7 +29,7 @@ def arguments(kind: str, device: str, x: torch.dtype, w: torch.dtype, angles: to
 
 
 def results(operator: Any, args: tuple[Any, ...], dtype: torch.dtype | None, incoming: Any) -> tuple[Any, Any]:
-    """The outputs, and the gradients of all that wants one."""
+    """Return the outputs and the gradients of all tensors that require one."""
     outputs = operator(*args, dtype)
     inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     back = [dy.to(y.dtype) for dy, y in zip(incoming, outputs, strict=True)]
@@ -57,7 +57,7 @@ def test_only_float32_is_written_otherwise_and_rounded_once(
             assert mine.stride() == theirs.stride()
             if kind.startswith("rotation"):
                 assert_same([mine], [formula], exact=device == "cpu")
-        if stock[0].dtype == FP32:  # else the gradients given to both are rounded twice
+        if stock[0].dtype == FP32:  # otherwise their incoming gradients are rounded twice
             assert_same(grads, expected, exact=device == "cpu")
 
 

@@ -1,4 +1,4 @@
-"""Outputs recomputed from what the backward keeps: bit for bit, in the layout they had, and of what was kept alone."""
+"""Outputs recomputed from what the backward saves, bit for bit and in their layout, without other tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEPT = ("norm_add", "rope", "gated_rms_norm", "lora_add")
 
 
 class Observer:
-    """Calls operators as they are called without it, and keeps their recomputes."""
+    """Calls operators as usual and collects their recomputes."""
 
     def __init__(self) -> None:
         self.recomputes: list[Any] = []
@@ -42,7 +42,7 @@ class Observer:
 
 
 def assert_recomputed_or_kept(call: Call) -> None:
-    """Bit for bit; outputs are kept if they are another operator's, or if the norm uses another rstd than it keeps."""
+    """Assert equal bits; outputs are kept if another operator computes them or the norm saves another rstd than it uses."""
     operator, observer = OPERATORS[call.name], Observer()
     with calls.by(observer):
         outputs = call.outputs(call.leaves())

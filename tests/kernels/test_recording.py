@@ -39,7 +39,7 @@ GEMMA = norm_spec("gemma", True, 1e-5)
 
 
 def rows(device: str, dtype: torch.dtype = FP32, layout: str = "dense") -> Tensor:
-    """[2, 3, 16] in a layout."""
+    """Return rows of shape [2, 3, 16] in a layout."""
     if layout == "transposed":
         return torch.randn(3, 2, 16, device=device).to(dtype).transpose(0, 1)
     if layout == "columns":
@@ -52,19 +52,19 @@ def weight(device: str, dtype: torch.dtype = FP32) -> Tensor:
 
 
 CASES = (*NAMES, "norm transposed heads", "norm padded rows")
-"""The calls that are recorded: those of every operator, and norms of rows in another layout."""
+"""The calls that are recorded: every operator, and norms of rows in other layouts."""
 
 
 def case_of(case: str, device: str) -> tuple[Operator, tuple[Any, ...], int]:
-    """An operator, a call's arguments, and how many of the first of them may want a gradient."""
+    """Return an operator, the arguments of a call, and how many leading arguments may require a gradient."""
     layout = next((layout for layout in ("transposed heads", "padded rows") if case.endswith(layout)), "contiguous")
-    dtype = FP32 if case == "norm and add" else None  # or its backward casts the residual's gradient
+    dtype = FP32 if case == "norm and add" else None  # otherwise its backward casts the residual's gradient
     call = every_call(device, layout, dtype=dtype)[case.removesuffix(f" {layout}")]
     return OPERATORS[call.name], (*call.tensors, *call.options), call.differentiated
 
 
 def fresh(arguments: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[Any, ...]:
-    """Copies in the same layouts, at other addresses; the first ones want gradients as they are told."""
+    """Return copies in the same layouts at other addresses, with ``requires_grad`` set on the leading ones."""
 
     def copied(argument: Any) -> Any:
         if not isinstance(argument, Tensor):
@@ -80,7 +80,7 @@ def fresh(arguments: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[
 
 
 def step(call: Callable[..., Any], arguments: tuple[Any, ...], used: tuple[bool, ...]) -> list[Tensor | None]:
-    """Outputs and gradients; of the outputs, those that are ``used`` get a gradient."""
+    """Return outputs and gradients; only outputs that are ``used`` get a gradient."""
     result = call(*arguments)
     outputs = [output for output in (result if isinstance(result, tuple) else (result,)) if output is not None]
     leaves = [argument for argument in arguments if isinstance(argument, Tensor) and argument.requires_grad]
@@ -98,7 +98,7 @@ def step(call: Callable[..., Any], arguments: tuple[Any, ...], used: tuple[bool,
 
 
 def assert_same(actual: list[Tensor | None], expected: list[Tensor | None], is_exact: bool = True) -> None:
-    """Assert equal bits; but for what a kernel that is compiled without gradients may contract in another way."""
+    """Assert equal bits, except for multiply-adds that a kernel compiled without gradients may fuse differently."""
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None)
@@ -112,7 +112,7 @@ def recordings(name: str) -> list[recording.Recording]:
 
 
 def straight(entry: recording.Recording) -> bool:
-    """Whether it runs as a few lines, and not by Triton's own launches."""
+    """Return whether it runs generated code, and not Triton's own launches."""
     return "stream_of" in getattr(getattr(entry, "forward", entry.call), "__globals__", {})
 
 
@@ -156,12 +156,12 @@ def test_a_call_that_differs_in_one_fact_gets_another_recording(change: str, dev
 
 
 def variants_of(options: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """An operator's options, one of them another one."""
+    """Return copies of an operator's options, each with one of them changed."""
     variants = []
     for place, value in enumerate(options):
         if isinstance(value, NormSpec):
             values = [replace(value, eps=0.1)]
-            if value.casting != "none":  # whose call has no weight
+            if value.casting != "none":  # that call has no weight
                 values.append(replace(value, zero_centered=not value.zero_centered))
         else:
             words = {"gelu_tanh": "gelu", "silu": "sigmoid", 0.22: -3.0, 0.7: -3.0}
@@ -196,7 +196,7 @@ class Subclass(Tensor):
 
 @pytest.fixture
 def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
-    """Arguments of a norm that is known, in every grad mode, as on a machine with several GPUs."""
+    """Arguments of a norm that is recorded in every grad mode, as on a machine with several GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     x, w = rows(device), weight(device)
     for _ in range(2):
@@ -359,7 +359,7 @@ def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_take_no_gener
 
 
 def at_an_odd_address(tensor: Tensor) -> Tensor:
-    """A copy of the same strides, which does not begin at a multiple of 16 bytes."""
+    """Return a copy with the same strides that is not 16-byte aligned."""
     extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     memory = torch.empty(1 + extent, dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
@@ -369,7 +369,7 @@ def at_an_odd_address(tensor: Tensor) -> Tensor:
 
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Give the name of a recording that a test watches, each time that it leaves the launches to Triton."""
+    """Collect the name of a watched recording each time it falls back to Triton's launches."""
     names: list[str] = []
 
     def watch(**watched: Callable[..., Any]) -> list[str]:
@@ -386,14 +386,14 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
     case: str, repeated: Callable[..., list[str]], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of them at a time: in a call that a recording has to repeat, and in one that would be recorded."""
+    """One tensor at a time: in a call that repeats a recording, and in a call that would be recorded."""
     operator, call_args, differentiable = case_of(case, device)
     requires_grad = (True,) * differentiable
     if device == "cpu":
-        monkeypatch.setattr(Launch, "run", lambda launch: None)  # it is the way that counts, and no result
+        monkeypatch.setattr(Launch, "run", lambda launch: None)  # only the path matters, and not the result
 
     def step_at(odd: int | None, odd_gradient: int | None) -> list[str]:
-        """The directions that read anything at an odd address."""
+        """Return the directions that read a tensor at an odd address."""
         arguments = [*fresh(call_args, requires_grad)]
         if odd is not None:
             arguments[odd] = at_an_odd_address(arguments[odd])
@@ -429,7 +429,7 @@ def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
 
 
 def test_a_call_replaces_only_the_stock_code_that_it_was_checked_against(recorded: tuple[Tensor, Tensor]) -> None:
-    """A rotation, say, may round in other places than the public function that was called with tensors like these."""
+    """A rotation, for example, may have other rounding points than the public function called with the same tensors."""
     x, w = recorded
     rotation, gate = object(), object()
     before = len(recordings("rms_norm"))
@@ -505,7 +505,7 @@ def test_who_hooks_into_tritons_launches_later_gets_them(
 
 
 def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
-    """Of those too that a patched module has checked, and again when others go out of use."""
+    """This includes calls that a patched module has checked; the same holds when plans go out of use."""
     x, w, own = rows(device).requires_grad_(), weight(device), object()
 
     def warps() -> list[Any]:
@@ -526,7 +526,7 @@ def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
     with use_plans(PlanTable("any", "", "", rules)):
         assert not is_known()
         assert warps() == [1, 1]
-        again = warps()  # on a GPU a repeated call launches by other means
+        again = warps()  # on a GPU a repeated call launches in another way
         assert again == [1, 1] or (device == "cuda" and {*again} <= {1})
         RMS_NORM.try_fused(x, w, LLAMA, None, replaces=own)
     assert not is_known()
@@ -536,7 +536,7 @@ def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
 
 
 class Noting:
-    """Notes the launches and the calls that it is told of."""
+    """Records the launches and calls that it observes."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -639,7 +639,7 @@ def test_threads_share_recordings_and_compute_what_one_thread_does(device: str) 
 def test_random_calls_in_turn_do_what_the_general_path_does(
     seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few recordings are kept, so that they come and go."""
+    """The cache is small, so recordings are dropped and made again."""
     monkeypatch.setattr(recording, "SHAPES", 2)
     monkeypatch.setattr(recording, "EACH", 2)
     pick = random.Random(seed)
@@ -666,7 +666,7 @@ def test_without_parts_of_pytorch_that_are_not_public(
 
 
 class Compiled:
-    """A compiled kernel as one release of Triton hands it out; its launches are noted."""
+    """A compiled kernel as in one release of Triton, which records its launches."""
 
     def __init__(self, signature: dict[str, str], release: str) -> None:
         self.src = type("Source", (), {"signature": signature})()
@@ -722,7 +722,7 @@ def test_a_kernel_that_counts_in_64_bits_is_launched_by_triton(number: float, is
 
 
 def test_a_nested_tensor_is_no_argument_like_those_of_a_recording(device: str) -> None:
-    """PyTorch's guard of tensors would end the process."""
+    """PyTorch's tensor guard would abort the process."""
     x, residual, w = rows(device), rows(device), weight(device)
     for _ in range(2):
         add_rms_norm(x, residual, w)

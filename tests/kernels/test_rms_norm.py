@@ -41,7 +41,7 @@ GEMMA = Norm("gemma", zero_centered=True, x=FP32, w=FP32)
 @pytest.mark.parametrize("units", [0, 0.4])
 @pytest.mark.usefixtures("held_or_in_chunks")
 def test_casting_none_rounds_the_squares_and_their_mean(units: float, dtype: torch.dtype, device: str) -> None:
-    """An eps of less than half a unit is lost on a mean that was rounded before, and moves one that was not."""
+    """An eps below half a unit is lost if the mean is rounded before, and changes an unrounded mean."""
     x, eps = squares_that_round_up((24, 145), dtype, device), units * torch.finfo(dtype).eps
     ours, expected = rms_norm(x, None, eps, casting="none"), none_rounded_once(x, None, eps, False)
     assert_same_rounding(Norm("none", x=dtype, w=None), ours, expected)
@@ -56,7 +56,7 @@ def test_eps_is_added_to_the_mean_of_squares(eps: float, device: str) -> None:
 
 
 def test_gradients_are_rounded_once(device: str) -> None:
-    """Better than stock: fp32 arithmetic and one rounding, so the error is half a unit of the element itself."""
+    """Better than stock: fp32 arithmetic and one rounding, so the error is half a unit of the element."""
     norm = Norm("gemma", zero_centered=True, x=BF16, w=BF16)
     inputs = norm.inputs((1030, 33), device)
     ours, reference = run(norm.fused, inputs), run_true(norm, inputs)
@@ -73,7 +73,7 @@ def test_large_weights_and_rows_of_any_size(norm: Norm, device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3, 130), (7, 130)], ids=str)
 def test_expanded_rows_and_gradients(shape: tuple[int, ...], device: str) -> None:
-    """Stride 0 along the first dimension of x, and along all of dy, as after ``.sum().backward()``."""
+    """x has stride 0 along its first dimension, and dy along all dimensions, as after ``.sum().backward()``."""
     norm = Norm("llama", x=FP32, w=FP32)
     inputs = norm.inputs(shape, device)
     inputs.x = inputs.x[:1].expand(shape)
@@ -95,7 +95,7 @@ def test_overlapping_rows(device: str) -> None:
 
 
 def test_what_is_saved_is_looked_at_once(device: str) -> None:
-    """Checkpoints refuse a second look, and a backward that may be differentiated again must not need one."""
+    """Checkpoints allow saved tensors to be unpacked once, which must suffice for a differentiable backward too."""
     x = torch.randn(3, 7, device=device, requires_grad=True)
     w = torch.randn(7, device=device, requires_grad=True)
     for create_graph in (False, True):
@@ -162,7 +162,7 @@ assert "Function" not in type(y.grad_fn).__name__
 
 
 def test_saved_tensors_may_come_back_in_another_layout(device: str) -> None:
-    """As from hooks that keep activations elsewhere: a transposed input is handed back contiguous."""
+    """Hooks that offload saved tensors do this: a transposed input comes back contiguous."""
     inputs = LLAMA.inputs((2, 3, 5, 64), device)
     inputs.x = in_layout("transposed heads", inputs.x)
     expected = run(LLAMA.fused, inputs)

@@ -1,6 +1,6 @@
-"""Operators on DTensors: each device computes its own rows; what it cannot compute alone is left to PyTorch.
+"""Operators on DTensors: each device computes its own rows; calls that a device cannot compute alone go to PyTorch.
 
-The process takes itself for one of two, and nothing that is tested here may need the other one.
+The process acts as one of two, and no test may need the other one.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ OPERATORS: dict[str, tuple[Callable[..., Any], str]] = {
     "qk_norm_rope": (kernels.qk_norm_rope, "hhwwaa"),
     "rope": (kernels.rope, "hhaa"),
 }
-"""Each operator and its tensors: ``x`` rows, ``h`` heads, ``w`` a weight, ``a`` angles."""
+"""Each operator and its tensors: ``x`` is rows, ``h`` heads, ``w`` a weight, ``a`` angles."""
 
 CUTS = [(name, dim) for name in OPERATORS for dim in (1, None)] + [("rms_norm", 0), ("glu", 2)]
-"""Operators, and the dimension that devices share; None: each of them has and computes all."""
+"""Operators, and the dimension that is sharded; None if all devices have and compute everything."""
 
 
 @pytest.fixture
 def mesh(device: str) -> Iterator[DeviceMesh]:
-    """Two devices, of which this process has the second: the one with fewer rows where they do not divide."""
+    """Make a mesh of two devices, of which this process is the second: it has fewer rows if they do not divide."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
         yield init_device_mesh(device, (2,))

@@ -37,7 +37,7 @@ class Case(Call):
 
 
 def _case(name: str, device: str) -> Case:
-    """In fp32, with an eps that keeps second derivatives small."""
+    """Return a call in fp32, with an eps that keeps second derivatives small."""
     calls = every_call(device, width=8, dtype=FP32)
     calls["glu by erf"] = calls["glu"]._replace(options=("gelu",))
     case = Case(*calls[name.removesuffix(" of a row")])
@@ -50,7 +50,7 @@ OF_A_ROW = [
     f"{name} of a row"
     for name in ("norm", "add", "add scaled", "norm and add", "sandwich", "heads", "glu", "gated in groups")
 ]
-"""Calls of tensors of one dimension, which is a row."""
+"""Calls of tensors of one dimension, each a single row."""
 CASES = pytest.mark.parametrize("case", [*NAMES, "norm of a row", "glu by erf"])
 
 
@@ -133,7 +133,7 @@ def test_gradients_of_a_single_row_are_differentiated_again(name: str, device: s
 
 
 def _tolerance(case: Case) -> float:
-    """That of second derivatives, which round as the narrowest tensor does."""
+    """Return the tolerance of second derivatives, which round as the narrowest tensor does."""
     return 1e-4 if all(tensor.dtype == FP32 for tensor in case.inputs) else 0.05
 
 
@@ -174,7 +174,7 @@ def test_kernels_and_formula_agree_in(transformed: Callable[..., Sequence[Tensor
     call = _case(case, device)
     ours = transformed(call, call.kernel_backward)
     if case == "conv" and transformed is gradients_of_a_dual_incoming_gradient_with_their_tangents:
-        return  # which PyTorch's own SiLU, whose bits the formula has, does not take
+        return  # PyTorch's own SiLU, whose bits the formula has, does not support this
     _assert_close(ours, transformed(call, call.by_formula))
 
 
@@ -225,7 +225,7 @@ def test_second_derivatives_in_bf16_have_the_dtypes_of_their_tensors(casting: st
 
 
 def _negated(tensor: Tensor) -> Tensor:
-    """Equal values, their signs in a bit of the tensor."""
+    """Return equal values as a view with the negative bit."""
     view = torch.complex(torch.zeros_like(tensor.float()), -tensor.float()).conj().imag
     assert view.is_neg()
     return view

@@ -1,8 +1,7 @@
-"""A weight that is written into between a forward and its backward: gradients, or the error, are stock's.
+"""If a weight is written to between a forward and its backward, gradients or the error are stock's.
 
-Stock code keeps a weight for its backward, or something that it has made of the weight, or neither. Code that writes
-through ``.data`` (averages of weights, weight sync, optimizers of 8 bits) goes unseen by autograd, an optimizer's step
-does not.
+Stock code saves a weight for its backward, a tensor computed from it, or neither. Autograd does not see writes through
+``.data`` (weight averaging, weight sync, 8-bit optimizers), but it sees an optimizer's step.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def uncast_gemma(x: Tensor, weight: Tensor, spec: NormSpec, _: None) -> Tensor:
 
 
 def call_of(kind: str, spec: NormSpec | None, x: torch.dtype, w: torch.dtype, device: str) -> Call:
-    """A call of weights in one dtype and of all else in another."""
+    """Return a call with weights in one dtype and all other tensors in another."""
     calls = every_call(device, width=24)
     norm, add = calls["norm"], calls["add"]
     calls["one dimension"] = norm.placed(0, norm.tensors[0][0, 0, 0])
@@ -50,7 +49,7 @@ def call_of(kind: str, spec: NormSpec | None, x: torch.dtype, w: torch.dtype, de
 
 
 def stock_of(call: Call) -> Callable[..., Any]:
-    """The stock code that a call stands for: of one output for all consumers, each of them reads that."""
+    """Return the stock code of a call: one output for all consumers."""
     reference = OPERATORS[call.name].reference
     if call.name == "rms_norm_for_consumers":
         return lambda *args: [
@@ -69,7 +68,7 @@ def counted(weight: Tensor) -> None:
 
 
 def outcome(function: Callable[..., Any], call: Call, needed: str, write: Callable[[Tensor], None]) -> Any:
-    """The gradients, with weights written before the backward; "error" if autograd sees the write."""
+    """Return the gradients if weights are written to before the backward, or "error" if autograd sees the write."""
     names = OPERATORS[call.name].tensor_names
     leaves = [None if tensor is None else tensor.clone() for tensor in call.tensors]
     for name, leaf in list(zip(names, leaves, strict=True))[: call.differentiated]:
@@ -89,7 +88,7 @@ def outcome(function: Callable[..., Any], call: Call, needed: str, write: Callab
 
 
 def check(call: Call, needed: Sequence[str] = ("all",)) -> None:
-    """Compare the results of writes of both kinds, of the call that is recorded and of one that repeats it."""
+    """Compare the results after writes of both kinds, for the call that is recorded and for one that repeats it."""
     roundoff = max(torch.finfo(tensor.dtype).eps for tensor in present(call.tensors))
     for which, write in itertools.product(needed, (through_data, counted)):
         expected = outcome(stock_of(call), call, which, write)
