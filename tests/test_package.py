@@ -1,4 +1,4 @@
-"""The package as others get it: what is imported with it, its version, and the README that an index shows."""
+"""The installed package: what is imported with it, its version, and the README of a package index."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import fused_norm
 
 PACKAGE = Path(fused_norm.__file__).parent
 MEASURING = ("check", "cli", "convergence")
-"""What commands alone import; above them is what everyone does."""
+"""Packages that only commands import."""
 PEERS = ("benchmarks", "liger_kernel", "matplotlib", "quack", "tools")
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The full names that a file imports, wherever in it."""
+    """Return the full names that a file imports anywhere."""
     package = ("fused_norm", *path.relative_to(PACKAGE).parent.parts)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""``python -m benchmarks`` measures what was asked for, keeps it, and says no if a GPU is needed."""
+"""``python -m benchmarks`` measures what was asked for, stores it, and fails if a GPU is needed."""
 
 from __future__ import annotations
 

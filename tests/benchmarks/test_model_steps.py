@@ -1,4 +1,4 @@
-"""Each kind of step does what its name says, and twins of a model share its weights and nothing else."""
+"""Each kind of step does what its name says, and twins of a model share only its weights."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_generation_has_a_cache_of_its_kind_and_its_time_is_that_of_a_token(ki
     step = prepared(kind, batch=2, length=3)
     caches = []
 
-    def note(module, args, kwargs, output):  # the name of the argument is another one since transformers 5.24
+    def note(module, args, kwargs, output):  # transformers 5.24 renamed the argument
         caches.append(type(kwargs.get("cache", kwargs.get("past_key_values"))).__name__)
 
     step.model.model.register_forward_hook(note, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""A variant changes its twin alone, and what it changes for the process it changes while its steps run."""
+"""A variant changes only its twin; changes to the process last while its steps run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_fused_variant_has_its_options_and_the_results_of_stock(variant, optio
 
 @pytest.fixture
 def liger(monkeypatch):
-    """A package that patches Qwen3 as Liger does: names of the modelling code, and modules of the instance."""
+    """Make a package that patches Qwen3 as Liger does: names of the modelling code, and modules of the instance."""
     asked = []
 
     def rotation(q, k, cos, sin, *_):
@@ -158,7 +158,7 @@ def test_on_top_of_ligers_gate_and_loss_all_else_is_fused(liger):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """torch.compile with a backend that runs the graphs as they are, and keeps them with the mode."""
+    """Compile with a backend that runs graphs as they are, and records them with the mode."""
     kept = types.SimpleNamespace(graphs=[], modes=[])
 
     def backend(graph, example_inputs):
@@ -197,7 +197,7 @@ def test_compiled_variants_are_right_and_run_compiled(variant, compiled):
     twin = step.twin()
     patched = VARIANTS[variant](twin)
     with patched.running():
-        # Fused norms round apart, and a code of float8 may then be the next one.
+        # Fused norms round differently, so a float8 code may be the next one.
         rounds = variant in OURS and variant in FLOAT8
         assert relative_error(twin.outputs_and_gradients(patched.model), stock) < (0.05 if rounds else 1e-5)
         graphs = len(compiled.graphs)

@@ -1,4 +1,4 @@
-"""Cases know the bytes that they must move, and tell a right result from one that is wrong anywhere."""
+"""Cases count the bytes that they must move, and tell right results from wrong ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_codes_are_bytes_and_scales_count(fp8_format, scales):
 
 
 def test_every_operator_of_the_project_is_measured():
-    under_other_names = {"recomputed_norm", "norm_fp8"}  # what the public functions of FP8 call
+    under_other_names = {"recomputed_norm", "norm_fp8"}  # called by the public functions of FP8
     in_steps_alone = {
         "linear_4bit",
         "lora_add",
@@ -87,13 +87,13 @@ def test_truth_is_the_formula_in_float64(case):
         return functional.rms_norm(x, w.shape, 1 + w if case.spec.zero_centered else w, case.spec.eps)
 
     def rotate(q, k, cos, sin):
-        """The halves of a row as the real and imaginary parts of numbers that are turned."""
+        """Rotate the halves of a row as the real and imaginary parts of complex numbers."""
         turn = torch.complex(cos, sin)[..., : case.width // 2].unsqueeze(2)
         turned = [torch.complex(*x.chunk(2, dim=-1)) * turn for x in (q, k)]
         return tuple(torch.cat((x.real, x.imag), dim=-1).transpose(1, 2) for x in turned)
 
     def gate(x, up):
-        """The logistic function; of tanh, half its argument and half of it makes that too."""
+        """Compute both activations by the logistic function, which is (1 + tanh(z / 2)) / 2."""
         z = x if case.option == "silu" else (8 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
         return x * up / (1 + torch.exp(-z))
 

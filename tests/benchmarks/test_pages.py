@@ -1,4 +1,4 @@
-"""Pages show the stored run: each of their tables is what ``python -m benchmarks.pages`` would write."""
+"""Pages show the stored run: their tables are what ``python -m benchmarks.pages`` would write."""
 
 from __future__ import annotations
 

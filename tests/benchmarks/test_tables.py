@@ -1,4 +1,4 @@
-"""Results survive a file, and tables and charts say what is in them."""
+"""Results survive a file, and tables and charts show them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def results():
 
 
 def cells(text, start, nth=0):
-    """The cells of the nth line that begins so."""
+    """Return the cells of the nth line with this beginning."""
     lines = [line for line in text.splitlines() if re.match(rf"{re.escape(start)}\s", line)]
     return re.split(r"\s{2,}", lines[nth])
 

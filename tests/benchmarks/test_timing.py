@@ -1,4 +1,4 @@
-"""Times are of one call, whatever the number of calls in a graph, a series or a chain."""
+"""A time is that of one call, whatever the number of calls in a graph, a series or a chain."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.timing import Sampler
 
 CPU = torch.device("cpu")
 GPU = types.SimpleNamespace(type="cuda")
-"""A device as far as ``timing`` looks at it; the tensors of these tests are on the CPU."""
+"""A device with the properties that ``timing`` reads; the tensors of these tests are on the CPU."""
 
 REPLAY = 0.0024
 
 
 class Clock:
-    """The time that the faked GPU events read."""
+    """The time that the fake GPU events read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -32,7 +32,7 @@ class Clock:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """``torch.cuda`` as far as ``timing`` uses it, where a replay takes ``REPLAY`` and a call from Python 10 us."""
+    """The parts of ``torch.cuda`` that ``timing`` uses; a replay takes ``REPLAY``, a call from Python 10 us."""
     clock = Clock()
 
     class Event:

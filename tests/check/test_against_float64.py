@@ -1,4 +1,4 @@
-"""A step is judged by its distance from the same step in float64, and a step that is too far off is found."""
+"""A step is judged by its distance from the same step in float64; a step that is too far off fails."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def tokens_of(model: nn.Module, device: str) -> torch.Tensor:
 
 
 def small(model_type: str, **how) -> nn.Module:
-    """A family's tiny model of one layer."""
+    """Build a tiny model of a family, with one layer."""
     return build(tiny_config(model_type, num_hidden_layers=1), seed=1, **how)
 
 
 class Steps:
-    """Follows the steps of a check: ``now`` is the one that runs, and ``before`` is called ahead of it."""
+    """Follows the steps of a check: ``now`` is the current step, and ``before`` is called before each step."""
 
     def __init__(self, before=lambda step: None):
         self.now, self.before = None, before
@@ -50,7 +50,7 @@ class Steps:
 
 
 def damaged(model, path, change):
-    """A check whose fused step has another norm weight at ``path``."""
+    """Check a model whose norm weight at ``path`` is changed in the fused step."""
 
     def before(step):
         if step == "fused":
@@ -189,7 +189,7 @@ def test_a_budget_is_that_of_the_usual_stock_step_and_as_wide_as_those_scatter()
     allowed = 1.0 + SLACK + 4 / 8
     assert budget([1e-3] * 5, 64, 1000, torch.float32) == pytest.approx(1e-3 * allowed + eps)
     assert budget([1e-3] * 5, 1000, 64, torch.float32) == pytest.approx(1e-3 * allowed + eps)
-    # A stock step that was lucky does not set it alone, and one that was not does not either.
+    # Neither a lucky stock step nor an unlucky one sets the budget alone.
     lucky, rms = [0.5e-3, 1e-3, 1.5e-3], 1e-3 * math.sqrt(3.5 / 3)
     scatter = 0.5e-3 / rms
     assert budget(lucky, 64, 64, torch.float32) == pytest.approx(rms * (1 + SLACK + 4 * math.sqrt(2) * scatter) + eps)

@@ -1,4 +1,4 @@
-"""Distances between runs: relative, robust where they have to be, and infinite where there is nothing to compare."""
+"""Distances between runs are relative, robust if required, and infinite if there is nothing to compare."""
 
 import math
 

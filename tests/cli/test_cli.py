@@ -1,4 +1,4 @@
-"""Every command: once as a process of its own, and its cases in this one."""
+"""Every command runs once as a process of its own; further cases run in this process."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ SUMMARY = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "rope", "
 
 
 def process(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """``python`` with ``arguments``, which finds this package and nothing on a hub."""
+    """Run ``python`` with ``arguments`` in a process that imports this package and is offline."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(fused_norm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "1",
     }
-    # A user has not set it, and then the command has to.
+    # Users do not set it, so the command has to.
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
@@ -56,7 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def script(tmp_path: Path):
-    """Writes a script and returns its path."""
+    """Return a function that writes a script and returns its path."""
 
     def write(text: str, name: str = "train.py") -> Path:
         path = tmp_path / name
@@ -88,7 +88,7 @@ MISSPELT = (
     *("converge llama --config no/such/folder", "converge --data missing.txt", "converge --tokenizer tokenizer.json"),
     *("converge --learning-rate -1e-3", "demo lama", "demo --data texts/missing.jsonl", "demo --learning-rate nan"),
 )
-"""Lines that are bad input, which takes neither torch nor the hub to tell."""
+"""Lines that are bad input, which commands find without torch and the hub."""
 
 
 def test_help_and_misspelt_arguments_do_not_import_torch():
@@ -136,7 +136,7 @@ def test_inspect_prints_the_report_of_a_directory(checkpoint, capsys):
 
 @pytest.fixture
 def inspected(checkpoint, capsys):
-    """Inspects a model, that of the checkpoint in place of {}, and returns the JSON that is printed."""
+    """Return a function that inspects a model ({} is the checkpoint) and returns the printed JSON."""
 
     def inspect(line):
         assert main(["inspect", *line.format(checkpoint).split(), "--json"]) == 0
@@ -226,7 +226,7 @@ def test_a_misspelt_model_type_is_answered_by_those_alike(name, meant, capsys):
 
 @pytest.fixture
 def without_network(monkeypatch):
-    """No request reaches the hub; yields the names of which a copy is asked for, and may be given one."""
+    """Make the hub unreachable. The dictionary has the names that copies were asked for, and may be given copies."""
     copies: dict[str, str | None] = {}
 
     def unreachable():
@@ -537,7 +537,7 @@ subprocess.run([sys.executable, *{line}, {child!r}], check=True)
     ids=["under a launcher", "above a launcher", "above a process", "above itself"],
 )
 def test_run_covers_other_processes_and_tells_of_a_model_once(line, inside, script):
-    """A process may have the patcher before it has transformers, and the options inside hold."""
+    """A process may import the patcher before transformers; the options of the inner command hold."""
     path = script("import fused_norm.patcher\n" + LOAD, "child.py")
     if inside is not None:
         path = script(STARTS.format(line=list(inside), child=str(path)))
@@ -693,7 +693,7 @@ def test_env_says_what_a_bug_report_needs(capsys):
     assert main(["env"]) == 0
     facts = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert facts["fused_norm"] == fused_norm.__version__
-    assert str(torch.__version__).startswith(facts["torch"])  # a build's name such as +cu130 may follow
+    assert str(torch.__version__).startswith(facts["torch"])  # a build suffix such as +cu130 may follow
     assert facts["transformers"]
     assert facts["kernels run in"]
     assert any(name.startswith("plans on") for name in facts) == torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""``fused-norm converge`` names what it cannot use, keeps what it has, and ends with the exit code it promises."""
+"""``fused-norm converge`` names what it cannot use, keeps its results, and returns the documented exit codes."""
 
 import argparse
 import json
@@ -113,7 +113,7 @@ def test_unit_weights_are_no_test(tmp_path, capsys):
 
 
 class Bar:
-    """Counts what a bar would show."""
+    """Counts the updates of a progress bar."""
 
     def __init__(self, total, **named):
         self.total, self.done = total, 0
@@ -146,7 +146,7 @@ def test_a_run_that_is_stopped_says_what_it_has_and_goes_on_from_there(tmp_path,
     monkeypatch.setattr("tqdm.tqdm", lambda **named: bars.append(Bar(**named)) or bars[0])
     assert main(arguments) == 0
     assert "Llama, fp32, eager  (from an earlier run)" in capsys.readouterr().out
-    # Two steps of a stock run, four controls and a fused run: the kept comparison has none.
+    # Two steps of a stock run, four controls and a fused run each; the kept comparison runs none.
     assert (bars[0].total, bars[0].done) == (12, 12)
     assert {path.name for path in tmp_path.iterdir()} == {"comparisons", "report.html", "report.json"}
 
@@ -196,7 +196,7 @@ def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
 
 
 def start(*arguments):
-    """A command whose output is a pipe, at the head of a group of processes."""
+    """Start a command with a pipe as its output, as the leader of a process group."""
     environment = os.environ | {"PYTHONPATH": str(Path(fused_norm.__file__).parents[1]), "PYTHONUNBUFFERED": ""}
     command = [sys.executable, "-m", "fused_norm", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -217,7 +217,7 @@ def test_a_piped_demo_says_something_before_it_loads_torch_and_ctrl_c_then_ends_
 def test_ctrl_c_is_answered_by_one_process_of_several(tmp_path):
     with start("converge", "llama", "gemma", *QUICK, "--jobs", "2", "--out", tmp_path) as run:
         assert any(line.startswith("plan:") for line in run.stdout)
-        time.sleep(5)  # the others import torch, or have begun
+        time.sleep(5)  # the others import torch, or are running
         os.killpg(run.pid, signal.SIGINT)
         out, error = run.communicate(timeout=60)
     assert "Traceback" not in out + error

@@ -1,4 +1,4 @@
-"""A control is the same mathematics: its numbers differ from the stock model's, by roundings alone."""
+"""A control computes the same mathematics: its numbers differ from the stock model's by roundings only."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_a_reordered_model_differs_by_roundings(model_type, dtype):
     before = torch.get_rng_state()
     with reordered_norms(model, sites, seed=1):
         loss, gradients = step(model, tokens)
-    assert torch.equal(torch.get_rng_state(), before)  # or a control would drop other numbers than stock
+    assert torch.equal(torch.get_rng_state(), before)  # otherwise a control would drop other numbers than stock
     expected, exact_gradients = step(stock, tokens)
     eps = torch.finfo(dtype).eps
     assert loss == pytest.approx(expected.item(), rel=4 * eps)

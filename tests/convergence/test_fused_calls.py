@@ -1,4 +1,4 @@
-"""Sites that run stock code are seen, in a step that is checked and in the first forward of a training."""
+"""Sites that run stock code are reported, in a checked step and in the first forward of a training."""
 
 import inspect
 
@@ -36,7 +36,7 @@ from .plans import DEVICE, TOKENS, small, tiny_plan
 
 BLOCK = "model.layers.1.self_attn"
 FILTERS = "given[1]", "conv1d.weight"
-"""The filters of a convolution among the arguments of a function, and as the weight of a module."""
+"""The name of a convolution's filters as an argument of a function, and as the weight of a module."""
 
 
 def call(path, operator):
@@ -87,7 +87,7 @@ def test_a_lora_layer_is_held_to_the_stock_layer_and_so_are_its_adapters(adapted
 def test_a_norm_is_held_to_the_stock_norm_with_a_gradient_for_each_of_its_consumers(adapted):
     model, _ = adapted
     calls = [call for call in calls_of_step(model, TOKENS, mixed=True) if "consumer" in call.arguments.arguments]
-    # The embeddings are frozen, so the first norm has no gradients to add up.
+    # The embeddings are frozen, so the first norm has no gradients to sum.
     assert [call.dtypes for call in calls] == [[torch.bfloat16, torch.bfloat16], [torch.bfloat16] * 5]
     right, wrong = CallRecord(), CallRecord()
     compare(right, model, calls[1:], mixed=True)
@@ -170,7 +170,7 @@ def test_a_forward_by_stock_code_is_seen(fused):
 
 
 def with_bias():
-    """A model whose head has a bias; it has no norm that is fused."""
+    """Build a model whose head has a bias; none of its norms is fused."""
     from transformers import PhiConfig
 
     sizes = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 1}
@@ -180,7 +180,7 @@ def with_bias():
 
 
 def head_of(model, **how):
-    """The site of a fused head, and its calls in a step."""
+    """Return the calls of the fused head in a step."""
     sites = [site for site in apply_fused_norm(model).fused if site.kind == "loss"]
     calls = calls_of_step(model, TOKENS.repeat(2, 1), **how)
     assert sites_not_seen(sites, calls) == ()
@@ -209,7 +209,7 @@ def test_a_head_and_its_loss_are_held_to_the_stock_formula(family, change, mixed
     calls = head_of(model, mixed=mixed)
     rows = [call.arguments.arguments["x"].shape[:-1].numel() for call in calls]
     labels = [call.arguments.arguments["how"].target for call in calls]
-    assert rows == [66, 3]  # a mean over 63 labels, and positions without one
+    assert rows == [66, 3]  # a mean over 63 labels, and positions without a label
     assert [int((label >= 0).sum()) for label in labels] == [63, 3]
     record = record_of(model, calls, mixed=mixed)
     assert len(record.losses) == 6
@@ -275,7 +275,7 @@ def test_a_divisor_that_comes_after_a_rounding_is_seen_in_what_is_rounded():
     calls = head_of(model)[:1]
     with FAULTS["linear_cross_entropy-divided-late"].planted(model):
         record = record_of(model, calls)
-    assert max(record.gradients.values()) < 3  # a distance does not show it
+    assert max(record.gradients.values()) < 3  # the distance does not show it
     assert min(record.turned[f"{calls[0].name}: gradient of {tensor}"] for tensor in ("x", "lm_head.weight")) > 0.2
 
 
@@ -356,9 +356,9 @@ def test_a_gradient_that_no_two_steps_have_alike_is_not_held_to_bits():
 
 
 def test_every_kind_of_site_is_told_by_operators_that_exist():
-    """A kind without them would never be seen to run fused, and every run of it would be invalid."""
+    """Otherwise a kind would never be seen to run fused, and every run with it would be invalid."""
     assert set(_KINDS) == {*KINDS, "consumers"}
     for kind, of_kind in _KINDS.items():
         assert of_kind.operators, kind
-        # The operator of heads is called by another name if it rotates them.
+        # If the operator of heads also rotates them, it is called by another name.
         assert of_kind.operators <= {*OPERATORS, "qk_norm_rope", _IN_FLOAT32, _OWN_INPUTS}, kind

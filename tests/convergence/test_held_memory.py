@@ -1,4 +1,4 @@
-"""A step is measured by the bytes that it holds, and a level of recomputation that saves none is named."""
+"""The bytes that a step holds are measured, and a recompute level that saves none is named."""
 
 import contextlib
 
@@ -32,7 +32,7 @@ def test_a_step_holds_in_each_layer_what_autograd_keeps_of_it():
     x = torch.randn(11, 5, device=DEVICE, requires_grad=True)
     held = held_memory(lambda: layers["b"](layers["a"](x) * x.exp()).sum(), layers, torch.device(DEVICE))
     assert held.layers == {"a": 220, "b": 220}
-    # The output of the linear, the exponential, and the output of the tanh; and the loss's own bytes at most.
+    # The outputs of the linear, the exponential and the tanh; at most the loss's own bytes on top.
     assert 3 * 220 <= held.after_backward <= 3 * 220 + 64
 
 

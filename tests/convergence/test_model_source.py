@@ -1,4 +1,4 @@
-"""A source builds the same model every time, ready to train, and its layers are found in order."""
+"""A source builds the same model every time, ready to train, and its layers come in order."""
 
 import warnings
 

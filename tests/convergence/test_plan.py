@@ -1,4 +1,4 @@
-"""The axes make the comparisons, and those that share stock and control runs stand together."""
+"""The axes define the comparisons; comparisons with the same stock and control runs are grouped."""
 
 import pickle
 

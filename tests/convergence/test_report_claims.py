@@ -1,4 +1,4 @@
-"""What rows of a report promise beyond numbers is seen missing in a step, with the place that lacks it."""
+"""Claims of report rows that no number shows are checked in a step, and the place that breaks one is named."""
 
 import pytest
 import torch
@@ -23,14 +23,14 @@ JOINED = "the gradient of its residual connection did not join in the backward o
 
 
 def missing(model, sites, *, mixed):
-    """What a step of the model lacks, and the sites that it did not run fused."""
+    """Return the claims that a step of the model breaks, and the sites that did not run fused."""
     calls = calls_of_step(model, TOKENS, mixed=mixed)
     return claims_not_kept(model, sites, calls, TOKENS, mixed=mixed), sites_not_seen(sites, calls)
 
 
 @pytest.fixture(scope="module")
 def fused():
-    # Keys of their own: on a CPU transformers 4 repeats those that heads share, and sums their gradients in float32.
+    # Separate keys: on a CPU transformers 4 repeats keys that heads share, and sums their gradients in float32.
     model = small(num_key_value_heads=4)
     report = apply_fused_norm(model)
     return model, [*report.fused, *(row for row in report.consumers if row.reason is None)]

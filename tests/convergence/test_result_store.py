@@ -1,4 +1,4 @@
-"""A result comes back as it was kept, and only under the settings and the code that it was made with."""
+"""A result is loaded as it was saved, and only under the same settings and code."""
 
 import math
 

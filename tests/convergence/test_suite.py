@@ -1,4 +1,4 @@
-"""The suite on tiny models: every family is green, work is kept, the report has all of it."""
+"""The suite on tiny models: every family is green, results are kept, and the report has all of them."""
 
 import json
 import os
@@ -37,14 +37,14 @@ from .plans import tiny_plan
 
 @pytest.fixture(autouse=True)
 def _nothing_is_logged_of_what_the_suite_does(caplog):
-    """The hooks of the suite and the reordered norms of controls are the suite's own."""
+    """The package logs nothing: the hooks and the reordered norms are the suite's own."""
     yield
     records = [*caplog.get_records("setup"), *caplog.get_records("call")]
     assert [record.getMessage() for record in records if record.name.startswith("fused_norm")] == []
 
 
 class Silent(Progress):
-    """Notes which runs begin, and which results are kept from an earlier run."""
+    """Records which runs begin, and which results come from an earlier run."""
 
     def __init__(self):
         self.runs, self.kept = [], []
@@ -66,7 +66,7 @@ class Unlucky(ModelSource):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A plan that ran, its folder and its results: of a model that fails, and of one that is green."""
+    """Run a plan with a model that fails and one that is green; return the plan, its folder and its results."""
     folder = tmp_path_factory.mktemp("finished")
     plan = tiny_plan([Comparison(family, "bf16", feature="norms") for family in ("llama", "gemma")])
     plan = replace(plan, sources={**plan.sources, "llama": Unlucky.of_family("llama", {})})
@@ -114,7 +114,7 @@ def test_only_a_near_tie_of_a_router_turns_a_seed_red(tmp_path, monkeypatch):
     assert len(trained) == 2 * len(rows) == 6
     for row, stock, fused in zip(rows, trained[::2], trained[1::2], strict=True):
         margins = [margin[(a != b).any(-1)] for (a, margin), (b, _) in zip(stock, fused, strict=False)]
-        turned = torch.cat(margins)  # by how much the last expert that stock chose was ahead of the next one
+        turned = torch.cat(margins)  # the lead of the last expert that stock chose over the next one
         assert row["outcome"] == "green" or 1 <= len(turned) <= 4, row["reasons"]
         assert all(margin < 2**-7 for margin in turned), "a rounding of the router's bf16 logits turns no other choice"
         assert all(
@@ -137,7 +137,7 @@ def test_the_quick_tier_covers_features_and_executions_and_each_is_green_with_wh
         adapters = 2 if execution == "qlora-qv" else 7 if execution in LORA else 0
         assert sites["adapter"] == adapters * layers, row["name"]
         assert sites["linear"] == (5 * layers if execution == "qlora-qv" else 0), row["name"]
-        read = layers * (2 if feature in ("all", "norms+residual") else 1)  # norms that linears alone read
+        read = layers * (2 if feature in ("all", "norms+residual") else 1)  # norms whose only consumers are linears
         assert sites["consumers"] == (0 if is_compiled else read), row["name"]
         assert sites["loss"] == (feature in ("all", "norms+loss") and not is_compiled), row["name"]
 
@@ -243,7 +243,7 @@ def test_the_report_is_one_page_that_has_its_text_and_one_picture(finished):
     html = as_page(results, {"torch": torch.__version__, "<odd>": "&"})
     assert html.count("<svg") == html.count("</svg>") == 1
     assert "&lt;odd&gt;" in html
-    # Charts refer to parts of themselves, and nothing refers to anything outside of the page.
+    # Charts refer only to parts of themselves, and nothing refers to another page.
     assert not re.search(r"""(src|href)\s*=\s*["'][^#]|@import|url\([^#]|<!DOCTYPE svg""", html)
     assert "prefers-color-scheme: dark" in html
     text = unescape(re.sub("<[^>]*>", "", html))
@@ -364,7 +364,7 @@ def test_two_processes_come_to_the_same_verdict(launcher, evidence, tmp_path):
         "CUDA_VISIBLE_DEVICES": "",
         "ACCELERATE_USE_CPU": "true",
     }
-    # Accelerate's own --cpu starts one process; these flags start two, which find no GPU and take gloo.
+    # Accelerate's own --cpu starts one process; these flags start two, which find no GPU and use gloo.
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", "2"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     command += [script, "converge", "llama", "--dtype", "bf16", "--steps", "3", "--out", tmp_path / "out"]

@@ -98,7 +98,7 @@ def test_masked_labels_have_a_mean_over_the_step_in_any_micro_batches(fused):
         model = build("llama", seed=0)
         if fused:
             apply_fused_norm(model)
-        # A rate of next to nothing, so that the second step has the weights of the first.
+        # A tiny learning rate, so that the second step has the weights of the first.
         options = TrainingOptions(steps=2, batch_size=4, accumulation=accumulation, learning_rate=1e-12)
         results.append(train(model, tokens, options, labels=masked_labels(tokens, 4)))
     model = build("llama", seed=0)
@@ -156,7 +156,7 @@ def test_the_learning_rate_rises_linearly_from_its_first_share():
         train(model, batches, TrainingOptions(steps, 2, learning_rate=4e-3, warmup_steps=4, weight_decay=0.0))
         moves.append(torch.cat([p.detach().cpu().flatten() for p in model.parameters()]))
     start = torch.cat([p.detach().flatten() for p in build("llama", seed=0).parameters()])
-    # AdamW's first step moves every weight that has a gradient by the learning rate, its second by about that at most.
+    # AdamW's first step moves every weight with a gradient by the learning rate, its second by at most about that.
     assert (moves[0] - start).abs().max().item() == pytest.approx(1e-3, rel=1e-2)
     assert (moves[1] - moves[0]).abs().max().item() == pytest.approx(2e-3, rel=5e-2)
 
@@ -188,7 +188,7 @@ def test_what_autograd_keeps_is_counted_once_and_without_parameters():
     with meter.forward():
         y = linear(x).exp()
         loss = (y * y).sum()
-    # The weight is a parameter; x is kept for its gradient, and y by exp and twice by the product.
+    # The weight is a parameter; x is saved for its gradient, and y by exp and twice by the product.
     assert meter.bytes() == 4 * (7 * 8 + 7 * 5)
     loss.backward()
     assert torch.allclose(linear.weight.grad, 2 * (y * y).T @ x)

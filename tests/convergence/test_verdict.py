@@ -25,7 +25,7 @@ PLACES = {
 
 
 def run_record(level=0.0, *, losses=(5.0, 4.0, 3.0), norms=(1.0, 1.0, 2.0), **changes):
-    """A run at the same distance from stock everywhere."""
+    """Return the record of a run with the same distance from stock at every place."""
     fields = {name: dict.fromkeys(places, level) for name, places in PLACES.items()}
     moved = dict.fromkeys(PARAMETERS[1:], 0.01)
     return RunRecord(losses, norms, 0.1, 1, losses[-1], {"norm": 3}, moved, **fields | changes)
@@ -135,7 +135,7 @@ def test_a_parameter_may_drift_by_roundings_of_its_own():
     [
         ({"outputs": {LAYERS[1]: 1.0, LAYERS[2]: 1.0}}, "model.layers.1, forward: model.layers.1"),
         ({"outputs": {LAYERS[0]: 1.0, LAYERS[2]: 1.0}}, "model.layers.0, forward: model.layers.0"),
-        # The gradient of layer 0's output is made in layer 1.
+        # The gradient of layer 0's output is computed in layer 1.
         ({"output_gradients": {LAYERS[0]: 1.0}}, "model.layers.1, backward: gradient of model.layers.0"),
         (
             {"gradients": {PARAMETERS[0]: 1.0, PARAMETERS[1]: 1.0}},

@@ -1,4 +1,4 @@
-"""What pages say of versions, commands, families and models that are tested is what the project's files have."""
+"""Versions, commands, families and models on the pages match the project's files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def text_of(name: str) -> str:
-    """The text of a file, with single spaces for line breaks."""
+    """Return the text of a file with line breaks replaced by spaces."""
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
 
 
@@ -35,7 +35,7 @@ def test_the_package_is_described_in_one_way(capsys: pytest.CaptureFixture[str])
 
 
 def supported_releases() -> dict[str, list[str]]:
-    """The table of releases on the page of what is supported: by the name of a project, the cells of its row."""
+    """Return the table of releases in docs/supported.md: the cells of each row by project."""
     page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (Python|PyTorch|Triton|transformers)\b[^|]*\|(.*)\|$", page, re.MULTILINE)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
@@ -83,7 +83,7 @@ def test_the_commands_that_print_json_are_those_that_are_named() -> None:
 
 
 def test_the_page_lists_the_models_that_tests_build_with_their_sites_and_dtypes() -> None:
-    """Families of the table are listed by a block of the page."""
+    """A block of the page lists the families of the table."""
     sites = {name: family.sites for name, family in OTHERS.items() if name not in FAMILIES}
     page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \| ([^|]+) \|", page, re.MULTILINE)

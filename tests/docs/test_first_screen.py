@@ -1,4 +1,4 @@
-"""What a newcomer sees first is short, and its figures, in table and picture, are those that were measured."""
+"""The top of the README is short, and the figures in its table and picture were measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = cells_of(steps_of_the_readme())
 
 
 def ahead_of_ours(competitor: str, unit: str) -> dict[str, float]:
-    """The steps in which another column is below ours, with its share of ours."""
+    """Return the steps in which a competitor is below ours, with the ratio."""
     numbers = {place: float(cell.strip("*")) for place, cell in SHOWN.items() if cell}
     shares = {
         row: numbers[row, f"{competitor} {unit}"] / numbers[row, f"ours {unit}"]

@@ -1,4 +1,4 @@
-"""What the pages of the documentation and the README show is run, and prints what they say it prints."""
+"""The code on the pages of the documentation and in the README runs, and prints what they show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_norm.model_configs import tiny_config
 from .markdown_pages import ROOT, blocks_of, run_page
 
 FAST = {"README.md", "docs/index.md"}
-"""Pages that are run in the fast lane: those that newcomers read."""
+"""Pages that run in the fast tests: those for newcomers."""
 
 PAGES = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
@@ -22,12 +22,12 @@ PAGES = [
 ]
 
 STAND_INS = {"Qwen/Qwen3-0.6B": ("qwen3", 28), "google/gemma-3-1b-pt": ("gemma3_text", 2)}
-"""Models on the hub that pages name: the family and the number of layers of the tiny model that is loaded instead."""
+"""Models on the hub that pages name, with the family and number of layers of the tiny model that replaces each."""
 
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders with tiny models, by the names of the models on the hub."""
+    """Save tiny models and return their folders by the names of models on the hub."""
     folders = {}
     torch.manual_seed(67280421310721)  # PyTorch's own default
     for name, (family, layers) in STAND_INS.items():

@@ -1,4 +1,4 @@
-"""Every example runs at a tiny size, on a checkpoint in a folder, and comes to what stock comes to."""
+"""Every example runs at a tiny size on a local checkpoint, with the results of stock."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4} if not torch.cuda.is_available() else {"rto
 
 
 def example(name: str) -> ModuleType:
-    """The module of an example; its ``main`` takes the arguments of the command line."""
-    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):  # as a script has it
+    """Import an example; its ``main`` takes the arguments of the command line."""
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):  # as Python does for a script
         return importlib.import_module(name)
 
 
@@ -46,13 +46,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def called() -> Iterator[list[str]]:
-    """The operators that are called, backwards included."""
+    """Return the operators that are called, backwards included."""
     with called_operators() as names:
         yield names
 
 
 def logged(trainer: Any, *names: str) -> torch.Tensor:
-    """What a trainer has logged of each step."""
+    """Return what a trainer has logged for each step."""
     return torch.tensor([[entry[name] for name in names] for entry in trainer.state.log_history if "loss" in entry])
 
 
@@ -84,7 +84,7 @@ def assert_trains_as_stock(
     *options: str,
     names: Sequence[str] = ("loss",),
 ) -> None:
-    """A step of an example that trains with a Trainer runs stock and two fused, and logs what stock logs."""
+    """Examples that use a Trainer run one step stock and two fused, and log what stock logs."""
     main = example(name).main
     arguments = ["--model", checkpoint, "--output", str(folder), "--steps", "3", "--length", length, *options]
     fused = main(arguments)
@@ -117,7 +117,7 @@ def test_trl_trains_adapters_as_stock_does(method: str, bits: int, checkpoint, c
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a rounding may choose another token to sample")
 def test_trl_samples_and_rewards_as_stock_does(checkpoint, called, tmp_path: Path) -> None:
-    """The loss of such a step is zero but for roundings, whatever its gradient."""
+    """The loss of such a step is zero except for roundings, whatever its gradient."""
     pytest.importorskip("trl", reason="needs trl")
     names = ("reward", "reward_std", "grad_norm")
     assert_trains_as_stock("train_with_trl", checkpoint, tmp_path, "8", called, "--method", "grpo", names=names)
@@ -157,7 +157,7 @@ def test_a_vision_language_model_answers_as_stock(called, tmp_path: Path) -> Non
 
 
 def stock_losses_of_two_ranks(checkpoint: str, length: int) -> list[float]:
-    """The mean losses of two steps of stock, each on two rows of the text of ``train_with_fsdp2``."""
+    """Return the mean losses of two stock steps, each on two rows of the text of ``train_with_fsdp2``."""
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
     tokens = torch.tensor(tokenizer((EXAMPLES / "train_with_fsdp2.py").read_text()).input_ids)
     optimizer, losses = torch.optim.AdamW(model.train().parameters(), lr=1e-5), []

@@ -1,4 +1,4 @@
-"""The examples' configs for axolotl and LLaMA-Factory name what is there, and are valid where these are installed."""
+"""The examples' configs for axolotl and LLaMA-Factory name existing options, and load if these are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """The config of an example."""
+    """Load the config of an example."""
     return yaml.safe_load((EXAMPLES / name).read_text(encoding="utf-8"))
 
 
@@ -32,7 +32,7 @@ def test_axolotl_takes_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     here = {"base_model": str(save_checkpoint("qwen3", tmp_path)), "bf16": False}
     settings = recipe("axolotl.yaml") | here
     loaded = config.load_cfg(str(EXAMPLES / "axolotl.yaml"), **here)
-    del settings["datasets"]  # which axolotl fills with its defaults
+    del settings["datasets"]  # axolotl fills these with its defaults
     assert {name: loaded[name] for name in settings} == settings
 
 

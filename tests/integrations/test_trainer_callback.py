@@ -1,4 +1,4 @@
-"""The callback patches a Trainer's model before it is wrapped, and training is that of stock."""
+"""The callback patches a Trainer's model before it is wrapped, and training gives the results of stock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..patcher.models import counts, losses_of, rows_of, trainer_of
 
 
 def llama() -> nn.Module:
-    """A model of one layer."""
+    """Build a model of one layer."""
     return build(tiny_config("llama", num_hidden_layers=1), seed=0)
 
 
@@ -31,7 +31,7 @@ def fused_modules(model: nn.Module) -> int:
 
 
 class WatchedTrainer(Trainer):
-    """Counts the fused modules of the model that is handed to accelerate, and those when the optimizer is made."""
+    """Counts the fused modules of the models that accelerate and the optimizer get."""
 
     seen: tuple[int, ...] = ()
 

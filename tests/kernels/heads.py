@@ -144,7 +144,7 @@ class Rotated(Heads):
         return q.to(inputs.q.dtype), k.to(inputs.k.dtype)
 
     def assert_right(self, inputs: Tensors) -> Tensors:
-        """Assert stock's bits and strides for outputs; gradients are as near to float64 and have q's and k's strides."""
+        """Assert stock's bits and strides for outputs; gradients are as near to float64, with strides as q and k."""
         ours, stock = run(self.fused, inputs), run(self.stock, inputs)
         units = {f"d{side}": getattr(inputs, f"d{side}_out").double().abs().amax(-1, keepdim=True) for side in "qk"}
         assert_near(ours, stock, run(self.stock, inputs.mapped(Tensor.double)), units)

@@ -187,7 +187,9 @@ BACKWARD_KERNELS = {
 
 
 @pytest.mark.parametrize("trained", BACKWARD_KERNELS)
-def test_gradients_are_those_that_are_wanted(trained: str, launched: Callable[[], list[str]], device: str) -> None:
+def test_only_arguments_that_require_a_gradient_get_one(
+    trained: str, launched: Callable[[], list[str]], device: str
+) -> None:
     inputs = draw_inputs(device, *SMALL)
     whole = run(by(lora_add, 0.7), inputs)
     launched()

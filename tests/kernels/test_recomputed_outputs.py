@@ -42,7 +42,7 @@ class Observer:
 
 
 def assert_recomputed_or_kept(call: Call) -> None:
-    """Assert equal bits; outputs are kept if another operator computes them or the norm saves another rstd than it uses."""
+    """Assert equal bits; outputs are kept if another operator computes them or the saved rstd is not the used one."""
     operator, observer = OPERATORS[call.name], Observer()
     with calls.by(observer):
         outputs = call.outputs(call.leaves())

@@ -255,7 +255,7 @@ def test_what_changes_an_argument_without_a_tensor_is_seen(device: str) -> None:
         add_rms_norm(x, r, w, scale=True)
 
 
-def test_a_tensor_given_twice(device: str) -> None:
+def test_one_tensor_as_two_arguments(device: str) -> None:
     x, r = rows(device).requires_grad_(), rows(device).requires_grad_()
 
     def sum_and_gradients(a: Tensor, b: Tensor, operator: Callable[..., Any], *how: Any) -> list[Tensor | None]:
@@ -335,7 +335,7 @@ def test_a_first_call_is_made_once_and_is_like_all_others(device: str, monkeypat
         assert not rms_norm(x, w).requires_grad
 
 
-def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_take_no_generated_lines(
+def test_calls_that_cannot_be_recorded_are_cached_and_odd_addresses_run_no_generated_code(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w, copied = weight(device), rows(device, layout="columns")

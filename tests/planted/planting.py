@@ -29,7 +29,7 @@ from fused_norm.patcher.losses import FusedHead
 Results = Sequence[Tensor | None]
 
 Planting = Callable[[nn.Module], contextlib.AbstractContextManager["PlantedFault"]]
-"""Puts a fault in its place in a model for the length of a ``with``."""
+"""Plants a fault in a model for the length of a ``with``."""
 
 # The package has the function under this name.
 linear_cross_entropy = sys.modules[LINEAR_CROSS_ENTROPY.__module__]
@@ -53,16 +53,16 @@ class PlantedFault:
     memory: dict[Any, Any] = field(default_factory=dict)
 
     def count(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Count a call that gave one of each pair where the other was right."""
+        """Count a call with these pairs of right and actual results."""
         tensors = [pair for pair in pairs if all(isinstance(value, Tensor) for value in pair)]
         self.count_all(max([share_different(*pair) for pair in tensors], default=0.0))
 
     def count_all(self, share: float = 1.0) -> None:
-        """Count a call of which it changed a share."""
+        """Count a call in which it changed this share of the numbers."""
         self.calls, self.share = self.calls + 1, max(self.share, share)
 
     def add(self, fault: PlantedFault) -> None:
-        """Count what another planting of the same fault has changed."""
+        """Add the counts of another planting of the same fault."""
         self.calls, self.share = self.calls + fault.calls, max(self.share, fault.share)
 
 
@@ -86,9 +86,9 @@ class Forward:
         return self.operator.by_name(self.arguments).get(name)
 
     def results(self, *names: str, **changed: Any) -> list[Tensor | None]:
-        """The right results, but for the outputs of these names, of all if there are none.
+        """Return the right results, except for the outputs with these names, or for all outputs if there are no names.
 
-        Those are the outputs for other arguments, by name, in the dtypes of the right ones.
+        Those outputs are computed from changed arguments, given by name, and cast to the dtypes of the right ones.
         """
         results = list(self.right(*self.arguments, training=self.training))
         if not changed:
@@ -98,7 +98,7 @@ class Forward:
         return _replaced(results, self.operator.outputs, others, names)
 
     def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
-        """The results with the outputs of these names, all unless given, changed."""
+        """Return the results with the outputs of these names changed, or with all of them changed."""
         return _edited(self.results(), self.operator.outputs, edit, names or self.operator.outputs)
 
 
@@ -114,9 +114,9 @@ class Backward:
         return self.operator.backward_by_name(self.call).get(name)
 
     def results(self, *names: str, **changed: Any) -> list[Tensor | None]:
-        """The right gradients, but for those of these names, of all if there are none.
+        """Return the right gradients, except for those with these names, or for all of them if there are no names.
 
-        Those are the gradients for other tensors or facts, by name, in the dtypes of the right ones.
+        Those gradients are computed from changed tensors or facts, given by name, and cast to the right ones' dtypes.
         """
         results = list(self.right(self.call))
         if not changed:
@@ -126,7 +126,7 @@ class Backward:
         return _replaced(results, self.operator.gradients, self.right(call), names)
 
     def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
-        """The gradients, those of these names changed."""
+        """Return the gradients with those of these names changed."""
         return _edited(self.results(), self.operator.gradients, edit, names)
 
 
@@ -151,7 +151,7 @@ def _edited(
 
 
 def in_forward(operator: Operator, wrong: Callable[[Forward], Results]) -> Planting:
-    """Plant a fault in the forward of an operator: ``wrong`` makes its results instead."""
+    """Plant a fault in the forward of an operator, whose results ``wrong`` computes."""
 
     def wronged(operator: Operator, state: PlantedFault) -> Any:
         right = operator.forward
@@ -163,7 +163,7 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Results]) -> Plant
             expected = right(*arguments, training=training, **copied)
             again = functools.partial(right, **copied)
             actual = wrong(Forward(operator, arguments, training, again, state.memory))
-            # What is kept for the backward is nobody's number.
+            # Tensors saved for the backward do not count.
             triples = zip(operator.outputs, expected, actual, strict=False)
             state.count([*((a, b) for _, a, b in triples), *zip(before, arguments, strict=True)])
             return tuple(actual)
@@ -174,7 +174,7 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Results]) -> Plant
 
 
 def in_backward(operator: Operator, wrong: Callable[[Backward], Results]) -> Planting:
-    """Plant a fault in the backward of an operator: ``wrong`` makes its gradients instead."""
+    """Plant a fault in the backward of an operator, whose gradients ``wrong`` computes."""
 
     def wronged(operator: Operator, state: PlantedFault) -> Any:
         right = operator.backward
@@ -194,7 +194,7 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Results]) -> Pla
 
 
 def _in_all_forms(operator: Operator, wronged: Callable[[Operator, PlantedFault], Any]) -> Planting:
-    """Plant a fault in an operator, and in its forms for consumers, which models call."""
+    """Plant a fault in an operator and in its forms for consumers, which models call."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -222,14 +222,14 @@ class Losses:
     right: Callable[..., list[Tensor | None]]
 
     def edited(self, edit: Callable[[Tensor], Tensor], name: str) -> list[Tensor | None]:
-        """The losses, or the gradient of this name, changed."""
+        """Return the losses and gradients, with the one of this name changed."""
         return _edited(self.right(), ("losses", *LINEAR_CROSS_ENTROPY.gradients), edit, [name])
 
 
 def in_losses(wrong: Callable[[Losses], Results]) -> Planting:
     """Plant a fault in the operator of heads and losses.
 
-    ``wrong`` computes the losses of rows, and the gradients of x, weight and bias, instead.
+    ``wrong`` computes the losses of rows and the gradients of x, weight and bias.
     """
 
     @contextlib.contextmanager
@@ -256,7 +256,7 @@ def in_losses(wrong: Callable[[Losses], Results]) -> Planting:
 
 
 def in_head(change: Callable[[CrossEntropy], CrossEntropy]) -> Planting:
-    """Plant a fault in what a head is asked for: its loss is another one."""
+    """Plant a fault in the loss that a head is asked for."""
 
     def wrong(right: Any, memory: Any, head: FusedHead, x: Tensor, how: CrossEntropy, *further: Any) -> Tensor:
         loss: Tensor = right(head, x, how if fused_norm_module.is_disabled() else change(how), *further)
@@ -267,7 +267,7 @@ def in_head(change: Callable[[CrossEntropy], CrossEntropy]) -> Planting:
 
 @contextlib.contextmanager
 def logits_of_the_latest_batch(model: nn.Module) -> Iterator[PlantedFault]:
-    """Plant logits that are computed of the hidden states which a head has got last, whenever they are read."""
+    """Plant logits that are computed from the hidden states of a head's latest call, whenever they are read."""
     state, compute, post_init = PlantedFault(), Projection.compute, Projection.__post_init__
 
     def noted(projection: Projection) -> None:
@@ -284,7 +284,7 @@ def logits_of_the_latest_batch(model: nn.Module) -> Iterator[PlantedFault]:
 
 
 def in_compiled_backward(operator: Operator) -> Planting:
-    """Plant a fault that only compiled code has: dw of the registered operator, which it calls, is 1 % too large."""
+    """Plant a fault that only compiled code has: dw of the registered operator is 1 % too large."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -305,7 +305,7 @@ def in_compiled_backward(operator: Operator) -> Planting:
 
 
 def falls_back(*operators: Operator, where: Callable[[Tensor], bool] = lambda x: True) -> Planting:
-    """Plant fallbacks: modules do not get these operators, where the first tensor is such, and run stock code."""
+    """Plant fallbacks: if ``where`` holds for the first tensor, modules run stock code instead of these operators."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -363,7 +363,7 @@ def replaced_by(owner: Any, name: str, wrong: Callable[..., Any]) -> Planting:
 
 
 def with_changed_table(owner: Any, name: str, change: Callable[[Any], Any]) -> Planting:
-    """Plant another table in place of one of the patcher's."""
+    """Plant a changed table of the patcher."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -374,7 +374,7 @@ def with_changed_table(owner: Any, name: str, change: Callable[[Any], Any]) -> P
 
 
 def never_answers(owner: Any, name: str) -> Planting:
-    """Plant a function that returns None; a call counts if it would have returned something else."""
+    """Plant a function that returns None; a call counts if it should have returned something else."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -392,7 +392,7 @@ def never_answers(owner: Any, name: str) -> Planting:
 
 @contextlib.contextmanager
 def replaced_in(operator: Operator, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Replace methods of an operator for the length of a ``with``; it repeats no earlier call's launches meanwhile."""
+    """Replace methods of an operator for the length of a ``with``, without recorded calls."""
     forget_all()
     try:
         with mock.patch.multiple(operator, _recorded=lambda *_: None, **methods):

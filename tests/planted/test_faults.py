@@ -87,18 +87,18 @@ def test_a_fault_that_nothing_calls_has_no_effect(fused):
 
 def test_every_operator_has_every_fault_that_it_can_have():
     for operator in OPERATORS.values():
-        if operator.plain_name and operator not in OF_ADAPTERS:  # a form of another, which gets its faults
+        if operator.plain_name and operator not in OF_ADAPTERS:  # a form of another operator, which gets its faults
             faults = OF_QLORA.get(operator.name, OF_CONSUMERS)
             assert {f"{operator.name}-{fault}" for fault in faults} <= set(FAULTS)
             continue
-        if not operator.gradients:  # makes again what another operator has made
+        if not operator.gradients:  # recomputes what another operator has computed
             continue
-        if operator.outputs[0] == "q":  # the norm in it, and its backward, are those of another operator
+        if operator.outputs[0] == "q":  # the norm in it, and its backward, belong to another operator
             assert {f"{operator.name}-{fault}" for fault in OF_CODES} <= set(FAULTS)
             continue
         mine = {name.removeprefix(f"{operator.name}-") for name in FAULTS if name.startswith(f"{operator.name}-")}
         assert {"size", "no-grad", "in-place"} <= mine
-        if operator is LINEAR_CROSS_ENTROPY:  # its output is one number, and its gradients are made in its forward
+        if operator is LINEAR_CROSS_ENTROPY:  # its output is one number, and its forward computes the gradients
             assert {"nan", "dx-size", "dw-size", "dw", "dbias", "frozen"} <= mine
             continue
         assert {"last-row", "even"} <= mine

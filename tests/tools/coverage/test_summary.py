@@ -1,4 +1,4 @@
-"""A summary comes back as it was stored, says what changed since another one, and is what the page's tables show."""
+"""A summary is loaded as it was stored, lists its changes since another one, and is what the page's tables show."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_what_is_counted_apart_is_in_every_stored_summary() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for summaries in place of the stored ones."""
+    """Use a temporary folder for summaries instead of the stored ones."""
     monkeypatch.setattr(command, "STORED", tmp_path)
     return tmp_path
 

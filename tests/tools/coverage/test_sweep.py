@@ -1,4 +1,4 @@
-"""A job that fails, dies or takes too long is reported, and stops none of the others."""
+"""A job that fails, dies or takes too long is reported, and does not stop the others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Only an add of two whole tensors, made by the module that holds the norm in the same call, counts as feeding it; of
-convolutions those of few taps that see no later token."""
+"""An add feeds a norm only if it adds two whole tensors in the same call of the module that holds the norm.
+
+A convolution counts if it has few taps and sees no later token.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Gated(nn.Module):
 
 
 class Reaching(nn.Module):
-    """A sum of its own for a norm that another module holds."""
+    """A module with a sum of its own, for a norm that another module holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +95,7 @@ def test_a_product_with_a_silu_or_a_gelu_is_a_gate(how: str, gated: bool) -> Non
 
 
 class Convolving(nn.Module):
-    """A convolution, as a module or a function; by default of three taps, padded on both sides by two."""
+    """A convolution, as a module or a function; by default with three taps, padded on both sides by two."""
 
     def __init__(self, by_function: bool = False, **changed: int) -> None:
         super().__init__()

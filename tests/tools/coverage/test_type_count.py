@@ -1,4 +1,4 @@
-"""The counts of model types are those of the stored summary, and what the patcher misses is told from what it fuses."""
+"""Counts of model types match the stored summary, and sites that the patcher misses are counted separately."""
 
 from __future__ import annotations
 
