@@ -136,12 +136,12 @@ def test_calls_go_through_all_sets_of_inputs(run):
 
 
 def test_the_time_of_a_provider_is_that_of_its_own_calls(run):
-    ran = []
+    order = []
 
     def sampler(calls, device):
-        return Sampler(lambda: calls[0]() and {"first": 1.0, "second": 2.0}[ran[-1]], "wall")
+        return Sampler(lambda: calls[0]() and {"first": 1.0, "second": 2.0}[order[-1]], "wall")
 
-    providers = [provider(name, lambda y, name=name: ran.append(name) or y) for name in ("first", "second")]
+    providers = [provider(name, lambda y, name=name: order.append(name) or y) for name in ("first", "second")]
     with mock.patch.object(kernels, "sampler", sampler):
         rows = measured(run, *providers, case=replace(CASE, backward=False))
     assert {name: row.seconds for (name, _), row in rows.items()} == {"first": 1.0, "second": 2.0}

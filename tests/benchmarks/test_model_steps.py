@@ -100,7 +100,7 @@ def test_masked_prompts_take_the_labels_of_the_first_half_of_every_sequence(kind
 
 
 def test_under_autocast_weights_stay_in_fp32_and_with_checkpointing_layers_run_twice():
-    dtypes, ran = [], {}
+    dtypes, by_kind = [], {}
     step = prepared("autocast", dtype=torch.bfloat16)
     assert {weight.dtype for weight in step.model.parameters()} == {torch.float32}
     step.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
@@ -109,9 +109,9 @@ def test_under_autocast_weights_stay_in_fp32_and_with_checkpointing_layers_run_t
     for kind in ("", "checkpointing"):
         step, calls = prepared(kind), []
         step.model.layers[0].input_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        ran[kind] = step.outputs_and_gradients(), len(calls)
-    assert (ran[""][1], ran["checkpointing"][1]) == (1, 2)
-    assert relative_error(ran["checkpointing"][0], ran[""][0]) < 1e-6
+        by_kind[kind] = step.outputs_and_gradients(), len(calls)
+    assert (by_kind[""][1], by_kind["checkpointing"][1]) == (1, 2)
+    assert relative_error(by_kind["checkpointing"][0], by_kind[""][0]) < 1e-6
 
 
 def test_adapters_alone_are_trained_and_watched_in_fp32_beside_a_bf16_model_under_autocast():
@@ -163,10 +163,10 @@ def test_packed_sequences_do_not_see_each_other():
 
 @pytest.mark.parametrize("loss", ["", " loss"])
 def test_attention_without_a_mask_keeps_packed_sequences_apart_as_a_mask_does(loss, monkeypatch):
-    seen = []
+    calls = []
 
     def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        seen.append((max_q, max_k, window_size, enable_gqa))
+        calls.append((max_q, max_k, window_size, enable_gqa))
         parts = []
         for start, end in itertools.pairwise(cu_seq_q.tolist()):
             qkv = (part[start:end].transpose(0, 1)[None] for part in (q, k, v))
@@ -180,7 +180,7 @@ def test_attention_without_a_mask_keeps_packed_sequences_apart_as_a_mask_does(lo
     attend_within_sequences(step.model)
     assert relative_error(step.outputs_and_gradients(), by_mask) < 1e-5
     longest = step.inputs["position_ids"].max().item() + 1
-    assert seen == [(longest, longest, (-1, 0), True)] * step.model.config.num_hidden_layers
+    assert calls == [(longest, longest, (-1, 0), True)] * step.model.config.num_hidden_layers
 
 
 def test_sharded_weights_are_the_twins_own_in_fp32_and_gathered_in_the_dtype(monkeypatch):

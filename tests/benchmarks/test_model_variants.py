@@ -159,20 +159,20 @@ def test_on_top_of_ligers_gate_and_loss_all_else_is_fused(liger):
 @pytest.fixture
 def compiled(monkeypatch):
     """Compile with a backend that runs graphs as they are, and records them with the mode."""
-    kept = types.SimpleNamespace(graphs=[], modes=[])
+    recorded = types.SimpleNamespace(graphs=[], modes=[])
 
     def backend(graph, example_inputs):
-        kept.graphs.append(graph)
+        recorded.graphs.append(graph)
         return graph.forward
 
     compile_model = torch.compile
 
     def compile_eagerly(model, *, dynamic, mode=None):
-        kept.modes.append(mode)
+        recorded.modes.append(mode)
         return compile_model(model, backend=backend, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", compile_eagerly)
-    yield kept
+    yield recorded
     torch.compiler.reset()
 
 

@@ -141,7 +141,7 @@ def test_a_name_stands_for_its_case_and_no_other_and_inputs_repeat():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("conv 8x8", "operators are rms_norm, add_rms_norm"),
         ("rms_norm 0x8", "is no operator and shape such as 'rms_norm 4096x2560'"),
@@ -151,6 +151,6 @@ def test_a_name_stands_for_its_case_and_no_other_and_inputs_repeat():
         ("rope 8x(2+1)x8 rowwise", "after the shape comes nothing"),
     ],
 )
-def test_what_is_no_case_is_named(name, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_case_is_named(name, message):
+    with pytest.raises(ValueError, match=message):
         named(name)

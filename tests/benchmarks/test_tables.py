@@ -178,12 +178,12 @@ def test_the_fastest_step_is_marked_where_its_quartiles_are_apart_from_all_other
         assert numbers[1] == 2 * numbers[0], "beside the others and in its own line"
         return numbers[0]
 
-    fused, apart = Timing(0.1, 0.09, 0.11, 15, "wall"), Timing(0.13, 0.12, 0.14, 15, "wall")
+    fused, slower = Timing(0.1, 0.09, 0.11, 15, "wall"), Timing(0.13, 0.12, 0.14, 15, "wall")
     near, faster = Timing(0.13, 0.105, 0.14, 15, "wall"), Timing(0.08, 0.07, 0.085, 15, "wall")
-    assert marked(fused=fused, stock=apart) == ["100.0"]
+    assert marked(fused=fused, stock=slower) == ["100.0"]
     assert marked(fused=fused, stock=near) == []
     assert marked(fused=fused, stock=faster) == ["80.0"], "whoever it is"
-    assert marked(fused=fused, stock=apart, liger=near) == [], "also from one that is third"
+    assert marked(fused=fused, stock=slower, liger=near) == [], "also from one that is third"
     assert marked(fused=Timing.of([0.1], "wall"), stock=Timing.of([0.2], "wall")) == [], "a sample has no quartiles"
     assert marked(fused=fused) == [], "alone it is not faster than any"
 

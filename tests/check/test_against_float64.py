@@ -32,9 +32,9 @@ def tokens_of(model: nn.Module, device: str) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (2, 8), generator=generator).to(device)
 
 
-def small(model_type: str, **how) -> nn.Module:
+def small(model_type: str, **options) -> nn.Module:
     """Build a tiny model of a family, with one layer."""
-    return build(tiny_config(model_type, num_hidden_layers=1), seed=1, **how)
+    return build(tiny_config(model_type, num_hidden_layers=1), seed=1, **options)
 
 
 class Steps:
@@ -86,18 +86,18 @@ def test_in_every_family_the_fused_step_is_as_near_to_the_truth(model_type, dtyp
 def test_the_truth_has_its_norms_in_float64(model_type):
     model = small(model_type)
     spec = FAMILIES[model_type].spec
-    steps, seen = Steps(), []
+    steps, calls = Steps(), []
 
     def note(norm, inputs, output):
         if steps.now == "truth":
-            seen.append((norm.weight, inputs[0], output))
+            calls.append((norm.weight, inputs[0], output))
 
     norms = [module for module in model.modules() if "RMSNorm" in type(module).__name__]
     for norm in norms:
         norm.register_forward_hook(note)
     check_step(model, tokens_of(model, "cpu"), options={"strict": False}, progress=steps)
-    assert len(seen) == len(norms) > 0
-    for weight, x, y in seen:
+    assert len(calls) == len(norms) > 0
+    for weight, x, y in calls:
         gamma = 1 + weight if spec.zero_centered else weight
         exact = x * (x.square().mean(-1, keepdim=True) + spec.eps).rsqrt() * gamma
         assert y.dtype == torch.float64
@@ -200,7 +200,7 @@ def test_a_budget_is_that_of_the_usual_stock_step_and_as_wide_as_those_scatter()
 def test_stock_steps_in_other_orders_differ_by_roundings_and_leave_nothing_behind(device, monkeypatch):
     budgets, take = {}, against_float64.budget
     monkeypatch.setattr(
-        against_float64, "budget", lambda errors, *how: budgets.setdefault(tuple(errors), take(errors, *how))
+        against_float64, "budget", lambda errors, *args: budgets.setdefault(tuple(errors), take(errors, *args))
     )
     model, state = small("qwen3", device=device), torch.get_rng_state()
     check_step(model, tokens_of(model, device))

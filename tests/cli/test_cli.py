@@ -112,7 +112,7 @@ def test_help_and_misspelt_arguments_do_not_import_torch():
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         *((line, "usage: fused-norm") for line in ("", "inspekt", "inspect", "env --nope")),
         ("check llama --layers 0", "argument --layers: '0' is not a whole number from 1 on"),
@@ -121,17 +121,17 @@ def test_help_and_misspelt_arguments_do_not_import_torch():
         ("run --recompute train.py", "without a level, before a name, write --recompute=True"),
     ],
 )
-def test_misspelt_arguments_are_bad_input_and_say_why(line, says, capsys):
+def test_misspelt_arguments_are_bad_input_and_say_why(line, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(line.split())
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_inspect_prints_the_report_of_a_directory(checkpoint, capsys):
     assert main(["inspect", str(checkpoint)]) == 0
-    said = capsys.readouterr().out
-    assert SUMMARY in said
-    assert "model.layers.*.self_attn.q_norm" in said
+    out = capsys.readouterr().out
+    assert SUMMARY in out
+    assert "model.layers.*.self_attn.q_norm" in out
 
 
 @pytest.fixture
@@ -177,12 +177,12 @@ def test_inspect_tells_which_blocks_get_outputs_of_a_norm_of_their_own_and_which
 
 def test_inspect_prints_the_forwards_that_run(checkpoint, capsys):
     assert main(["inspect", str(checkpoint), "--source"]) == 0
-    said = capsys.readouterr().out
-    assert SUMMARY in said
-    heads = [line for line in said.splitlines() if line.startswith("# ")]
+    out = capsys.readouterr().out
+    assert SUMMARY in out
+    heads = [line for line in out.splitlines() if line.startswith("# ")]
     assert heads == [f"# model.layers.0{part} and 1 more" for part in ("", ".self_attn", ".mlp")]
-    assert "self.fused_norm_add(self.post_attention_layernorm, residual, hidden_states" in said
-    assert "attn_output = self.o_proj(attn_output)" in said, "what is not rewritten stands there too"
+    assert "self.fused_norm_add(self.post_attention_layernorm, residual, hidden_states" in out
+    assert "attn_output = self.o_proj(attn_output)" in out, "what is not rewritten stands there too"
 
 
 def test_inspect_exits_1_when_nothing_can_be_fused(tmp_path, capsys):
@@ -193,7 +193,7 @@ def test_inspect_exits_1_when_nothing_can_be_fused(tmp_path, capsys):
 
 @pytest.mark.parametrize("command", ["inspect", "check"])
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ({}, "has no config.json"),
         ({"config.json": "{"}, "no config can be read"),
@@ -206,13 +206,13 @@ def test_inspect_exits_1_when_nothing_can_be_fused(tmp_path, capsys):
     ],
     ids=["empty", "no json", "unknown type", "adapter", "adapter of no name"],
 )
-def test_a_bad_model_is_one_line_and_exit_code_2(command, content, says, tmp_path, capsys):
+def test_a_bad_model_is_one_line_and_exit_code_2(command, content, message, tmp_path, capsys):
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     assert main([command, str(tmp_path)]) == 2
     error = capsys.readouterr().err.splitlines()
     (line,) = [line for line in error if line.startswith(f"fused-norm {command}: ")]
-    assert says in line
+    assert message in line
     assert not any("Traceback" in line for line in error)
 
 
@@ -247,7 +247,7 @@ NOWHERE = "there is no file or directory {} here, and the hub cannot be reached 
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("inspect some/model", f"{NOWHERE.format('some/model')}, and no copy of it was loaded before"),
         ("inspect Qwen3", "there is no model type 'Qwen3'; did you mean qwen3, .*\\? The hub cannot be reached"),
@@ -255,11 +255,11 @@ NOWHERE = "there is no file or directory {} here, and the hub cannot be reached 
         ("converge llama --tokenizer some/tokens", f"{NOWHERE.format('some/tokens')}, and no copy of .*"),
     ],
 )
-def test_no_network_is_called_so_and_asked_once(line, says, without_network, monkeypatch, capsys):
+def test_no_network_is_called_so_and_asked_once(line, message, without_network, monkeypatch, capsys):
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
     command, *arguments = line.split()
     assert main([command, *arguments]) == 2
-    assert re.fullmatch(f"fused-norm {command}: {says}\n", capsys.readouterr().err)
+    assert re.fullmatch(f"fused-norm {command}: {message}\n", capsys.readouterr().err)
 
 
 def test_a_model_type_is_known_without_the_hub(without_network, capsys):
@@ -414,25 +414,25 @@ NO_KIND = "--no-norms --no-qk --no-mlp --no-conv --no-experts --no-adapter --no-
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ("--no-norms --residual", "--residual contradicts --no-norms"),
         (NO_KIND, f"{' and '.join(NO_KIND.split())} leave nothing to fuse"),
     ],
 )
-def test_contradictory_options_are_named_as_they_were_written(options, says, capsys):
+def test_contradictory_options_are_named_as_they_were_written(options, message, capsys):
     assert main(["inspect", "llama", *options.split()]) == 2
-    assert capsys.readouterr().err == f"fused-norm inspect: {says}\n"
+    assert capsys.readouterr().err == f"fused-norm inspect: {message}\n"
 
 
 def test_check_finds_a_tiny_model_within_budget(capsys, device):
     assert main(["check", "qwen3", "--batch", "1", "--seq", "8", "--dtype", "float32"]) == 0
-    said = capsys.readouterr().out
-    assert "a tiny qwen3, random weights, seed 0" in said
-    assert ("Triton's interpreter" if device == "cpu" else "Triton on") in said
-    assert "truth in float64" in said
-    assert "verdict: within budget" in said
-    assert max(map(len, said.splitlines())) <= 80
+    out = capsys.readouterr().out
+    assert "a tiny qwen3, random weights, seed 0" in out
+    assert ("Triton's interpreter" if device == "cpu" else "Triton on") in out
+    assert "truth in float64" in out
+    assert "verdict: within budget" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.slow
@@ -496,7 +496,7 @@ def test_check_refuses_what_a_family_should_have_unless_told_otherwise(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["t5"], "no causal language model"),
         (["llama", "--layers", "99"], "--layers 99"),
@@ -507,9 +507,9 @@ def test_check_refuses_what_a_family_should_have_unless_told_otherwise(monkeypat
         (["llama", "--truth", "float32", "--dtype", "float32"], "float64 truth"),
     ],
 )
-def test_check_says_what_it_cannot_check(arguments, says, capsys):
+def test_check_says_what_it_cannot_check(arguments, message, capsys):
     assert main(["check", *arguments]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_run_is_the_script_with_its_models_fused(script, tmp_path):
@@ -563,16 +563,16 @@ WITHOUT_ROPE = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "res
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("option", "load", "code", "says"),
+    ("option", "load", "code", "message"),
     [("--no-rope", LOAD, 0, WITHOUT_ROPE), ("--strict", LOAD_BERT, 1, "FusedNormError: nothing to fuse in BertModel")],
     ids=["a switch", "strict"],
 )
-def test_the_options_of_run_hold_in_processes_that_the_script_spawns(option, load, code, says, script, capfd):
+def test_the_options_of_run_hold_in_processes_that_the_script_spawns(option, load, code, message, script, capfd):
     path = script(LOAD_IN_A_CHILD.format(load=textwrap.indent(load, "    ")))
     with pytest.raises(SystemExit) as end:
         main(["run", option, str(path)])
     assert end.value.code == code
-    assert says in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -607,7 +607,7 @@ def test_run_runs_a_module_as_python_does(script, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("options", "text", "code", "says"),
+    ("options", "text", "code", "message"),
     [
         ("", LOAD_BERT, 0, "nothing was fused (models built, also by processes of the script: 1)\n"),
         ("--strict", LOAD_BERT, 1, "without --strict the script goes on with such a model\n"),
@@ -615,13 +615,13 @@ def test_run_runs_a_module_as_python_does(script, tmp_path, monkeypatch, capsys)
         ("--no-qk", LOAD, 0, f"{SITES['norm']} norm, {SITES['residual']} residual, {SITES['mlp']} mlp"),
     ],
 )
-def test_run_fuses_what_it_is_told_and_says_what_it_has_fused(options, text, code, says, script, capsys):
+def test_run_fuses_what_it_is_told_and_says_what_it_has_fused(options, text, code, message, script, capsys):
     assert main(["run", *options.split(), str(script(text))]) == code
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     if text is LOAD_BERT:
         assert ("FusedNormError: nothing to fuse in BertModel" in error) == ("models built" not in error) == bool(code)
-        assert error.endswith(f"fused-norm: {says}")
+        assert error.endswith(f"fused-norm: {message}")
         assert code or "fused-norm: BertModel" in error
 
 
@@ -642,8 +642,8 @@ def test_run_covers_threads_that_the_script_starts(script, capsys):
 def test_run_fuses_adapters_that_the_script_puts_into_its_model(script, capsys):
     lora = "peft.get_peft_model(model, peft.LoraConfig(target_modules=['q_proj']))"
     assert main(["run", str(script(f"import peft{LOAD}{lora}\n"))]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fused-norm: ")]
-    assert [(SUMMARY in line, "2 adapter" in line) for line in told] == [(True, False), (True, True)]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fused-norm: ")]
+    assert [(SUMMARY in line, "2 adapter" in line) for line in lines] == [(True, False), (True, True)]
 
 
 def test_run_leaves_processes_without_models_as_they_are(script, tmp_path, monkeypatch, capfd):
@@ -701,9 +701,9 @@ def test_env_says_what_a_bug_report_needs(capsys):
 
 def test_env_says_how_rows_of_a_width_are_planned(capsys):
     assert main(["env", "--plans", "128"]) == 0
-    said = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert said["(add +) norm"] == str(forward_plan(128))
-    assert said["qk norm + RoPE backward"].startswith("HeadsPlan(q=HeadsTile(tokens=1, heads=16)")
+    out = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert out["(add +) norm"] == str(forward_plan(128))
+    assert out["qk norm + RoPE backward"].startswith("HeadsPlan(q=HeadsTile(tokens=1, heads=16)")
     assert main(["env", "--plans", "20000"]) == 0
     assert "norm + add" not in capsys.readouterr().out
 
@@ -721,9 +721,9 @@ def test_help_names_the_options_and_fits_a_terminal_of_80_columns(command, words
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
-    said = capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= 80
-    assert [word for word in words if word not in " ".join(said.split())] == []
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert [word for word in words if word not in " ".join(out.split())] == []
 
 
 @pytest.mark.skipif(shutil.which("fused-norm") is None, reason="the package is not installed, only on the path")

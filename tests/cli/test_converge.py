@@ -240,7 +240,7 @@ def test_without_peft_adapters_are_left_out_unless_they_are_asked_for(capsys, mo
     args = parser.parse_args(["qwen3"])
     device = torch.device("cpu")
     plan = converge_command.plan_for(args, converge_command.tier_for(args, device), device)
-    assert {each.execution for each in plan.comparisons} == set(EXECUTIONS) - set(LORA)
+    assert {comparison.execution for comparison in plan.comparisons} == set(EXECUTIONS) - set(LORA)
     assert main(["converge", "qwen3", "--axis", "eager", "--axis", "lora-dropout"]) == 2
     assert capsys.readouterr().err == "fused-norm converge: --axis lora-dropout needs peft: pip install peft\n"
 

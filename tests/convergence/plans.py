@@ -31,10 +31,10 @@ def tiny_plan(comparisons, layers=1, **changes):
         comparisons=tuple(comparisons),
         sources={
             model: ModelSource.of_family(model, settings.overrides_of(model) | {"num_hidden_layers": layers})
-            for model in {each.model: None for each in comparisons}
+            for model in {comparison.model: None for comparison in comparisons}
         },
         settings=settings,
-        tokens=dict.fromkeys((each.model for each in comparisons), packed),
+        tokens=dict.fromkeys((comparison.model for comparison in comparisons), packed),
         facts={"data": 1},
         cpu=not torch.cuda.is_available(),
     )

@@ -149,24 +149,24 @@ def fused():
 
 def test_the_next_forward_is_watched_and_no_other(fused):
     model, sites = fused
-    with observed(model) as seen:
-        assert seen.calls == []
+    with observed(model) as observation:
+        assert observation.calls == []
         model(input_ids=TOKENS, labels=TOKENS)
-        count = len(seen.calls)
-        assert sites_not_seen(sites, seen.calls) == ()
+        count = len(observation.calls)
+        assert sites_not_seen(sites, observation.calls) == ()
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
         with disabled():
             model(input_ids=TOKENS)
-    assert len(seen.calls) == count
-    assert seen.recomputed == []
+    assert len(observation.calls) == count
+    assert observation.recomputed == []
 
 
 def test_a_forward_by_stock_code_is_seen(fused):
     model, sites = fused
-    with observed(model) as seen, disabled():
+    with observed(model) as observation, disabled():
         model(input_ids=TOKENS, labels=TOKENS)
-    assert len(sites_not_seen(sites, seen.calls, may_be_idle=True)) == len(sites)
+    assert len(sites_not_seen(sites, observation.calls, may_be_idle=True)) == len(sites)
 
 
 def with_bias():
@@ -179,17 +179,17 @@ def with_bias():
     return model
 
 
-def head_of(model, **how):
+def head_of(model, **options):
     """Return the calls of the fused head in a step."""
     sites = [site for site in apply_fused_norm(model).fused if site.kind == "loss"]
-    calls = calls_of_step(model, TOKENS.repeat(2, 1), **how)
+    calls = calls_of_step(model, TOKENS.repeat(2, 1), **options)
     assert sites_not_seen(sites, calls) == ()
     return [call for call in calls if call.path == sites[0].path]
 
 
-def record_of(model, calls, **how):
+def record_of(model, calls, **options):
     record = CallRecord()
-    compare(record, model, calls, **how)
+    compare(record, model, calls, **options)
     return record
 
 
@@ -286,9 +286,9 @@ def test_packed_sequences_have_angles_of_their_own_and_large_numbers(fused):
     rotations = []
     rotate = calls[0].arguments.arguments["rotate"]
 
-    def noted(q, k, cos, sin, *further, **named):
+    def noted(q, k, cos, sin, *args, **named):
         rotations.append((q, cos))
-        return rotate(q, k, cos, sin, *further, **named)
+        return rotate(q, k, cos, sin, *args, **named)
 
     calls[0].arguments.arguments["rotate"] = noted
     record = CallRecord()

@@ -23,13 +23,13 @@ def test_a_result_comes_back_as_it_was(tmp_path):
 
 
 def test_other_settings_and_files_that_cannot_be_read_count_as_nothing(tmp_path):
-    kept = ResultStore(tmp_path)
-    kept.save(RESULT, "settings")
-    assert kept.load(RESULT.comparison, "other settings") is None
+    store = ResultStore(tmp_path)
+    store.save(RESULT, "settings")
+    assert store.load(RESULT.comparison, "other settings") is None
     assert ResultStore(tmp_path, fresh=True).load(RESULT.comparison, "settings") is None
     (path,) = (tmp_path / "comparisons").iterdir()
     path.write_text(path.read_text()[:100])
-    assert kept.load(RESULT.comparison, "settings") is None
+    assert store.load(RESULT.comparison, "settings") is None
 
 
 def test_code_that_changed_has_another_digest(tmp_path):

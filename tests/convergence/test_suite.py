@@ -261,9 +261,9 @@ def test_the_report_is_one_page_that_has_its_text_and_one_picture(finished):
     assert explanations(results) in text
     assert "RuntimeError: out <of> luck" in explanations(results)
     assert f"The last loss is {results[1].stock.losses[-1]:.4f} stock" in text
-    kept = json.loads(as_json(results, {}))
-    assert kept["exit_code"] == 2
-    assert kept["results"][1]["checks"]
+    report = json.loads(as_json(results, {}))
+    assert report["exit_code"] == 2
+    assert report["results"][1]["checks"]
 
 
 def test_charts_have_the_limit_of_the_gap_and_every_number_over_its_own(finished):
@@ -279,11 +279,11 @@ def test_charts_have_the_limit_of_the_gap_and_every_number_over_its_own(finished
     assert shares == pytest.approx(sorted(max(check.share, 1e-4) for check in result.verdict.checks))
     assert shares[-1] <= 1 == numbers.get_lines()[0].get_xdata()[0]
     worse = replace(result.verdict, checks=(replace(result.verdict.checks[0], value=5.0, bound=1.0),))
-    result.__dict__["verdict"], kept = worse, result.verdict
+    result.__dict__["verdict"], verdict = worse, result.verdict
     try:
         (points,) = _figure(result).get_axes()[2].collections
     finally:
-        result.__dict__["verdict"] = kept
+        result.__dict__["verdict"] = verdict
     assert to_hex(points.get_facecolor()[0]) == LIMIT
     assert points.get_offsets()[0][0] == 5
 
@@ -300,8 +300,8 @@ def test_the_colours_of_charts_are_those_of_the_page(finished):
 
 def test_the_table_fits_80_columns_whatever_is_compared(finished):
     result = finished[2][1]
-    everything = {each for tier in TIERS.values() for each in comparisons_of(tier, tier.families)}
-    shown = [replace(result, comparison=each) for each in everything]
+    everything = {comparison for tier in TIERS.values() for comparison in comparisons_of(tier, tier.families)}
+    shown = [replace(result, comparison=comparison) for comparison in everything]
     assert max(map(len, table(shown).splitlines())) <= 80
     assert table([result]).splitlines()[1].split()[:5] == ["green", "Gemma,", "bf16,", "norms", "alone"]
 

@@ -164,15 +164,15 @@ def test_the_learning_rate_rises_linearly_from_its_first_share():
 def test_the_time_per_step_is_the_median_without_the_first_step(monkeypatch):
     ticks = iter([0.0, 100.0, 200.0, 201.0, 300.0, 304.0, 400.0, 402.0])
     monkeypatch.setattr(training.time, "perf_counter", lambda: next(ticks))
-    seen = []
+    steps_and_losses = []
     result = train(
         build("llama", seed=0),
         sequences(4),
         TrainingOptions(steps=4, batch_size=1),
-        on_step=lambda step, loss: seen.append((step, loss)),
+        on_step=lambda step, loss: steps_and_losses.append((step, loss)),
     )
     assert result.seconds_per_step == 2.0
-    assert seen == list(enumerate(result.losses))
+    assert steps_and_losses == list(enumerate(result.losses))
 
 
 def test_longer_sequences_take_more_memory():

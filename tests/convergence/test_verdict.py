@@ -40,8 +40,8 @@ CALL_BARS = {measure.name: measure.bar for measure in MEASURES if measure.bar is
 CALLS = CallRecord(*(dict.fromkeys(NORMS, 0.0) for _ in CALL_BARS))
 
 
-def verdict(fused, precision="bf16", controls=CONTROLS, stock=STOCK, calls=CALLS, **how):
-    return judge(precision, stock, controls, fused, calls, **how)
+def verdict(fused, precision="bf16", controls=CONTROLS, stock=STOCK, calls=CALLS, **options):
+    return judge(precision, stock, controls, fused, calls, **options)
 
 
 def test_a_run_that_is_as_far_off_as_the_controls_is_green():

@@ -26,12 +26,12 @@ def text_of(name: str) -> str:
 
 
 def test_the_package_is_described_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:
-    said = PROJECT["description"]
-    assert fused_norm.__doc__ == f"{said}."
-    assert f"site_description: {said}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    description = PROJECT["description"]
+    assert fused_norm.__doc__ == f"{description}."
+    assert f"site_description: {description}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    assert f"{said}." in " ".join(capsys.readouterr().out.split())
+    assert f"{description}." in " ".join(capsys.readouterr().out.split())
 
 
 def supported_releases() -> dict[str, list[str]]:
@@ -52,9 +52,9 @@ def test_the_oldest_releases_are_those_of_the_package() -> None:
     }
     assert table == required
     for page in ("README.md", "docs/index.md"):
-        said = dict(re.findall(r"\b(Python|PyTorch|Triton|transformers) (\d+\.\d+)(?= or newer| to )", text_of(page)))
-        assert said.keys() >= {"Python", "PyTorch", "transformers"}, page
-        assert said == {name: required[name] for name in said}, page
+        stated = dict(re.findall(r"\b(Python|PyTorch|Triton|transformers) (\d+\.\d+)(?= or newer| to )", text_of(page)))
+        assert stated.keys() >= {"Python", "PyTorch", "transformers"}, page
+        assert stated == {name: required[name] for name in stated}, page
 
 
 def test_the_releases_that_tests_are_run_with_are_those_of_the_page() -> None:

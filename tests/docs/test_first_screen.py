@@ -27,17 +27,17 @@ def ahead_of_ours(competitor: str, unit: str) -> dict[str, float]:
 
 
 def test_where_others_are_ahead_is_said() -> None:
-    said = " ".join(README.split())
+    text = " ".join(README.split())
     run = stored_run()
     assert not ahead_of_ours("compiled", "ms")
     short = [step_of(run, "Qwen3-0.6B 1x512", variant) for variant in ("compile-layers", "fused")]
     assert short[0].seconds < short[1].seconds
-    assert "Compiled layers are ahead if a step waits for the host, as at [1x512 tokens]" in said
+    assert "Compiled layers are ahead if a step waits for the host, as at [1x512 tokens]" in text
     dropout = [
         step_of(run, "Qwen3-0.6B lora dropout checkpointing loss 4x4096", by) for by in ("compile-layers", "fused")
     ]
     assert 0.93 < dropout[0].seconds / dropout[1].seconds < 1
-    assert "up to 5 % ahead if adapters have dropout" in said
+    assert "up to 5 % ahead if adapters have dropout" in text
     assert not ahead_of_ours("Liger", "ms")
     assert min(ahead_of_ours("Liger", "GiB").values()) > 0.94
 

@@ -115,7 +115,7 @@ def all_texts(paths: Iterable[Path]) -> set[str]:
     return {text for path in paths for text in texts_of(ast.parse(path.read_text(encoding="utf-8")))}
 
 
-def said(paths: Iterable[Path]) -> set[str]:
+def messages_in(paths: Iterable[Path]) -> set[str]:
     """Return the messages in sources, each up to its first line break."""
     texts = all_texts(paths)
     code = {text for text in texts if re.search(r"self\.fused_norm_|\bFUSED\b", text)}
@@ -147,7 +147,7 @@ def on_page(page: str) -> set[str]:
 
 
 def test_every_message_of_the_patcher_is_on_the_page_and_no_other() -> None:
-    messages = said(PATCHER.rglob("*.py")) | refusals(KERNELS.glob("*.py"))
+    messages = messages_in(PATCHER.rglob("*.py")) | refusals(KERNELS.glob("*.py"))
     entries = on_page(PAGE.read_text(encoding="utf-8"))
     assert messages - entries == set(), "not on the page"
     assert entries - messages == set(), "on the page, and nowhere in the patcher"

@@ -229,8 +229,8 @@ def test_the_notebook_runs_and_is_stored_without_outputs(checkpoint) -> None:
     )
     assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp, 1 loss;\n  kept 0\n" in report
     numbers = re.search(r"loss (\S+), stock loss (\S+); .* (\S+) apart", compared).groups()
-    fused, stock, apart = map(float, numbers)
+    fused, stock, difference = map(float, numbers)
     assert fused == pytest.approx(stock, rel=1e-2)
-    assert apart < 0.05
+    assert difference < 0.05
     assert "fused 2 norm, 2 qk, 1 rope, 1 residual; kept" in chosen
     assert re.search(r"[1-9]\d* modules restored", restored)

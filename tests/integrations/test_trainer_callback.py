@@ -53,8 +53,8 @@ class WatchedTrainer(Trainer):
 def trainer(model: nn.Module | None, folder: Path, callbacks: list[Any], **arguments: Any) -> Any:
     data = rows_of(torch.randint(0, 256, (4, 6), generator=torch.Generator().manual_seed(1)))
     model_init = None if model is not None else lambda: llama()
-    how = {"max_steps": 2, "callbacks": callbacks, "model_init": model_init, **arguments}
-    return trainer_of(model, folder, data, WatchedTrainer, **how)
+    settings = {"max_steps": 2, "callbacks": callbacks, "model_init": model_init, **arguments}
+    return trainer_of(model, folder, data, WatchedTrainer, **settings)
 
 
 def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path: Path, caplog) -> None:

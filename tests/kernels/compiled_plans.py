@@ -64,15 +64,15 @@ def used_by(kernel: Any) -> Used:
     """What the compiler reports about a kernel."""
     shared = kernel.metadata.shared
     if "amdgcn" in kernel.asm:
-        said = dict(re.findall(r"^\s+\.(\w+):\s+(\d+)$", kernel.asm["amdgcn"], re.MULTILINE))
-        return Used(shared, int(said["vgpr_count"]), 4 * int(said["vgpr_spill_count"]), 0)
+        usage = dict(re.findall(r"^\s+\.(\w+):\s+(\d+)$", kernel.asm["amdgcn"], re.MULTILINE))
+        return Used(shared, int(usage["vgpr_count"]), 4 * int(usage["vgpr_spill_count"]), 0)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        said = dict(re.findall(r"(\w+):(\d+)", subprocess.run(command, capture_output=True, text=True).stdout))
+        usage = dict(re.findall(r"(\w+):(\d+)", subprocess.run(command, capture_output=True, text=True).stdout))
     narrow = re.findall(r"st\.global\.[bu](?:8|16)\b", kernel.asm["ptx"])
-    return Used(shared, int(said["REG"]), int(said["STACK"]), len(narrow))
+    return Used(shared, int(usage["REG"]), int(usage["STACK"]), len(narrow))
 
 
 def forward_backward(name: str, way: str, *arguments: Any) -> Called:

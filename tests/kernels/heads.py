@@ -119,8 +119,8 @@ class Rotated(Heads):
         return f"{self.norm.x}-{self.angles}-{self.rotary}-{' '.join(words)}".replace("torch.", "")
 
     def fused(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
-        how = {"single_rounding": self.once, "layout": self.layout, "angles_by_pair": self.by_pair}
-        return rope(inputs.q, inputs.k, inputs.cos, inputs.sin, unsqueeze_dim=inputs.unsqueeze_dim, **how)
+        options = {"single_rounding": self.once, "layout": self.layout, "angles_by_pair": self.by_pair}
+        return rope(inputs.q, inputs.k, inputs.cos, inputs.sin, unsqueeze_dim=inputs.unsqueeze_dim, **options)
 
     def rotated(self, q: Tensor, k: Tensor, inputs: Tensors) -> tuple[Tensor, Tensor]:
         is_part = self.rotary < q.shape[-1]

@@ -215,8 +215,8 @@ CALLS = {
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in BAD.items() for case in cases])
 def test_refuses(name: str, case: str) -> None:
-    call, says, *error = BAD[name][case]
-    with pytest.raises(*error or [ValueError], match=f"^(?={name}: ).*{says}"):
+    call, message, *error = BAD[name][case]
+    with pytest.raises(*error or [ValueError], match=f"^(?={name}: ).*{message}"):
         call()
 
 
@@ -240,7 +240,7 @@ def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, is_record
     """It is refused too after a good call, whose recording might be repeated."""
     if is_recorded:
         CALLS[name](zero_centered=True, eps=1e-6)
-    for bad, error, says in (
+    for bad, error, message in (
         ({"zero_centered": "no"}, TypeError, "zero_centered must be True or False, not 'no'"),
         ({"zero_centered": 1}, TypeError, "zero_centered must be True or False, not 1"),
         ({"eps": -1e-6}, ValueError, "eps must be finite and at least 0, not -1e-06"),
@@ -249,7 +249,7 @@ def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, is_record
         ({"eps": "1e-6"}, TypeError, "eps must be a Python float, not str"),
         ({"eps": None}, TypeError, "eps must be a Python float, not NoneType"),
     ):
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=message):
             CALLS[name](**bad)
 
 
@@ -277,9 +277,9 @@ OTHER_SORTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_what_is_no_dense_tensor_of_floating_point_is_refused_by_its_name(name: str, sort: str) -> None:
     function, tensors = TENSORS[name]
-    convert, says = OTHER_SORTS[sort]
+    convert, message = OTHER_SORTS[sort]
     for argument, tensor in tensors.items():
-        with pytest.raises(TypeError, match=f"^{name}: {argument} must be {says}"):
+        with pytest.raises(TypeError, match=f"^{name}: {argument} must be {message}"):
             function(**{**tensors, argument: convert(tensor)})
 
 

@@ -45,8 +45,8 @@ def call(request: pytest.FixtureRequest, device: str) -> Call:
     return every_call(device, rows=rows, width=width)[case]
 
 
-def every_way(*further: Any) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("call", [*READ, *further], indirect=True, ids=" ".join)
+def every_way(*extra: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("call", [*READ, *extra], indirect=True, ids=" ".join)
 
 
 EVERY_WAY = every_way()
@@ -127,10 +127,10 @@ def test_every_element_is_written_and_nothing_beside(call: Call, monkeypatch: py
     expected = run(call, gradients)
     guarded = Guarded()
     empty_strided, empty_like = torch.empty_strided, torch.empty_like
-    monkeypatch.setattr(torch, "empty_strided", lambda *how, **kind: guarded(empty_strided(*how, **kind)))
-    monkeypatch.setattr(torch, "empty_like", lambda *how, **kind: guarded(empty_like(*how, **kind)))
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **kwargs: guarded(empty_strided(*args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: guarded(empty_like(*args, **kwargs)))
     new_empty = Tensor.new_empty
-    monkeypatch.setattr(Tensor, "new_empty", lambda *how, **kind: guarded(new_empty(*how, **kind)))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kwargs: guarded(new_empty(*args, **kwargs)))
     recording.forget_all()
     actual = run(call, gradients)
     assert guarded.count >= len(present([*actual[0], *actual[1]])) - 1, "an add hands on a gradient"
@@ -220,8 +220,8 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
     kernel, places, outputs_kept, numbers_kept = EACH_WAY[call.name]
     gradients, leaves = incoming(call), call.leaves()
     launches.clear()
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         outputs = call.outputs(leaves)
     assert [launch.name for launch in launches] == [kernel.format("forward")]
     torch.autograd.grad(outputs, present(leaves[: call.differentiated]), gradients)
@@ -230,17 +230,17 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
     assert [launch.name for launch in launches[1:]] == [kernel.format("backward"), *sums]
 
     def among(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        return [tensor for tensor in kept if is_among(tensor, tensors)]
+        return [tensor for tensor in saved if is_among(tensor, tensors)]
 
     operator, expected = OPERATORS[call.name], present([leaves[place] for place in places])
     copied = [leaves[operator.tensor_names.index(name)] for name in operator.copied((*leaves, *call.options))]
-    copies = [tensor for tensor in kept if not is_among(tensor, [*leaves, *outputs]) and tensor.dim() == 1]
+    copies = [tensor for tensor in saved if not is_among(tensor, [*leaves, *outputs]) and tensor.dim() == 1]
     assert len(among(expected)) == len(expected) - len(copied)
     assert [copy.tolist() for copy in copies] == [copy.tolist() for copy in present(copied)]
     assert len(among(outputs)) == outputs_kept
-    numbers = [tensor for tensor in kept if tensor.shape[:-1] == outputs[0].shape[:-1] and tensor.shape[-1] <= 2]
+    numbers = [tensor for tensor in saved if tensor.shape[:-1] == outputs[0].shape[:-1] and tensor.shape[-1] <= 2]
     assert len(numbers) == numbers_kept
-    assert len(kept) == len(among([*leaves, *outputs])) + numbers_kept + len(copies)
+    assert len(saved) == len(among([*leaves, *outputs])) + numbers_kept + len(copies)
     assert len(among(leaves)) == len(among(expected))
 
 
@@ -417,7 +417,7 @@ def assert_stays_in_its_row(call: Call, gradients: list[Tensor], value: float, c
     ours, stock = run(sick, incoming_sick), run(sick, incoming_sick, operator=reference)
     assert all(torch.equal(a.isinf(), b.isinf()) for a, b in zip(ours[0], stock[0], strict=True))
     for actual, whole, expected, well in zip(
-        *(present([*each[0], *each[1]]) for each in (ours, clean, stock, healthy)), strict=True
+        *(present([*result[0], *result[1]]) for result in (ours, clean, stock, healthy)), strict=True
     ):
         assert torch.equal(actual.isnan(), expected.isnan())
         if actual.dim() == 4:

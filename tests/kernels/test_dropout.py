@@ -51,8 +51,8 @@ def test_it_has_the_bits_of_dropout_and_of_lora_add(
 
 def test_rows_apart_in_memory_are_read_where_they_are(device: str) -> None:
     base, x, a, b, mask, dy = tensors(device, 6)
-    apart = torch.zeros(6, 100, device=device, dtype=BF16)[:, :64].copy_(x.detach()).requires_grad_()
-    actual = results(LORA_ADD_DROPPED(base, apart, a, b, mask, SCALE, *FACTORS), [base, apart, a, b], dy)
+    spaced = torch.zeros(6, 100, device=device, dtype=BF16)[:, :64].copy_(x.detach()).requires_grad_()
+    actual = results(LORA_ADD_DROPPED(base, spaced, a, b, mask, SCALE, *FACTORS), [base, spaced, a, b], dy)
     expected = results(LORA_ADD_DROPPED(base, x, a, b, mask, SCALE, *FACTORS), [base, x, a, b], dy)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 

@@ -325,7 +325,7 @@ def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
         return rms_norm_fp8, replace(codes_of_x, **wrong), None
 
     codes_of_x = quantize(torch.randn(3, 112, device=device), "coat_input")
-    for (norm, *arguments), fp8_format, how, error, message in (
+    for (norm, *arguments), fp8_format, options, error, message in (
         (plain, "block128", {}, ValueError, "rms_norm_fp8: rows of 100 elements cannot be divided into groups of 128"),
         (added, "mxfp8", {}, ValueError, "add_rms_norm_fp8: rows of 100"),
         (plain, "fp8", {}, ValueError, "fp8_format must be one of tensorwise"),
@@ -343,7 +343,7 @@ def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
         (of_codes(), "coat", {"casting": "none"}, ValueError, "which codes have not"),
     ):
         with pytest.raises(error, match=message):
-            norm(*arguments, fp8_format=fp8_format, **how)
+            norm(*arguments, fp8_format=fp8_format, **options)
 
 
 @pytest.mark.slow

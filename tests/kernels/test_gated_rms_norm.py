@@ -136,8 +136,8 @@ def test_as_accurate_as_the_stock_code_and_rounded_where_it_rounds(norm: Gated, 
 @ORDERS
 def test_where_the_stock_code_rounds_is_told_from_one_rounding(norm: Gated, device: str) -> None:
     inputs = norm.inputs(device, 20, 512)
-    apart = run(norm.fused, inputs).y != run(replace(norm, casting="gemma").stock, inputs).y
-    assert apart.double().mean() > 0.05
+    differs = run(norm.fused, inputs).y != run(replace(norm, casting="gemma").stock, inputs).y
+    assert differs.double().mean() > 0.05
 
 
 @ORDERS

@@ -70,9 +70,9 @@ def _rounded(x: Tensor, activation: str) -> Tensor:
 def test_the_activation_is_rounded_before_the_product(dtype: torch.dtype, activation: str, device: str) -> None:
     inputs = draw_inputs(device, 20, 1024, gate=dtype, up=dtype)
     gate, up = inputs.gate, inputs.up
-    apart = glu(gate, up, activation) != _rounded(gate, activation) * up
+    differs = glu(gate, up, activation) != _rounded(gate, activation) * up
     # CUDA and Triton differ in the last bit of erf, to which one is added near -1.
-    assert apart.double().mean() < (2e-2 if (activation, device) == ("gelu", "cuda") else 1e-3)
+    assert differs.double().mean() < (2e-2 if (activation, device) == ("gelu", "cuda") else 1e-3)
     unrounded = (ACTIVATIONS[activation](gate.float()) * up.float()).to(dtype)
     assert (glu(gate, up, activation) != unrounded).double().mean() > 0.05, "one rounding is told from two"
 

@@ -248,15 +248,15 @@ def test_one_tensor_is_rotated_at_a_time(unsqueeze_dim: int, device: str) -> Non
         if unsqueeze_dim == 2:
             inputs = inputs.mapped(lambda x: x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x)
         whole = run(heads.fused, inputs)
-        how = {"unsqueeze_dim": unsqueeze_dim, "layout": heads.layout, "angles_by_pair": heads.by_pair}
+        options = {"unsqueeze_dim": unsqueeze_dim, "layout": heads.layout, "angles_by_pair": heads.by_pair}
         for side, d in (("q", inputs.dq_out), ("k", inputs.dk_out)):
             x = getattr(inputs, side).detach().requires_grad_()
-            y, nothing = rope(x, None, inputs.cos, inputs.sin, **how)
+            y, nothing = rope(x, None, inputs.cos, inputs.sin, **options)
             assert nothing is None
             assert torch.equal(y, getattr(whole, f"{side}_out"))
             assert torch.equal(torch.autograd.grad(y, x, d)[0], getattr(whole, f"d{side}"))
             with torch.no_grad():
-                assert torch.equal(rope(x, None, inputs.cos, inputs.sin, **how)[0], y)
+                assert torch.equal(rope(x, None, inputs.cos, inputs.sin, **options)[0], y)
 
 
 def test_gradients_of_a_rotation_are_rounded_once(device: str) -> None:

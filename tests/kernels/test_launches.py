@@ -135,12 +135,12 @@ def offsets(call: Call) -> tuple[list[bool], list[bool]]:
     gradients = BackwardCall(incoming, saved, facts, needed)
     backward = launches_of(lambda: operator.compute_grads(kernel_backward, gradients))
 
-    def told(launched: list[Launch]) -> list[bool]:
+    def has_wide_offsets(launched: list[Launch]) -> list[bool]:
         far = [launch for launch in launched if is_long([t for t in launch.tensors if t is not None])]
         flags = [launch.constants.get("INT64", getattr(launch.constants.get("SHAPE"), "LONG", None)) for launch in far]
         return [bool(flag) for flag in flags if flag is not None]
 
-    return told(forward), told(backward)
+    return has_wide_offsets(forward), has_wide_offsets(backward)
 
 
 @pytest.mark.parametrize("case", [case for case in NAMES if case not in SEQUENCES])

@@ -182,15 +182,15 @@ def test_with_a_mask_a_gradient_that_is_differentiated_again_is_refused(device: 
 
 
 def test_with_a_mask_what_dropout_returns_is_kept_in_16_bits(device: str) -> None:
-    layer, x, seen = FourBit(device, BF16, FP32), torch.randn(5, K, device=device), []
+    layer, x, saved = FourBit(device, BF16, FP32), torch.randn(5, K, device=device), []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: (seen.append((tensor.dtype, tensor.shape)), tensor)[1], id
+        lambda tensor: (saved.append((tensor.dtype, tensor.shape)), tensor)[1], id
     ):
         for _ in range(2):
             leaves = layer.leaves(x)
             layer.fused(leaves[0], *leaves, y_dtype=FP32, mask=x > 0)
-    assert [shape for dtype, shape in seen if dtype == torch.bool] == [(5, K)] * 2
-    assert [shape for dtype, shape in seen if dtype == BF16] == [(5, K), (RANK, K), (N, RANK), (5, RANK)] * 2
+    assert [shape for dtype, shape in saved if dtype == torch.bool] == [(5, K)] * 2
+    assert [shape for dtype, shape in saved if dtype == BF16] == [(5, K), (RANK, K), (N, RANK), (5, RANK)] * 2
 
 
 ADAPTED = pytest.mark.parametrize("factors", [None, FP32], ids=["without an adapter", "with one"])
@@ -264,10 +264,10 @@ def test_the_highest_rank_is_fused_and_the_next_one_is_not(
 def test_an_input_that_both_products_read_has_one_gradient(device: str) -> None:
     """PyTorch sums nothing: its node passes one gradient on, and none to the adapter's input."""
     layer, x = FourBit(device, BF16, FP32), torch.randn(5, K, device=device, requires_grad=True)
-    y, seen = layer.fused(x, x, *layer.factors, y_dtype=FP32), []
-    y.grad_fn.register_hook(lambda dinputs, _: seen.append([dx for dx in dinputs if dx is not None]))
+    y, grads = layer.fused(x, x, *layer.factors, y_dtype=FP32), []
+    y.grad_fn.register_hook(lambda dinputs, _: grads.append([dx for dx in dinputs if dx is not None]))
     y.sum().backward()
-    assert [(dx.shape, dx.dtype) for dx in seen[0]] == [(x.shape, FP32)]
+    assert [(dx.shape, dx.dtype) for dx in grads[0]] == [(x.shape, FP32)]
 
 
 @pytest.mark.parametrize(("factors", "shapes"), [(None, []), (FP32, [(5, K), (RANK, K), (N, RANK), (5, RANK)])])
@@ -275,14 +275,14 @@ def test_saved_tensor_hooks_see_what_they_see_of_stock_and_no_weight(
     factors: torch.dtype | None, shapes: list[tuple[int, ...]], device: str
 ) -> None:
     """bitsandbytes' product saves its weight, and not its input."""
-    layer, seen = FourBit(device, BF16, factors), []
+    layer, saved = FourBit(device, BF16, factors), []
     leaves = layer.leaves(torch.randn(5, K, device=device))
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: (seen.append(tensor.shape), tensor)[1], lambda tensor: tensor
+        lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda tensor: tensor
     ):
         for _ in range(2):
             layer.fused(leaves[0], *leaves, y_dtype=FP32).sum().backward()
-    assert sorted(seen) == sorted(2 * shapes)
+    assert sorted(saved) == sorted(2 * shapes)
 
 
 def test_a_gradient_is_differentiated_again(device: str) -> None:

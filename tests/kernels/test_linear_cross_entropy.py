@@ -116,8 +116,10 @@ def assert_as_near_as_stock(case: Case, dloss: float = 1.0, factor: float = FACT
     for name, a, b, exact in zip(("loss", "dx", "dweight", "dbias"), actual, expected, float64, strict=False):
         assert a.dtype == b.dtype, name
         assert a.shape == b.shape, name
-        mine, theirs = error(a, exact), error(b, exact)
-        assert mine <= max(factor * theirs, floor), f"the error of {name} is {mine}, stock's is {theirs}"
+        our_error, stock_error = error(a, exact), error(b, exact)
+        assert our_error <= max(factor * stock_error, floor), (
+            f"the error of {name} is {our_error}, stock's is {stock_error}"
+        )
     assert len(actual) == len(expected)
 
 
@@ -226,8 +228,8 @@ def test_rows_without_a_label_have_no_gradient_and_change_nothing(device: str) -
 @pytest.mark.parametrize("options", [{}, {"num_items": 5}, {"reduction": "sum"}, {"max_labels": 0}])
 def test_without_any_label_it_is_stocks_loss(options: dict[str, Any], device: str) -> None:
     case = make_case(device, masked=1.1, **options)
-    kept = {name: value for name, value in options.items() if name != "max_labels"}
-    for a, b in zip(case.results(ours), case._replace(options=kept).results(stock), strict=True):
+    stock_options = {name: value for name, value in options.items() if name != "max_labels"}
+    for a, b in zip(case.results(ours), case._replace(options=stock_options).results(stock), strict=True):
         assert torch.equal(a.isnan(), b.isnan())
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
@@ -308,8 +310,8 @@ def test_transforms_take_the_formula(device: str) -> None:
     assert error(actual, expected) < 1e-6
     tangents = torch.func.jvp(lambda x: ours(x, weight, None, target), (x,), (torch.ones_like(x),))
     assert error(tangents[1], torch.func.jvp(lambda x: stock(x, weight, None, target), (x,), (x * 0 + 1,))[1]) < 1e-5
-    each = torch.func.vmap(lambda x, t: ours(x, weight, None, t))(x, target)
-    assert each.shape == (2,)
+    losses = torch.func.vmap(lambda x, t: ours(x, weight, None, t))(x, target)
+    assert losses.shape == (2,)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)

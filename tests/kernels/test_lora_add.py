@@ -213,12 +213,12 @@ def test_x_the_weights_as_they_are_multiplied_and_the_rows_between_the_products_
     """The saved factors are the casts that stock code makes, or the factors themselves."""
     inputs = draw_inputs(device, *SMALL, weights=FP32 if is_cast else BF16)
     leaves = [tensor.requires_grad_() for tensor in (inputs.base, inputs.x, inputs.a, inputs.b)]
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         lora_add(*leaves)
-    assert [(tuple(tensor.shape), tensor.dtype) for tensor in kept[3:]] == [((5, 3, 4), BF16)]
-    assert kept[0].data_ptr() == inputs.x.data_ptr()
-    for tensor, factor in zip(kept[1:3], (inputs.a, inputs.b), strict=True):
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in saved[3:]] == [((5, 3, 4), BF16)]
+    assert saved[0].data_ptr() == inputs.x.data_ptr()
+    for tensor, factor in zip(saved[1:3], (inputs.a, inputs.b), strict=True):
         assert torch.equal(tensor, factor.bfloat16())
         assert (tensor.data_ptr() == factor.data_ptr()) == (not is_cast)
 
@@ -317,11 +317,11 @@ def test_gradients_come_in_batches(device: str) -> None:
     y = lora_add(*leaves, 0.7)
     several = torch.stack((inputs.dy, inputs.dy.cos()))
     batched = torch.autograd.grad(y, leaves, several, is_grads_batched=True, retain_graph=True)
-    apart = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in several]
-    for several_grads, *grads in zip(batched, *apart, strict=True):
+    separate = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in several]
+    for batch, *grads in zip(batched, *separate, strict=True):
         expected = torch.stack(grads)
-        assert several_grads.dtype == expected.dtype
-        assert (several_grads.double() - expected.double()).norm() <= 0.02 * expected.double().norm()
+        assert batch.dtype == expected.dtype
+        assert (batch.double() - expected.double()).norm() <= 0.02 * expected.double().norm()
 
 
 @pytest.mark.usefixtures("large_graphs")

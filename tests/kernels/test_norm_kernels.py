@@ -125,7 +125,7 @@ def test_a_prepared_launch_serves_only_what_it_was_prepared_for(width: int, devi
     wide = LLAMA.inputs((300, width + 8), device)
     inputs = LLAMA.inputs((300, width), device)
     expected = run_true(LLAMA, inputs)
-    seen: list[object] = []
+    hooked_launches: list[object] = []
 
     def check(rows: int, x: Tensor = inputs.x) -> None:
         ours = run(LLAMA.fused, inputs.but(x=x[:rows], dy=inputs.dy[:rows]))
@@ -139,15 +139,15 @@ def test_a_prepared_launch_serves_only_what_it_was_prepared_for(width: int, devi
     with torch.cuda.stream(torch.cuda.Stream()):
         check(300)
         torch.cuda.current_stream().synchronize()
-    triton.knobs.runtime.launch_enter_hook.add(seen.append)
+    triton.knobs.runtime.launch_enter_hook.add(hooked_launches.append)
     try:
         check(300)
     finally:
-        triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+        triton.knobs.runtime.launch_enter_hook.remove(hooked_launches.append)
     kernels = 3 if width <= WIDEST_BACKWARD else 4
-    assert len(seen) == kernels
+    assert len(hooked_launches) == kernels
     check(300)
-    assert len(seen) == kernels
+    assert len(hooked_launches) == kernels
 
 
 @pytest.mark.gpu

@@ -74,9 +74,9 @@ def fused(name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, 
     return ys, s
 
 
-def results(call: Callable[..., Any], tensors: Sequence[Tensor], *how: Any, unread: Sequence[int] = ()) -> list[Any]:
+def results(call: Callable[..., Any], tensors: Sequence[Tensor], *args: Any, unread: Sequence[int] = ()) -> list[Any]:
     """Return all outputs and the gradients of the tensors."""
-    ys, s = call(*how)
+    ys, s = call(*args)
     gradients = torch.autograd.grad(read(ys, s, unread), tensors, allow_unused=True)
     return [*(y.detach() for y in ys), s.detach(), *gradients]
 
@@ -90,10 +90,10 @@ def test_every_bit_is_that_of_one_output_that_all_read(
 ) -> None:
     rows, weight, dtype = DTYPES[dtypes]
     tensors = tensors_of(name, device, rows, weight)
-    how = name, spec, tensors, consumers, dtype
-    expected = results(stock, tensors, *how)
+    args = name, spec, tensors, consumers, dtype
+    expected = results(stock, tensors, *args)
     for _ in range(3):  # recorded, and repeated
-        assert_same(results(fused, tensors, *how), expected, exact=is_exact(tensors))
+        assert_same(results(fused, tensors, *args), expected, exact=is_exact(tensors))
 
 
 def test_another_order_of_the_sum_has_other_bits(device: str) -> None:
@@ -111,8 +111,8 @@ def test_another_order_of_the_sum_has_other_bits(device: str) -> None:
 @pytest.mark.parametrize("unread", [(0,), (2,), (0, 1), (0, 1, 2)], ids=str)
 def test_a_consumer_that_does_not_run_adds_nothing(name: str, unread: tuple[int, ...], device: str) -> None:
     tensors = tensors_of(name, device, BF16, BF16)
-    how = name, LLAMA, tensors, 3, None
-    expected, actual = (results(call, tensors, *how, unread=unread) for call in (stock, fused))
+    args = name, LLAMA, tensors, 3, None
+    expected, actual = (results(call, tensors, *args, unread=unread) for call in (stock, fused))
     assert [result is None for result in actual] == [result is None for result in expected]
     present = [[result for result in group if result is not None] for group in (actual, expected)]
     assert_same(*present, exact=True)
@@ -129,18 +129,18 @@ def test_rows_that_are_read_in_parts(
     width = 145 if way == "chunked" else 47
     for rows, weight, dtype in DTYPES.values():
         tensors = tensors_of("add_rms_norm", device, rows, weight, width)
-        how = "add_rms_norm", LLAMA, tensors, 3, dtype
-        assert_same(results(fused, tensors, *how), results(stock, tensors, *how), exact=is_exact(tensors))
+        args = "add_rms_norm", LLAMA, tensors, 3, dtype
+        assert_same(results(fused, tensors, *args), results(stock, tensors, *args), exact=is_exact(tensors))
 
 
 @NAMES
 def test_the_dispatcher_sees_registered_operators_with_the_same_bits(name: str, device: str) -> None:
     for rows, weight, dtype in DTYPES.values():
         tensors = tensors_of(name, device, rows, weight)
-        how = name, LLAMA, tensors, 3, dtype
-        expected = results(stock, tensors, *how)
+        args = name, LLAMA, tensors, 3, dtype
+        expected = results(stock, tensors, *args)
         with FlopCounterMode(display=False):
-            actual = results(fused, tensors, *how)
+            actual = results(fused, tensors, *args)
         assert_same(actual, expected, exact=is_exact(tensors))
 
 

@@ -50,13 +50,13 @@ def test_only_float32_is_written_otherwise_and_rounded_once(
         stock, expected = results(operator, args, None, incoming)
         outputs, grads = results(operator, args, dtype, incoming)
         by_formula = operator.reference(*args, dtype)
-        for mine, theirs, formula in zip(outputs, stock, by_formula, strict=True):
+        for ours, theirs, formula in zip(outputs, stock, by_formula, strict=True):
             expected_dtype = dtype if theirs.dtype == FP32 else theirs.dtype
-            assert (mine.dtype, formula.dtype) == (expected_dtype, expected_dtype)
-            assert_same([mine], [theirs.to(expected_dtype)], exact=device == "cpu")
-            assert mine.stride() == theirs.stride()
+            assert (ours.dtype, formula.dtype) == (expected_dtype, expected_dtype)
+            assert_same([ours], [theirs.to(expected_dtype)], exact=device == "cpu")
+            assert ours.stride() == theirs.stride()
             if kind.startswith("rotation"):
-                assert_same([mine], [formula], exact=device == "cpu")
+                assert_same([ours], [formula], exact=device == "cpu")
         if stock[0].dtype == FP32:  # otherwise their incoming gradients are rounded twice
             assert_same(grads, expected, exact=device == "cpu")
 

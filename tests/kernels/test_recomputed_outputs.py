@@ -36,8 +36,8 @@ class Observer:
     def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
         outputs = operator.results_of(*arguments)
         results = outputs if isinstance(outputs, tuple) else (outputs,)
-        kept = results[0].grad_fn.saved_tensors[-len(operator.extra_saved) :] if operator.extra_saved else ()
-        self.recomputes.append(operator.recompute(arguments, (*results, *kept)))
+        saved = results[0].grad_fn.saved_tensors[-len(operator.extra_saved) :] if operator.extra_saved else ()
+        self.recomputes.append(operator.recompute(arguments, (*results, *saved)))
         return outputs
 
 

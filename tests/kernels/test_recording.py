@@ -258,14 +258,16 @@ def test_what_changes_an_argument_without_a_tensor_is_seen(device: str) -> None:
 def test_one_tensor_as_two_arguments(device: str) -> None:
     x, r = rows(device).requires_grad_(), rows(device).requires_grad_()
 
-    def sum_and_gradients(a: Tensor, b: Tensor, operator: Callable[..., Any], *how: Any) -> list[Tensor | None]:
-        total = operator(a, b, *how)
+    def sum_and_gradients(a: Tensor, b: Tensor, operator: Callable[..., Any], *options: Any) -> list[Tensor | None]:
+        total = operator(a, b, *options)
         return [total, *torch.autograd.grad(total, (a, b), torch.ones_like(total))]
 
     for a, b in ((x, x), (x, r), (x, x), (r, x)):
-        for operator, how in ((GLU, ("silu",)), (NORM_ADD, (None, LLAMA))):
+        for operator, options in ((GLU, ("silu",)), (NORM_ADD, (None, LLAMA))):
             for _ in range(2):
-                assert_same(sum_and_gradients(a, b, operator, *how), sum_and_gradients(a, b, operator._launched, *how))
+                assert_same(
+                    sum_and_gradients(a, b, operator, *options), sum_and_gradients(a, b, operator._launched, *options)
+                )
 
 
 MODES = {"trained": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -323,12 +325,12 @@ def test_rows_at_any_address_and_copied_rows(device: str) -> None:
 
 
 def test_a_first_call_is_made_once_and_is_like_all_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
+    kernels: list[str] = []
     run = Launch.run
-    monkeypatch.setattr(Launch, "run", lambda launch: (ran.append(launch.name), run(launch))[1])
+    monkeypatch.setattr(Launch, "run", lambda launch: (kernels.append(launch.name), run(launch))[1])
     x, w = rows(device).requires_grad_(), weight(device).requires_grad_()
     torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
-    assert ran == ["_forward_kernel", "_backward_kernel", "_reduce_kernel"]
+    assert kernels == ["_forward_kernel", "_backward_kernel", "_reduce_kernel"]
     with torch.inference_mode():
         assert rms_norm(x, w).is_inference()
     with torch.no_grad():
@@ -454,9 +456,9 @@ def test_launch_hooks_and_observers_see_every_call(
 ) -> None:
     x, w = recorded
     hook = type("Hook", (), {"calls": [print]})()
-    ran: list[str] = []
+    kernels: list[str] = []
     run = Launch.run
-    monkeypatch.setattr(Launch, "run", lambda launch: (ran.append(launch.name), run(launch))[1])
+    monkeypatch.setattr(Launch, "run", lambda launch: (kernels.append(launch.name), run(launch))[1])
     entry = next(entry for entry in recordings("rms_norm") if entry.fits(x, w, LLAMA, None))
     repeated: list[int] = []
     monkeypatch.setitem(entry.call.__globals__, "repeat", lambda *tensors: repeated.append(len(tensors)))  # type: ignore[attr-defined]
@@ -469,7 +471,7 @@ def test_launch_hooks_and_observers_see_every_call(
     assert repeated == [2, 2], "and makes the tensors' device current, where that is another one"
     monkeypatch.undo()
 
-    ran.clear()
+    kernels.clear()
     with observed.by(noting := Noting()):
         rms_norm(x, w)
     with calls.by(noting):
@@ -593,10 +595,10 @@ def test_recordings_are_bounded_and_hold_no_tensor(device: str, monkeypatch: pyt
     assert len(RMS_NORM.cache.by_shape) <= 3
     assert all(len(entry.backwards) <= 2 for entry in recordings("rms_norm"))
     assert len(recordings("rms_norm")) <= 6
-    kept = weakref.ref(x)
+    reference = weakref.ref(x)
     del x, y
     gc.collect()
-    assert kept() is None
+    assert reference() is None
 
 
 @pytest.fixture

@@ -460,10 +460,10 @@ def _at_chunk_ends(call: Losses) -> Tensor:
     return torch.arange(len(labels), device=labels.device) % _ROWS_OF_CHUNK == _ROWS_OF_CHUNK - 1
 
 
-def _labels(call: Losses, kept: Tensor) -> Tensor:
+def _labels(call: Losses, mask: Tensor) -> Tensor:
     """Return the labels of these rows; all other rows are ignored."""
     target: Tensor = call.arguments["target"]
-    return target.where(kept.view(target.shape), call.arguments["ignore_index"])
+    return target.where(mask.view(target.shape), call.arguments["ignore_index"])
 
 
 def _rounded_by_chunk(call: Losses) -> Results:
@@ -514,9 +514,9 @@ def _slope_of_cap_without_its_square(call: Losses) -> Results:
     cap = call.arguments["softcap"]
     launch = linear_cross_entropy.launch_cross_entropy
 
-    def wrong(logits: Tensor, labels: Tensor, losses: Tensor, gradient: Tensor | None, **how: Any) -> None:
-        tanh = (logits.float() * (how["scale"] or 1.0) / cap).tanh()
-        launch(logits, labels, losses, gradient, **how)
+    def wrong(logits: Tensor, labels: Tensor, losses: Tensor, gradient: Tensor | None, **options: Any) -> None:
+        tanh = (logits.float() * (options["scale"] or 1.0) / cap).tanh()
+        launch(logits, labels, losses, gradient, **options)
         if gradient is not None:
             logits.copy_(logits.float() / (1 - tanh.square()) * (1 - tanh))
 
@@ -529,14 +529,15 @@ def _rows_in_the_mean(right: Any, memory: Any, target: Tensor, *others: Any) -> 
     return right(target.clamp(min=0) if ignored < 0 else target, *others)
 
 
-def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, how: Any) -> Tensor:
+def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, request: Any) -> Tensor:
     """Compute the loss of real logits if the model is given the number of labels in a step."""
-    if how.num_items is None:
-        loss: Tensor = right(call, x, how)
+    if request.num_items is None:
+        loss: Tensor = right(call, x, request)
         return loss
-    head, target = call.head, how.target.as_subclass(Tensor)
-    args = x, head.weight, head.bias, target, torch.as_tensor(how.num_items), how.reduction, how.ignore_index
-    return reference.linear_cross_entropy(*args, how.label_smoothing, how.scale, how.cap, how.in_fp32)
+    head, target = call.head, request.target.as_subclass(Tensor)
+    args = target, torch.as_tensor(request.num_items), request.reduction, request.ignore_index, request.label_smoothing
+    logits = request.scale, request.cap, request.in_fp32
+    return reference.linear_cross_entropy(x, head.weight, head.bias, *args, *logits)
 
 
 # ---- Faults of recomputation and of adapters ----
@@ -598,7 +599,9 @@ def _dropped_as_in_the_first(right: Any, memory: dict[str, Tensor], dropout: nn.
         return right(dropout, x)
 
 
-_num_items_unheeded = in_head(lambda how: replace(how, num_items=(how.target != how.ignore_index).sum().clamp(min=1)))
+_num_items_unheeded = in_head(
+    lambda request: replace(request, num_items=(request.target != request.ignore_index).sum().clamp(min=1))
+)
 _real_logits = replaced_by(losses, "_why_real", lambda *_: "")
 
 _IN_LOSSES: tuple[tuple[Any, ...], ...] = (
@@ -620,7 +623,7 @@ _IN_LOSSES: tuple[tuple[Any, ...], ...] = (
     ("divided-late", in_losses(_scaled_after_rounding)),
     ("neighbour", in_losses(_gradient_of_a_neighbours_label)),  # the gradient is that of the label of the row before
     ("square", in_losses(_slope_of_cap_without_its_square), "no logits are capped"),
-    ("unshifted", in_head(lambda how: replace(how, target=how.target.roll(1)))),  # labels are not shifted
+    ("unshifted", in_head(lambda request: replace(request, target=request.target.roll(1)))),  # labels are not shifted
     ("num-items", _num_items_unheeded),  # the number of labels in a step is ignored
 )
 """Faults of heads with their losses: the name, the fault, and why it may be hidden."""
@@ -820,8 +823,8 @@ def _faults() -> Iterator[Fault]:
             yield Fault(f"{what_has_it}-{name}", planted, *hidden, where="loss")
     for name, planted in _IN_RECOMPUTATION:
         yield Fault(f"recomputed-{name}", planted, where="recompute")
-    kept = with_changed_table(LinearOutputs, "_READ", lambda nodes: nodes | {"LoraAddBackward": lambda *_: None})
-    yield Fault("recomputed-adapters", kept, where="lora-recompute")
+    planting = with_changed_table(LinearOutputs, "_READ", lambda nodes: nodes | {"LoraAddBackward": lambda *_: None})
+    yield Fault("recomputed-adapters", planting, where="lora-recompute")
     one_row = falls_back(*_IN_MODELS, where=_trains_one_sequence)
     for name, planted in (
         ("fallback-rotated", falls_back(QK_NORM, ROPE, GLU)),  # runs its parts silently

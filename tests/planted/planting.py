@@ -258,8 +258,8 @@ def in_losses(wrong: Callable[[Losses], Results]) -> Planting:
 def in_head(change: Callable[[CrossEntropy], CrossEntropy]) -> Planting:
     """Plant a fault in the loss that a head is asked for."""
 
-    def wrong(right: Any, memory: Any, head: FusedHead, x: Tensor, how: CrossEntropy, *further: Any) -> Tensor:
-        loss: Tensor = right(head, x, how if fused_norm_module.is_disabled() else change(how), *further)
+    def wrong(right: Any, memory: Any, head: FusedHead, x: Tensor, request: CrossEntropy, *args: Any) -> Tensor:
+        loss: Tensor = right(head, x, request if fused_norm_module.is_disabled() else change(request), *args)
         return loss
 
     return replaced_by(FusedHead, "fused_norm_cross_entropy", wrong)
@@ -290,9 +290,9 @@ def in_compiled_backward(operator: Operator) -> Planting:
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
         state, right, forward = PlantedFault(), operator._backward_op, operator.forward
 
-        def counted(*arguments: Any, **how: Any) -> Any:
+        def counted(*arguments: Any, **kwargs: Any) -> Any:
             state.count_all()
-            return forward(*arguments, **how)
+            return forward(*arguments, **kwargs)
 
         def wrong(*arguments: Any) -> Any:
             named_gradients = zip(operator.gradients, right(*arguments), strict=True)

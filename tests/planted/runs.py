@@ -109,8 +109,8 @@ class _Checks:
                 record = CallRecord()
                 with fault.planted(model) as planted:
                     # The norm with and without a rotation is one operator.
-                    mine = [c for c in calls if fault.operator in {op.removesuffix("_rope") for op in c.operators}]
-                    compare(record, model, mine, mixed=precision.mixed)
+                    own_calls = [c for c in calls if fault.operator in {op.removesuffix("_rope") for op in c.operators}]
+                    compare(record, model, own_calls, mixed=precision.mixed)
                 state.add(planted)
                 yield record
         elif fault.where in ("sites", "compile"):
@@ -177,7 +177,8 @@ def _is_caught(result: ComparisonResult) -> bool:
 def tasks_of(args: argparse.Namespace) -> list[tuple[Comparison, list[str]]]:
     """Return the comparisons of a command line with the faults that are planted in each, a few at a time."""
     tasks = []
-    for baseline in dict.fromkeys(each.baseline for each in _plan(args).comparisons if each.execution == "eager"):
+    eager = [comparison for comparison in _plan(args).comparisons if comparison.execution == "eager"]
+    for baseline in dict.fromkeys(comparison.baseline for comparison in eager):
         for execution in EXECUTIONS:
             names = [
                 name for name, fault in FAULTS.items() if (_EXECUTION_OF.get(fault.where, fault.where)) == execution

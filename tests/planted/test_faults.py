@@ -96,20 +96,20 @@ def test_every_operator_has_every_fault_that_it_can_have():
         if operator.outputs[0] == "q":  # the norm in it, and its backward, belong to another operator
             assert {f"{operator.name}-{fault}" for fault in OF_CODES} <= set(FAULTS)
             continue
-        mine = {name.removeprefix(f"{operator.name}-") for name in FAULTS if name.startswith(f"{operator.name}-")}
-        assert {"size", "no-grad", "in-place"} <= mine
+        own_faults = {name.removeprefix(f"{operator.name}-") for name in FAULTS if name.startswith(f"{operator.name}-")}
+        assert {"size", "no-grad", "in-place"} <= own_faults
         if operator is LINEAR_CROSS_ENTROPY:  # its output is one number, and its forward computes the gradients
-            assert {"nan", "dx-size", "dw-size", "dw", "dbias", "frozen"} <= mine
+            assert {"nan", "dx-size", "dw-size", "dw", "dbias", "frozen"} <= own_faults
             continue
-        assert {"last-row", "even"} <= mine
-        assert operator not in OF_ROWS or {"nan", "shape"} <= mine
+        assert {"last-row", "even"} <= own_faults
+        assert operator not in OF_ROWS or {"nan", "shape"} <= own_faults
         # No model is checkpointed with adapters.
-        assert operator in (LINEAR_4BIT, *OF_ADAPTERS) or "checkpointed" in mine
-        assert not operator.takes_spec or {"casting", "centering", "eps"} <= mine
+        assert operator in (LINEAR_4BIT, *OF_ADAPTERS) or "checkpointed" in own_faults
+        assert not operator.takes_spec or {"casting", "centering", "eps"} <= own_faults
         if type(operator).backward is not Operator.backward:
-            assert {"ds-in-place", *(("dx-size", "dx-cut") if operator in OF_ROWS else ("dbias",))} <= mine
+            assert {"ds-in-place", *(("dx-size", "dx-cut") if operator in OF_ROWS else ("dbias",))} <= own_faults
             has_weights = operator.takes_spec or operator in OF_ADAPTERS
-            assert not has_weights or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= mine
+            assert not has_weights or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= own_faults
 
 
 OF_QLORA = {"glu_for_consumers": ("gate", "summands", "dropped"), "lora_summands_4bit": ("rank", "shifted")}

@@ -10,10 +10,10 @@ from .faults import FAULTS
 from .runs import SOUND, run_faults
 
 
-def outcomes_of(family, precision, names, execution="eager", **how):
+def outcomes_of(family, precision, names, execution="eager", **options):
     """Return what became of faults in the fused model of a comparison, which must be green without one."""
     comparison = Comparison(family, precision, execution)
-    results = {each.fault: each for each in run_faults(tiny_plan([comparison], **how), comparison, names)}
+    results = {result.fault: result for result in run_faults(tiny_plan([comparison], **options), comparison, names)}
     assert results.pop(SOUND).outcome == "sound"
     assert set(results) == set(names)
     return {name: result.outcome for name, result in results.items()}

@@ -146,8 +146,8 @@ def test_kernelized_norms_give_the_bits_of_stock_and_its_gradients(name: str, no
     (expected, stock_gradients), (logits, gradients) = step(stock), step(hub)
     assert (logits != expected).float().mean() < 0.01
     for key, gradient in stock_gradients.items():
-        apart = (gradients[key].double() - gradient.double()).norm() / gradient.double().norm()
-        assert apart < 0.02, key
+        difference = (gradients[key].double() - gradient.double()).norm() / gradient.double().norm()
+        assert difference < 0.02, key
 
 
 def test_a_module_that_computes_something_else_keeps_its_forward(mapping, device: str) -> None:

@@ -83,8 +83,8 @@ def test_tables_show_shares_and_what_is_kept_and_why(summary: Summary) -> None:
     rows = shown["model_types.md"]
     assert "In transformers 5.9.0, 1 of 2 model types keep nothing that is counted." in rows
     assert "| `two` | 5 of 5 norms, 2 of 2 residual adds, 2 of 2 half rotations |  |" in rows
-    kept = "2 half rotations (OneAttention): of another \\| kind"
-    assert f"| `one` | 5 of 5 norms, 2 of 2 residual adds, 0 of 2 half rotations | {kept} |" in rows
+    kept_cell = "2 half rotations (OneAttention): of another \\| kind"
+    assert f"| `one` | 5 of 5 norms, 2 of 2 residual adds, 0 of 2 half rotations | {kept_cell} |" in rows
 
 
 def test_pages_show_the_stored_summaries() -> None:
@@ -128,9 +128,9 @@ def test_the_command_compares_summaries_and_writes_the_page(
     monkeypatch.setattr(command, "_sweep", lambda args: (summary, 0))
     monkeypatch.setattr("transformers.__version__", summary.transformers)
     assert command.main(["--store", "--against"]) == 1
-    said = capsys.readouterr().out
-    assert "since transformers 5.9.0: 1 changes" in said
-    assert "norm one.OneNorm: its forward is written otherwise" in said
+    out = capsys.readouterr().out
+    assert "since transformers 5.9.0: 1 changes" in out
+    assert "norm one.OneNorm: its forward is written otherwise" in out
     assert command.main(["--against", "5.10.0"]) == 0, "what was stored before"
     assert "no changes" in capsys.readouterr().out
     monkeypatch.setattr(command, "DOCS", folder)
@@ -178,8 +178,8 @@ def test_the_command_sweeps_past_a_type_that_dies_and_tells_what_changed_upstrea
     del swept.classes["llama.LlamaRMSNorm"]
     swept.save(folder / "transformers-4.0.0.json")
     assert command.main(["llama", "--against", "4.0.0"]) == 1
-    said = capsys.readouterr().out.partition("2 changes\n")[2].splitlines()
-    assert said == [
+    changed_lines = capsys.readouterr().out.partition("2 changes\n")[2].splitlines()
+    assert changed_lines == [
         "  layer llama.LlamaDecoderLayer: its forward is written otherwise",
         "  norm llama.LlamaRMSNorm: new",
     ]
