@@ -1,4 +1,4 @@
-"""What every test runs under: no hub, one thread, a fixed seed, and Triton's interpreter where there is no GPU."""
+"""The environment of every test: no hub, one thread, a fixed seed, and Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     speed_up()
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a process that a shell starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def slow(*values: Any) -> list[Any]:
-    """Parameters that are left to the slow tests."""
+    """Return parameters that only slow tests use."""
     return [pytest.param(value, marks=pytest.mark.slow, id=str(value)) for value in values]
 
 
 def slow_rows(*rows: Sequence[Any]) -> list[Any]:
-    """Rows of several parameters that are left to the slow tests."""
+    """Return rows of several parameters that only slow tests use."""
     return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices")
-    # The interpreter computes with numpy, which warns of every NaN and inf that a test feeds in.
+    # The interpreter computes with numpy, which warns about every NaN and inf in the inputs.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where tests put their tensors: ``cuda`` where there is a GPU, else ``cpu`` (kernels are interpreted there)."""
+    """The device of test tensors: ``cuda`` if there is a GPU, else ``cpu``, on which kernels are interpreted."""
     return "cuda" if HAS_GPU else "cpu"
 
 
@@ -68,7 +68,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _in_full_precision():
-    """Products of fp32 after a test are those of before it: the Trainer's ``torch_compile`` turns on TF32 for all."""
+    """Restore the precision of fp32 products: the Trainer's ``torch_compile`` turns on TF32 for the process."""
     backends = (torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
     before = [getattr(backend, "fp32_precision", None) for backend in backends]
     yield
@@ -79,7 +79,7 @@ def _in_full_precision():
 
 @pytest.fixture
 def large_graphs():
-    """Compiled graphs keep operators, however small the tensors of a test are, and under autocast too."""
+    """Keep operators in compiled graphs, under autocast too and for tensors as small as those of tests."""
     from fused_norm.kernels.operator import force_fused_in_graphs
 
     with force_fused_in_graphs():

@@ -1,9 +1,11 @@
-"""Makes Triton's interpreter, in which most of the tests' time goes, twice as fast, with the same bits.
+"""Makes Triton's interpreter, which takes most of the tests' time, twice as fast, with the same bits.
 
 An operation of a kernel takes numpy microseconds, and the interpreter many times that for the types, shapes and names
-of its operands. The same few types come back in every program of every grid, so what follows from them is kept, by an
-element type's name, which says all of it, and a shape. To convert between bf16 and fp32 the interpreter takes numbers
-apart; shifting their bits gives the same numbers, unless one of them is subnormal.
+of its operands. The same few types come back in every program of every grid, so everything that follows from them is
+cached by the name of the element type and the shape.
+
+To convert between bf16 and fp32 the interpreter decomposes numbers; shifting their bits gives the same numbers, unless
+one of them is subnormal.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 def speed_up() -> None:
     """Replace slow parts of the interpreter by faster ones for the rest of the process.
 
-    A Triton that has other parts stays as it is, and is only slower.
+    If a release of Triton has other parts, it stays as it is and is only slower.
     """
     from triton.language import core, semantic
     from triton.runtime import interpreter
@@ -76,5 +78,5 @@ def speed_up() -> None:
 
 
 def _has_subnormal(bits: Any, exponent: int) -> bool:
-    """Return whether one of these numbers has an exponent of zero, and other bits than those of a zero."""
+    """Return whether any of these numbers is subnormal."""
     return bool(((bits & exponent == 0) & (bits & (exponent | (exponent & -exponent) - 1) != 0)).any())

@@ -1,4 +1,4 @@
-"""The interpreter that tests run kernels in has the bits of Triton's own."""
+"""The interpreter of the tests has the bits of Triton's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 @pytest.fixture(scope="module")
 def own():
-    """Triton's interpreter as it was, from a second copy of its module."""
+    """Return Triton's original interpreter, from a second copy of its module."""
     spec = importlib.util.find_spec("triton.runtime.interpreter")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

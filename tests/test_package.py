@@ -1,4 +1,4 @@
-"""The package as others get it: what is imported with it, its version, and the README that an index shows."""
+"""The installed package: what is imported with it, its version, and the README of a package index."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import fused_norm
 
 PACKAGE = Path(fused_norm.__file__).parent
 MEASURING = ("check", "cli", "convergence")
-"""What commands alone import; above them is what everyone does."""
+"""Packages that only commands import."""
 PEERS = ("benchmarks", "liger_kernel", "matplotlib", "quack", "tools")
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The full names that a file imports, wherever in it."""
+    """Return the full names that a file imports anywhere."""
     package = ("fused_norm", *path.relative_to(PACKAGE).parent.parts)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -34,13 +34,13 @@ def test_what_everyone_imports_knows_neither_measurements_nor_peers() -> None:
     command = PACKAGE / "cli" / "env_command.py"
     assert "fused_norm.cli.common.UsageError" in set(imported(command)), "relative imports count"
     away = [*(f"fused_norm.{name}" for name in MEASURING), *PEERS]
-    found = {
+    imports = {
         (path.relative_to(PACKAGE).as_posix(), name)
         for path in own
         for name in imported(path)
-        if any(f"{name}.".startswith(f"{one}.") for one in away)
+        if any(f"{name}.".startswith(f"{package}.") for package in away)
     }
-    assert found == {("__main__.py", "fused_norm.cli.main")}
+    assert imports == {("__main__.py", "fused_norm.cli.main")}
 
 
 def test_the_version_is_that_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,19 +63,19 @@ def test_links_of_a_readme_are_addresses_of_the_repository_that_builds(tmp_path:
     (tmp_path / "README.md").write_text(text)
 
     def metadata() -> dict:
-        made: dict = {}
-        hook.RepositoryHook(str(tmp_path), {}).update(made)
-        return made
+        fields: dict = {}
+        hook.RepositoryHook(str(tmp_path), {}).update(fields)
+        return fields
 
     monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
     assert metadata() == {"readme": {"content-type": "text/markdown", "text": text}}
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://git.example")
     monkeypatch.setenv("GITHUB_REPOSITORY", "me/mine")
     monkeypatch.setenv("GITHUB_REF_NAME", "v1.0")
-    made = metadata()
-    assert made["readme"]["text"] == (
+    fields = metadata()
+    assert fields["readme"]["text"] == (
         "![a\nchart](https://git.example/me/mine/raw/v1.0/results/a.png) "
         "[how](https://git.example/me/mine/blob/v1.0/docs/how.md#so) [here](#here) [there](https://example.org/x.md)\n"
     )
-    assert set(made["urls"]) == {"Source", "Issues", "Changelog"}
-    assert all(address.startswith("https://git.example/me/mine") for address in made["urls"].values())
+    assert set(fields["urls"]) == {"Source", "Issues", "Changelog"}
+    assert all(address.startswith("https://git.example/me/mine") for address in fields["urls"].values())

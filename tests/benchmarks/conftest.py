@@ -1,4 +1,4 @@
-"""A run that measures next to nothing and keeps its results in a temporary folder."""
+"""A benchmark run that measures almost nothing and stores its results in a temporary folder."""
 
 from __future__ import annotations
 

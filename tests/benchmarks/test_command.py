@@ -1,4 +1,4 @@
-"""``python -m benchmarks`` measures what was asked for, keeps it, and says no if a GPU is needed."""
+"""``python -m benchmarks`` measures what was asked for, stores it, and fails if a GPU is needed."""
 
 from __future__ import annotations
 
@@ -97,13 +97,18 @@ def test_a_quick_run_leaves_results_and_tables_from_which_plots_makes_the_same_a
 )  # fmt: skip
 def test_each_part_measures_what_it_is_asked_for(arguments, module, rows, by, tmp_path):
     with contextlib.ExitStack() as stack:
-        calls = {one: stack.enter_context(mock.patch.object(one, "measure")) for one in (losses, kernels, models, host)}
+        calls = {
+            benchmark: stack.enter_context(mock.patch.object(benchmark, "measure"))
+            for benchmark in (losses, kernels, models, host)
+        }
         assert main([*arguments, "--quick", "--out", str(tmp_path)]) == 0
     _, cases, *rest = calls[module].call_args_list[0].args
     assert rows is None or [case.name for case in cases] == rows
     names = rest[0] if module is models else [provider.name for provider in rest[1]]
     assert list(names) == list(by)
-    assert {one for one, measure in calls.items() if measure.called} == ({*calls} if "all" in arguments else {module})
+    assert {benchmark for benchmark, measure in calls.items() if measure.called} == (
+        {*calls} if "all" in arguments else {module}
+    )
 
 
 def test_after_the_budget_nothing_is_started(tmp_path, capsys):
@@ -118,7 +123,9 @@ def test_after_the_budget_nothing_is_started(tmp_path, capsys):
 
 def test_a_fused_result_that_is_wrong_fails_the_run(tmp_path):
     stock = providers.PROVIDERS["stock"].build
-    wrong = replace(providers.FUSED, build=lambda case: lambda *given: tuple(1.1 * y for y in stock(case)(*given)))
+    wrong = replace(
+        providers.FUSED, build=lambda case: lambda *arguments: tuple(1.1 * y for y in stock(case)(*arguments))
+    )
     with mock.patch.dict(providers.EVERY, fused=wrong):
         arguments = ["kernels", "--quick", "--providers", "fused", "--rows", "rms_norm 8x64", "--out", str(tmp_path)]
         assert main(arguments) == 1

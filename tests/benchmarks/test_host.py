@@ -14,7 +14,9 @@ STOCK = PROVIDERS["stock"]
 ARGUMENTS = {"rms_norm": 2, "add_rms_norm": 3, "norm_add_norm": 4, "qk_norm": 4, "qk_norm_rope": 4, "glu": 2}
 
 
-@pytest.mark.parametrize("provider", [STOCK, pytest.param(FUSED, marks=pytest.mark.slow)], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "provider", [STOCK, pytest.param(FUSED, marks=pytest.mark.slow)], ids=lambda provider: provider.name
+)
 def test_calls_are_timed_alone_and_in_a_chain_with_the_gradients_of_every_layer(run, provider):
     differentiated = {}
 
@@ -24,8 +26,10 @@ def test_calls_are_timed_alone_and_in_a_chain_with_the_gradients_of_every_layer(
         def watched(*arguments):
             for index, argument in enumerate(arguments):
                 if argument.requires_grad:
-                    seen = differentiated.setdefault(case.operator, set())
-                    argument.register_hook(lambda _, index=index, x=argument, seen=seen: seen.add((index, x)))
+                    gradients = differentiated.setdefault(case.operator, set())
+                    argument.register_hook(
+                        lambda _, index=index, x=argument, gradients=gradients: gradients.add((index, x))
+                    )
             return function(*arguments)
 
         return watched
@@ -35,7 +39,7 @@ def test_calls_are_timed_alone_and_in_a_chain_with_the_gradients_of_every_layer(
     rows = {(row.row, row.kind) for row in run.results.of("host") if row.seconds > 0}
     names = [name for case in HOST for name in (case.name, f"{case.name} in a chain of 2")]
     assert rows == {(name, kind) for name in names for kind in ("forward", "training")}
-    indices = {operator: {index for index, _ in seen} for operator, seen in differentiated.items()}
+    indices = {operator: {index for index, _ in gradients} for operator, gradients in differentiated.items()}
     assert indices == {operator: set(range(count)) for operator, count in ARGUMENTS.items()}
     weights = {x for index, x in differentiated["rms_norm"] if index == 1}
     assert len(weights) == 1 + 2, "in chains of one and of two"

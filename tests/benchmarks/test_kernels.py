@@ -1,4 +1,4 @@
-"""Only right results are timed, all providers in turns, and no error of one keeps the others from being measured."""
+"""Only right results are timed, providers take turns, and an error of one does not stop the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measured(run, *providers, case=CASE):
 
 
 def provider(name, change, **options):
-    """The stock norm with ``change`` made to its result."""
+    """Return a provider of the stock norm that applies ``change`` to its result."""
 
     def build(case):
         parts = eager_parts(case)
@@ -136,19 +136,19 @@ def test_calls_go_through_all_sets_of_inputs(run):
 
 
 def test_the_time_of_a_provider_is_that_of_its_own_calls(run):
-    ran = []
+    order = []
 
     def sampler(calls, device):
-        return Sampler(lambda: calls[0]() and {"first": 1.0, "second": 2.0}[ran[-1]], "wall")
+        return Sampler(lambda: calls[0]() and {"first": 1.0, "second": 2.0}[order[-1]], "wall")
 
-    both = [provider(name, lambda y, name=name: ran.append(name) or y) for name in ("first", "second")]
+    providers = [provider(name, lambda y, name=name: order.append(name) or y) for name in ("first", "second")]
     with mock.patch.object(kernels, "sampler", sampler):
-        rows = measured(run, *both, case=replace(CASE, backward=False))
+        rows = measured(run, *providers, case=replace(CASE, backward=False))
     assert {name: row.seconds for (name, _), row in rows.items()} == {"first": 1.0, "second": 2.0}
 
 
 def test_memory_is_what_is_kept_and_what_is_summed(run):
-    """Of a norm: nothing by itself; with its backward rstd and each program's share of dw, fp32 all of them."""
+    """A norm needs no extra memory; its backward needs rstd and a partial dw for each program, all in fp32."""
     rows, width = 64, 128
     inputs = OperatorCase.named(f"rms_norm {rows}x{width}").inputs(torch.bfloat16, run.device, seed=0)
     operator = FUSED.build(CASE)

@@ -1,4 +1,4 @@
-"""A head with its loss: what is exact, what every implementation computes, and what is measured of it."""
+"""A head with its loss: the exact result, what every implementation computes, and what is measured."""
 
 from __future__ import annotations
 

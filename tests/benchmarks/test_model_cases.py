@@ -1,4 +1,4 @@
-"""The rows of whole models have the sizes of published models, and names that tell them apart."""
+"""The rows of whole models have the sizes of published models, and distinct names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each kind of step does what its name says, and twins of a model share its weights and nothing else."""
+"""Each kind of step does what its name says, and twins of a model share only its weights."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ T5 = {"d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "dr
 def test_models_with_images_and_encoders_take_their_own_inputs(model_type, sizes, step, monkeypatch):
     pytest.importorskip("transformers", "5.0")
     monkeypatch.setattr(model_cases, "OTHERS", {"others/small": {"model_type": model_type, **sizes}})
-    made = prepare(ModelCase(model_type, "others/small", 2, 20, step=step), torch.float32, CPU)
-    stock = made.outputs_and_gradients()
+    prepared_step = prepare(ModelCase(model_type, "others/small", 2, 20, step=step), torch.float32, CPU)
+    stock = prepared_step.outputs_and_gradients()
     if step:
-        made.inputs["pixel_values"].add_(1.0)
+        prepared_step.inputs["pixel_values"].add_(1.0)
     else:
-        made.inputs["decoder_input_ids"].add_(1)
-    assert relative_error(made.outputs_and_gradients(), stock) > 1e-3
-    assert made.model.get_submodule(next(iter(made.norms))).weight.grad is None
+        prepared_step.inputs["decoder_input_ids"].add_(1)
+    assert relative_error(prepared_step.outputs_and_gradients(), stock) > 1e-3
+    assert prepared_step.model.get_submodule(next(iter(prepared_step.norms))).weight.grad is None
 
 
 def test_norm_weights_are_away_from_their_initial_values():
@@ -100,7 +100,7 @@ def test_masked_prompts_take_the_labels_of_the_first_half_of_every_sequence(kind
 
 
 def test_under_autocast_weights_stay_in_fp32_and_with_checkpointing_layers_run_twice():
-    dtypes, ran = [], {}
+    dtypes, by_kind = [], {}
     step = prepared("autocast", dtype=torch.bfloat16)
     assert {weight.dtype for weight in step.model.parameters()} == {torch.float32}
     step.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
@@ -109,9 +109,9 @@ def test_under_autocast_weights_stay_in_fp32_and_with_checkpointing_layers_run_t
     for kind in ("", "checkpointing"):
         step, calls = prepared(kind), []
         step.model.layers[0].input_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        ran[kind] = step.outputs_and_gradients(), len(calls)
-    assert (ran[""][1], ran["checkpointing"][1]) == (1, 2)
-    assert relative_error(ran["checkpointing"][0], ran[""][0]) < 1e-6
+        by_kind[kind] = step.outputs_and_gradients(), len(calls)
+    assert (by_kind[""][1], by_kind["checkpointing"][1]) == (1, 2)
+    assert relative_error(by_kind["checkpointing"][0], by_kind[""][0]) < 1e-6
 
 
 def test_adapters_alone_are_trained_and_watched_in_fp32_beside_a_bf16_model_under_autocast():
@@ -163,16 +163,16 @@ def test_packed_sequences_do_not_see_each_other():
 
 @pytest.mark.parametrize("loss", ["", " loss"])
 def test_attention_without_a_mask_keeps_packed_sequences_apart_as_a_mask_does(loss, monkeypatch):
-    seen = []
+    calls = []
 
     def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        seen.append((max_q, max_k, window_size, enable_gqa))
-        found = []
+        calls.append((max_q, max_k, window_size, enable_gqa))
+        parts = []
         for start, end in itertools.pairwise(cu_seq_q.tolist()):
-            one = (part[start:end].transpose(0, 1)[None] for part in (q, k, v))
-            y = torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True, scale=scale, enable_gqa=True)
-            found.append(y[0].transpose(0, 1))
-        return torch.cat(found)
+            qkv = (part[start:end].transpose(0, 1)[None] for part in (q, k, v))
+            y = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=True)
+            parts.append(y[0].transpose(0, 1))
+        return torch.cat(parts)
 
     step = prepared(f"packed{loss}", batch=2, length=32)
     by_mask = step.outputs_and_gradients()
@@ -180,12 +180,12 @@ def test_attention_without_a_mask_keeps_packed_sequences_apart_as_a_mask_does(lo
     attend_within_sequences(step.model)
     assert relative_error(step.outputs_and_gradients(), by_mask) < 1e-5
     longest = step.inputs["position_ids"].max().item() + 1
-    assert seen == [(longest, longest, (-1, 0), True)] * step.model.config.num_hidden_layers
+    assert calls == [(longest, longest, (-1, 0), True)] * step.model.config.num_hidden_layers
 
 
 def test_sharded_weights_are_the_twins_own_in_fp32_and_gathered_in_the_dtype(monkeypatch):
     sharded = []
-    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *given: None)
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *arguments: None)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr(
         "torch.distributed.fsdp.fully_shard", lambda module, *, mesh, mp_policy: sharded.append((module, mp_policy))
@@ -213,7 +213,7 @@ def test_a_generation_has_a_cache_of_its_kind_and_its_time_is_that_of_a_token(ki
     step = prepared(kind, batch=2, length=3)
     caches = []
 
-    def note(module, args, kwargs, output):  # the name of the argument is another one since transformers 5.24
+    def note(module, args, kwargs, output):  # transformers 5.24 renamed the argument
         caches.append(type(kwargs.get("cache", kwargs.get("past_key_values"))).__name__)
 
     step.model.model.register_forward_hook(note, with_kwargs=True)

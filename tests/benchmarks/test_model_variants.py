@@ -1,4 +1,4 @@
-"""A variant changes its twin alone, and what it changes for the process it changes while its steps run."""
+"""A variant changes only its twin; changes to the process last while its steps run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_fused_variant_has_its_options_and_the_results_of_stock(variant, optio
 
 @pytest.fixture
 def liger(monkeypatch):
-    """A package that patches Qwen3 as Liger does: names of the modelling code, and modules of the instance."""
+    """Make a package that patches Qwen3 as Liger does: names of the modelling code, and modules of the instance."""
     asked = []
 
     def rotation(q, k, cos, sin, *_):
@@ -158,21 +158,21 @@ def test_on_top_of_ligers_gate_and_loss_all_else_is_fused(liger):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """torch.compile with a backend that runs the graphs as they are, and keeps them with the mode."""
-    kept = types.SimpleNamespace(graphs=[], modes=[])
+    """Compile with a backend that runs graphs as they are, and records them with the mode."""
+    recorded = types.SimpleNamespace(graphs=[], modes=[])
 
     def backend(graph, example_inputs):
-        kept.graphs.append(graph)
+        recorded.graphs.append(graph)
         return graph.forward
 
     compile_model = torch.compile
 
     def compile_eagerly(model, *, dynamic, mode=None):
-        kept.modes.append(mode)
+        recorded.modes.append(mode)
         return compile_model(model, backend=backend, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", compile_eagerly)
-    yield kept
+    yield recorded
     torch.compiler.reset()
 
 
@@ -197,7 +197,7 @@ def test_compiled_variants_are_right_and_run_compiled(variant, compiled):
     twin = step.twin()
     patched = VARIANTS[variant](twin)
     with patched.running():
-        # Fused norms round apart, and a code of float8 may then be the next one.
+        # Fused norms round differently, so a float8 code may be the next one.
         rounds = variant in OURS and variant in FLOAT8
         assert relative_error(twin.outputs_and_gradients(patched.model), stock) < (0.05 if rounds else 1e-5)
         graphs = len(compiled.graphs)
@@ -224,15 +224,17 @@ def test_compiled_layers_with_less_memory_run_under_their_budget_and_no_other_st
 @pytest.mark.parametrize(("kind", "masks"), [("", 0), ("packed", 1)])
 def test_a_model_compiled_as_a_whole_gets_no_mask_but_for_packed_sequences(kind, masks, compiled, monkeypatch):
     step = prepared("llama", kind)
-    made = []
+    masks_created = []
     create = modelling(step).create_causal_mask
-    monkeypatch.setattr(modelling(step), "create_causal_mask", lambda **given: made.append(1) or create(**given))
+    monkeypatch.setattr(
+        modelling(step), "create_causal_mask", lambda **arguments: masks_created.append(1) or create(**arguments)
+    )
     stock = step.forward_backward()
-    made.clear()
+    masks_created.clear()
     patched = VARIANTS["compile"](step)
     with patched.running(), torch.compiler.set_stance("force_eager"):
         assert torch.equal(step.forward_backward(patched.model), stock)
-    assert len(made) == masks
+    assert len(masks_created) == masks
 
 
 def test_transformers_compiles_a_generation_with_a_static_cache():

@@ -1,4 +1,4 @@
-"""The variants of a row are held against stock, their memory is measured, and then they take turns."""
+"""The variants of a row are compared with stock, their memory is measured, and then they take turns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OF_MODELS = [name for name in VARIANTS if name not in IN_FEATURES]
 
 @pytest.fixture(scope="module", autouse=True)
 def prepared_once():
-    """A tiny model is built once for all tests that take a step of it; each has a twin of its own."""
+    """Build a tiny model once for all tests that run a step of it; each test gets its own twin."""
     prepare, steps = models.prepare, {}
 
     def twin_of_prepared(case, dtype, device):
@@ -54,7 +54,7 @@ def prepared_once():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock instead of the real one: a call takes as long as it is told of its model, half of it the host's."""
+    """Replace the clock: a call takes as long as its model is told to, half of it on the host."""
 
     def take(seconds_of=lambda model: 1.0):
         def host_and_step_time(call, calls, device):
@@ -70,7 +70,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def calls_of_steps(monkeypatch):
-    """Every forward and backward: what is called instead of the model, and the gradients that there are before it."""
+    """Record every forward and backward: the callable that replaces the model, and the gradients before the call."""
     calls = []
     forward_backward = BenchmarkedModel.forward_backward
 
@@ -148,7 +148,7 @@ def test_float8_may_be_hardly_farther_from_stock_than_its_linears_take_it(run, m
 
     def smaller(step):
         patched = float8(step)
-        step.model.layers[0].mlp.register_forward_hook(lambda mlp, given, result: 0.5 * result)
+        step.model.layers[0].mlp.register_forward_hook(lambda mlp, inputs, result: 0.5 * result)
         return patched
 
     monkeypatch.setitem(VARIANTS, "float8-rowwise-compile-layers", smaller)

@@ -1,4 +1,4 @@
-"""Cases know the bytes that they must move, and tell a right result from one that is wrong anywhere."""
+"""Cases count the bytes that they must move, and tell right results from wrong ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_codes_are_bytes_and_scales_count(fp8_format, scales):
 
 
 def test_every_operator_of_the_project_is_measured():
-    under_other_names = {"recomputed_norm", "norm_fp8"}  # what the public functions of FP8 call
+    under_other_names = {"recomputed_norm", "norm_fp8"}  # called by the public functions of FP8
     in_steps_alone = {
         "linear_4bit",
         "lora_add",
@@ -65,7 +65,7 @@ def test_every_operator_of_the_project_is_measured():
         "expert_permute",
         "expert_unpermute",
     }
-    named = {one.plain_name or name for name, one in operator.OPERATORS.items()}
+    named = {op.plain_name or name for name, op in operator.OPERATORS.items()}
     assert named - set(OPERATORS) <= under_other_names | in_steps_alone | {loss_cases.OPERATOR}
 
 
@@ -87,13 +87,13 @@ def test_truth_is_the_formula_in_float64(case):
         return functional.rms_norm(x, w.shape, 1 + w if case.spec.zero_centered else w, case.spec.eps)
 
     def rotate(q, k, cos, sin):
-        """The halves of a row as the real and imaginary parts of numbers that are turned."""
+        """Rotate the halves of a row as the real and imaginary parts of complex numbers."""
         turn = torch.complex(cos, sin)[..., : case.width // 2].unsqueeze(2)
         turned = [torch.complex(*x.chunk(2, dim=-1)) * turn for x in (q, k)]
         return tuple(torch.cat((x.real, x.imag), dim=-1).transpose(1, 2) for x in turned)
 
     def gate(x, up):
-        """The logistic function; of tanh, half its argument and half of it makes that too."""
+        """Compute both activations by the logistic function, which is (1 + tanh(z / 2)) / 2."""
         z = x if case.option == "silu" else (8 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
         return x * up / (1 + torch.exp(-z))
 
@@ -113,8 +113,8 @@ def test_truth_is_the_formula_in_float64(case):
     parts = Parts(*norms, rotate, gate, eager_parts(case).gated_norm, convolve, expert_gate)
     outputs = OPERATORS[case.operator].made_of(parts)(*arguments, *(angle.double() for angle in inputs.angles))
     gradients = torch.autograd.grad(outputs, arguments, [gradient.double() for gradient in inputs.gradients])
-    for found, expected in zip(float64_results(case, inputs), (outputs, gradients), strict=True):
-        torch.testing.assert_close(list(found), list(expected), rtol=1e-9, atol=1e-12)
+    for actual, expected in zip(float64_results(case, inputs), (outputs, gradients), strict=True):
+        torch.testing.assert_close(list(actual), list(expected), rtol=1e-9, atol=1e-12)
 
 
 def test_one_wrong_row_one_wrong_element_and_nan_show():
@@ -135,13 +135,13 @@ def test_a_name_stands_for_its_case_and_no_other_and_inputs_repeat():
     every = [*CASES, *OPERATOR_CASES, *HOST]
     assert all(named(case.name, backward=case.backward) == case for case in every)
     assert len({case.name for case in CASES}) == len(CASES)
-    first, same, other = (every[-1].inputs(torch.bfloat16, torch.device("cpu"), seed=seed) for seed in (3, 3, 4))
+    first, same, other_seed = (every[-1].inputs(torch.bfloat16, torch.device("cpu"), seed=seed) for seed in (3, 3, 4))
     assert all(torch.equal(*pair) for pair in zip(first.arguments, same.arguments, strict=True))
-    assert not torch.equal(first.arguments[0], other.arguments[0])
+    assert not torch.equal(first.arguments[0], other_seed.arguments[0])
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("conv 8x8", "operators are rms_norm, add_rms_norm"),
         ("rms_norm 0x8", "is no operator and shape such as 'rms_norm 4096x2560'"),
@@ -151,6 +151,6 @@ def test_a_name_stands_for_its_case_and_no_other_and_inputs_repeat():
         ("rope 8x(2+1)x8 rowwise", "after the shape comes nothing"),
     ],
 )
-def test_what_is_no_case_is_named(name, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_case_is_named(name, message):
+    with pytest.raises(ValueError, match=message):
         named(name)

@@ -1,4 +1,4 @@
-"""Pages show the stored run: each of their tables is what ``python -m benchmarks.pages`` would write."""
+"""Pages show the stored run: their tables are what ``python -m benchmarks.pages`` would write."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_the_first_table_has_every_step_that_the_readme_names_with_its_loss(run:
 
 
 def test_options_are_those_of_the_first_step(run: Results) -> None:
-    (other, *_) = run.of("features")
-    again = replace(run, rows=[*run.rows, replace(other, row="Qwen3-0.6B 1x512", by="of another step")])
+    (row, *_) = run.of("features")
+    again = replace(run, rows=[*run.rows, replace(row, row="Qwen3-0.6B 1x512", by="of another step")])
     assert options(again) == options(run)
 
 

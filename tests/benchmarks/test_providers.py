@@ -70,10 +70,10 @@ def test_stock_rotates_as_modelling_code_does(device):
     q, k, *weights = inputs.arguments
     normed = PROVIDERS["stock"].build(named("qk_norm 6x(4+2)x64"))(q, k, *weights)
     expected = apply_rotary_pos_emb(*(y.transpose(1, 2) for y in normed), *inputs.angles)
-    found = PROVIDERS["stock"].build(case)(*inputs.attached())
-    for outputs in zip(found, expected, strict=True):
+    actual = PROVIDERS["stock"].build(case)(*inputs.attached())
+    for outputs in zip(actual, expected, strict=True):
         assert torch.equal(*outputs)
-    gradients = [torch.autograd.grad(side, inputs.arguments, inputs.gradients) for side in (found, expected)]
+    gradients = [torch.autograd.grad(side, inputs.arguments, inputs.gradients) for side in (actual, expected)]
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
@@ -87,12 +87,12 @@ def test_fused_writes_the_codes_of_the_norm_and_its_cast(case, device):
     pytest.importorskip("torchao")
     ours, *rest = PROVIDERS["fused"].build(case)(*inputs)
     stock, *theirs = PROVIDERS["stock"].build(case)(*inputs)
-    # Stock's norm is not fused_norm's: a sum in another order may end one place beside it.
+    # Stock's norm is not fused_norm's: sums in another order may differ by one unit.
     same = ours.q.view(torch.uint8) == stock.q.view(torch.uint8)
     assert same.float().mean() > 0.99
     assert ours.fp8_format == stock.fp8_format
     assert ours.scale.shape == stock.scale.shape
-    if min(ours.scale.shape, default=0) > 1:  # other strides mean nothing
+    if min(ours.scale.shape, default=0) > 1:  # otherwise strides do not matter
         assert ours.scale.stride() == stock.scale.stride()
     assert all(torch.equal(*pair) for pair in zip(rest, theirs, strict=True))
 

@@ -1,4 +1,4 @@
-"""Samples are taken in turns; a ratio is of one round, and its interval holds the median as often as it says."""
+"""Samples are taken in turns; a ratio belongs to a round, and its interval has the stated coverage of the median."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results survive a file, and tables and charts say what is in them."""
+"""Results survive a file, and tables and charts show them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def results():
 
 
 def cells(text, start, nth=0):
-    """The cells of the nth line that begins so."""
+    """Return the cells of the nth line with this beginning."""
     lines = [line for line in text.splitlines() if re.match(rf"{re.escape(start)}\s", line)]
     return re.split(r"\s{2,}", lines[nth])
 
@@ -126,9 +126,9 @@ def test_what_was_not_timed_is_listed_with_its_reason(results):
 
 def test_beside_modes_the_table_says_whether_the_default_is_the_fastest(results):
     fused = replace(results.rows[1], by="fused")
-    other = replace(fused, by="multi_wave_cached", timing=seconds(fused.seconds / 2))
+    cached = replace(fused, by="multi_wave_cached", timing=seconds(fused.seconds / 2))
     refused = replace(fused, by="static_persistent", verdict="refused", timing=None)
-    results.rows = [results.rows[0], fused, other, refused]
+    results.rows = [results.rows[0], fused, cached, refused]
     assert cells(tables.describe(results), "rms_norm 8192x2048")[1:] == [".10", "*.20", "-", "0.50"]
 
 
@@ -174,16 +174,16 @@ def test_the_fastest_step_is_marked_where_its_quartiles_are_apart_from_all_other
     def marked(**steps):
         rows = [Result("models", "row", name, timing=timing) for name, timing in steps.items()]
         page, text = tables.steps_in_markdown(Results({}, rows=rows)), tables.describe(Results({}, rows=rows))
-        found = re.findall(r"\*\*([\d.]+)\*\*", page), re.findall(r"\s\*([\d.]+)", text)
-        assert found[1] == 2 * found[0], "beside the others and in its own line"
-        return found[0]
+        numbers = re.findall(r"\*\*([\d.]+)\*\*", page), re.findall(r"\s\*([\d.]+)", text)
+        assert numbers[1] == 2 * numbers[0], "beside the others and in its own line"
+        return numbers[0]
 
-    fused, apart = Timing(0.1, 0.09, 0.11, 15, "wall"), Timing(0.13, 0.12, 0.14, 15, "wall")
+    fused, slower = Timing(0.1, 0.09, 0.11, 15, "wall"), Timing(0.13, 0.12, 0.14, 15, "wall")
     near, faster = Timing(0.13, 0.105, 0.14, 15, "wall"), Timing(0.08, 0.07, 0.085, 15, "wall")
-    assert marked(fused=fused, stock=apart) == ["100.0"]
+    assert marked(fused=fused, stock=slower) == ["100.0"]
     assert marked(fused=fused, stock=near) == []
     assert marked(fused=fused, stock=faster) == ["80.0"], "whoever it is"
-    assert marked(fused=fused, stock=apart, liger=near) == [], "also from one that is third"
+    assert marked(fused=fused, stock=slower, liger=near) == [], "also from one that is third"
     assert marked(fused=Timing.of([0.1], "wall"), stock=Timing.of([0.2], "wall")) == [], "a sample has no quartiles"
     assert marked(fused=fused) == [], "alone it is not faster than any"
 

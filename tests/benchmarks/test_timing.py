@@ -1,4 +1,4 @@
-"""Times are of one call, whatever the number of calls in a graph, a series or a chain."""
+"""A time is that of one call, whatever the number of calls in a graph, a series or a chain."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.timing import Sampler
 
 CPU = torch.device("cpu")
 GPU = types.SimpleNamespace(type="cuda")
-"""A device as far as ``timing`` looks at it; the tensors of these tests are on the CPU."""
+"""A device with the properties that ``timing`` reads; the tensors of these tests are on the CPU."""
 
 REPLAY = 0.0024
 
 
 class Clock:
-    """The time that the faked GPU events read."""
+    """The time that the fake GPU events read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -32,7 +32,7 @@ class Clock:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """``torch.cuda`` as far as ``timing`` uses it, where a replay takes ``REPLAY`` and a call from Python 10 us."""
+    """The parts of ``torch.cuda`` that ``timing`` uses; a replay takes ``REPLAY``, a call from Python 10 us."""
     clock = Clock()
 
     class Event:
@@ -72,17 +72,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.mark.parametrize(("sets", "in_graph"), [(3, 24), (5, 25), (64, 64)])
 def test_a_replay_is_divided_by_its_calls(gpu, sets, in_graph):
-    ran = []
+    order = []
 
     def call(index):
-        ran.append(index)
+        order.append(index)
         gpu.now += 1e-5
 
-    found = timing.sampler([partial(call, index) for index in range(sets)], GPU)
-    assert found.method == "graph"
-    assert found.take() == pytest.approx(REPLAY / in_graph)
+    sampled = timing.sampler([partial(call, index) for index in range(sets)], GPU)
+    assert sampled.method == "graph"
+    assert sampled.take() == pytest.approx(REPLAY / in_graph)
     assert gpu.captured == 1
-    assert ran[-in_graph:] == [*range(sets)] * (in_graph // sets), "the sets take turns"
+    assert order[-in_graph:] == [*range(sets)] * (in_graph // sets), "the sets take turns"
 
 
 def test_outputs_of_one_set_do_not_take_the_memory_of_another(gpu):
@@ -107,15 +107,15 @@ def test_what_cannot_be_captured_is_timed_by_events(gpu, monkeypatch, caplog):
 
     monkeypatch.setattr(torch.cuda, "graph", refuse)
 
-    ran = []
+    order = []
 
     def call(index):
-        ran.append(index)
+        order.append(index)
         gpu.now += 2e-5
 
     sampler = timing.sampler([partial(call, index) for index in range(3)], GPU)
     assert (sampler.method, sampler.take()) == ("events", pytest.approx(2e-5))
-    assert ran[-6:] == [0, 1, 2] * 2, "the sets take turns"
+    assert order[-6:] == [0, 1, 2] * 2, "the sets take turns"
     assert "not permitted" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Operators, heads with their loss and models so small that measuring them takes no time."""
+"""Operators, heads with their loss, and models that are so small that measuring them takes no time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSS_CASES = tuple(
     LossCase.named(f"linear_cross_entropy 21x16x37{words}")
     for words in ("", " masked", " frozen", " softcap", " masked frozen softcap")
 )
-"""Every word, alone and with the others."""
+"""Every option of losses, alone and combined with the others."""
 
 MODEL_CASES = (
     ModelCase.named("tiny-gemma3_text 1x16"),
@@ -30,4 +30,4 @@ MODEL_CASES = (
         )
     ),
 )  # fmt: skip
-"""Every word of steps but an image."""
+"""Every option of steps except ``image``."""

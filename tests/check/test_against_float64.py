@@ -1,4 +1,4 @@
-"""A step is judged by its distance from the same step in float64, and a step that is too far off is found."""
+"""A step is judged by its distance from the same step in float64; a step that is too far off fails."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def tokens_of(model: nn.Module, device: str) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (2, 8), generator=generator).to(device)
 
 
-def small(model_type: str, **how) -> nn.Module:
-    """A family's tiny model of one layer."""
-    return build(tiny_config(model_type, num_hidden_layers=1), seed=1, **how)
+def small(model_type: str, **options) -> nn.Module:
+    """Build a tiny model of a family, with one layer."""
+    return build(tiny_config(model_type, num_hidden_layers=1), seed=1, **options)
 
 
 class Steps:
-    """Follows the steps of a check: ``now`` is the one that runs, and ``before`` is called ahead of it."""
+    """Follows the steps of a check: ``now`` is the current step, and ``before`` is called before each step."""
 
     def __init__(self, before=lambda step: None):
         self.now, self.before = None, before
@@ -50,7 +50,7 @@ class Steps:
 
 
 def damaged(model, path, change):
-    """A check whose fused step has another norm weight at ``path``."""
+    """Check a model whose norm weight at ``path`` is changed in the fused step."""
 
     def before(step):
         if step == "fused":
@@ -60,13 +60,13 @@ def damaged(model, path, change):
 
 
 def assert_near_to_the_truth(model: nn.Module) -> None:
-    found = check_step(model, tokens_of(model, model.device))
-    assert found.ok, str(found)
-    assert found.truth == torch.float64
+    result = check_step(model, tokens_of(model, model.device))
+    assert result.ok, str(result)
+    assert result.truth == torch.float64
     assert (
-        found.report.counts["norm"] == FAMILIES[model.config.model_type].sites(model.config.num_hidden_layers)["norm"]
+        result.report.counts["norm"] == FAMILIES[model.config.model_type].sites(model.config.num_hidden_layers)["norm"]
     )
-    names = {row.name for row in found.deviations}
+    names = {row.name for row in result.deviations}
     assert names == {"logits", "loss", *(f"{name}.grad" for name, _ in model.named_parameters())}
 
 
@@ -86,18 +86,18 @@ def test_in_every_family_the_fused_step_is_as_near_to_the_truth(model_type, dtyp
 def test_the_truth_has_its_norms_in_float64(model_type):
     model = small(model_type)
     spec = FAMILIES[model_type].spec
-    steps, seen = Steps(), []
+    steps, calls = Steps(), []
 
     def note(norm, inputs, output):
         if steps.now == "truth":
-            seen.append((norm.weight, inputs[0], output))
+            calls.append((norm.weight, inputs[0], output))
 
     norms = [module for module in model.modules() if "RMSNorm" in type(module).__name__]
     for norm in norms:
         norm.register_forward_hook(note)
     check_step(model, tokens_of(model, "cpu"), options={"strict": False}, progress=steps)
-    assert len(seen) == len(norms) > 0
-    for weight, x, y in seen:
+    assert len(calls) == len(norms) > 0
+    for weight, x, y in calls:
         gamma = 1 + weight if spec.zero_centered else weight
         exact = x * (x.square().mean(-1, keepdim=True) + spec.eps).rsqrt() * gamma
         assert y.dtype == torch.float64
@@ -111,25 +111,25 @@ def test_nothing_in_the_truth_is_rounded_to_float32():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor) and out.dtype == torch.float32 and self.model_runs:
-                found[steps.now].append(str(func))
+                roundings[steps.now].append(str(func))
             return out
 
-    steps, found = Steps(), {"truth": [], "stock": [], "fused": []}
+    steps, roundings = Steps(), {"truth": [], "stock": [], "fused": []}
     model = small("gemma3_text")
     mode = NoteFloat32()
     model.register_forward_pre_hook(lambda *_: setattr(mode, "model_runs", True))
     with mode:
         check_step(model, tokens_of(model, "cpu"), progress=steps)
-    assert found["truth"] == []
-    assert found["stock"]
+    assert roundings["truth"] == []
+    assert roundings["stock"]
 
 
 @pytest.mark.parametrize("where", ["model.norm", "model.layers.0.input_layernorm"])
 def test_a_norm_that_is_off_by_little_is_over_budget(where, device):
-    found = damaged(small("llama", device=device), where, lambda weight: weight.mul_(1 + 1e-4))
-    assert not found.ok
-    assert "over budget" in str(found)
-    assert json.loads(found.to_json())["ok"] is False
+    result = damaged(small("llama", device=device), where, lambda weight: weight.mul_(1 + 1e-4))
+    assert not result.ok
+    assert "over budget" in str(result)
+    assert json.loads(result.to_json())["ok"] is False
 
 
 @pytest.mark.parametrize(
@@ -138,18 +138,18 @@ def test_a_norm_that_is_off_by_little_is_over_budget(where, device):
 def test_a_head_whose_loss_or_gradient_is_off_by_little_is_over_budget(fault, where, device):
     model = small("llama", device=device)
     with FAULTS[f"linear_cross_entropy-{fault}"].planted(model) as planted:
-        found = check_step(model, tokens_of(model, device))
+        result = check_step(model, tokens_of(model, device))
     assert planted.calls == 1
-    over = {row.name for row in found.deviations if not row.ok}
+    over = {row.name for row in result.deviations if not row.ok}
     assert where in over
     assert fault == "dx-size" or over == {where}
 
 
 def test_a_nan_is_over_budget(device):
-    found = damaged(small("llama", device=device), "model.norm", lambda weight: weight.fill_(math.nan))
-    assert not found.ok
-    assert found.worst(1)[0].share == math.inf
-    assert None in [row["fused"] for row in json.loads(found.to_json())["deviations"]]
+    result = damaged(small("llama", device=device), "model.norm", lambda weight: weight.fill_(math.nan))
+    assert not result.ok
+    assert result.worst(1)[0].share == math.inf
+    assert None in [row["fused"] for row in json.loads(result.to_json())["deviations"]]
 
 
 def test_the_model_is_left_stock_in_its_mode_without_gradients(device):
@@ -189,7 +189,7 @@ def test_a_budget_is_that_of_the_usual_stock_step_and_as_wide_as_those_scatter()
     allowed = 1.0 + SLACK + 4 / 8
     assert budget([1e-3] * 5, 64, 1000, torch.float32) == pytest.approx(1e-3 * allowed + eps)
     assert budget([1e-3] * 5, 1000, 64, torch.float32) == pytest.approx(1e-3 * allowed + eps)
-    # A stock step that was lucky does not set it alone, and one that was not does not either.
+    # Neither a lucky stock step nor an unlucky one sets the budget alone.
     lucky, rms = [0.5e-3, 1e-3, 1.5e-3], 1e-3 * math.sqrt(3.5 / 3)
     scatter = 0.5e-3 / rms
     assert budget(lucky, 64, 64, torch.float32) == pytest.approx(rms * (1 + SLACK + 4 * math.sqrt(2) * scatter) + eps)
@@ -198,14 +198,14 @@ def test_a_budget_is_that_of_the_usual_stock_step_and_as_wide_as_those_scatter()
 
 
 def test_stock_steps_in_other_orders_differ_by_roundings_and_leave_nothing_behind(device, monkeypatch):
-    found, take = {}, against_float64.budget
+    budgets, take = {}, against_float64.budget
     monkeypatch.setattr(
-        against_float64, "budget", lambda errors, *how: found.setdefault(tuple(errors), take(errors, *how))
+        against_float64, "budget", lambda errors, *args: budgets.setdefault(tuple(errors), take(errors, *args))
     )
     model, state = small("qwen3", device=device), torch.get_rng_state()
     check_step(model, tokens_of(model, device))
-    assert all(len(errors) == STOCK_STEPS and max(errors) < 1e-5 for errors in found)
-    assert sum(len(set(errors)) == STOCK_STEPS for errors in found) > len(found) / 2
+    assert all(len(errors) == STOCK_STEPS and max(errors) < 1e-5 for errors in budgets)
+    assert sum(len(set(errors)) == STOCK_STEPS for errors in budgets) > len(budgets) / 2
     assert torch.equal(torch.get_rng_state(), state)
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -228,6 +228,6 @@ def test_what_cannot_be_judged_is_an_error(device):
 
 def test_a_16_bit_model_may_be_held_against_float32(device):
     model = small("llama", dtype=torch.bfloat16, device=device)
-    found = check_step(model, tokens_of(model, device), truth=torch.float32)
-    assert found.ok
-    assert "truth in float32" in str(found)
+    result = check_step(model, tokens_of(model, device), truth=torch.float32)
+    assert result.ok
+    assert "truth in float32" in str(result)

@@ -1,4 +1,4 @@
-"""Distances between runs: relative, robust where they have to be, and infinite where there is nothing to compare."""
+"""Distances between runs are relative, robust if required, and infinite if there is nothing to compare."""
 
 import math
 
@@ -18,14 +18,14 @@ def test_a_distance_is_relative_to_the_stock_tensor():
 def test_a_tensor_that_should_be_zero_is_compared_with_the_others():
     stock = {"zero": torch.zeros(4), "other": torch.ones(4)}
     rms = 0.5**0.5
-    found = distances({"zero": torch.full((4,), 1e-6), "other": torch.ones(4)}, stock)
-    assert found["zero"] == pytest.approx(1e-6 / (ZERO_SHARE * rms), rel=1e-4)
+    actual = distances({"zero": torch.full((4,), 1e-6), "other": torch.ones(4)}, stock)
+    assert actual["zero"] == pytest.approx(1e-6 / (ZERO_SHARE * rms), rel=1e-4)
 
 
 def test_what_is_missing_or_not_finite_is_infinitely_far():
     stock = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
-    found = distances({"a": torch.tensor([1.0, math.nan]), "b": torch.tensor([1.0, math.inf])}, stock, trim=0.01)
-    assert found == {"a": math.inf, "b": math.inf, "c": math.inf}
+    actual = distances({"a": torch.tensor([1.0, math.nan]), "b": torch.tensor([1.0, math.inf])}, stock, trim=0.01)
+    assert actual == {"a": math.inf, "b": math.inf, "c": math.inf}
 
 
 @pytest.mark.parametrize(("size", "left_out"), [(400, 4), (32, TRIMMED)], ids=["a share", "a few of a small tensor"])

@@ -1,4 +1,4 @@
-"""Every command: once as a process of its own, and its cases in this one."""
+"""Every command runs once as a process of its own; further cases run in this process."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ SUMMARY = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "rope", "
 
 
 def process(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """``python`` with ``arguments``, which finds this package and nothing on a hub."""
+    """Run ``python`` with ``arguments`` in a process that imports this package and is offline."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(fused_norm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "1",
     }
-    # A user has not set it, and then the command has to.
+    # Users do not set it, so the command has to.
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
@@ -56,7 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def script(tmp_path: Path):
-    """Writes a script and returns its path."""
+    """Return a function that writes a script and returns its path."""
 
     def write(text: str, name: str = "train.py") -> Path:
         path = tmp_path / name
@@ -88,7 +88,7 @@ MISSPELT = (
     *("converge llama --config no/such/folder", "converge --data missing.txt", "converge --tokenizer tokenizer.json"),
     *("converge --learning-rate -1e-3", "demo lama", "demo --data texts/missing.jsonl", "demo --learning-rate nan"),
 )
-"""Lines that are bad input, which takes neither torch nor the hub to tell."""
+"""Lines that are bad input, which commands find without torch and the hub."""
 
 
 def test_help_and_misspelt_arguments_do_not_import_torch():
@@ -105,14 +105,14 @@ def test_help_and_misspelt_arguments_do_not_import_torch():
         assert code == (0 if arguments in good else 2), arguments
         assert not {{"torch", "triton", "transformers", "accelerate"}} & set(sys.modules), arguments
     """
-    found = process("-c", textwrap.dedent(code))
-    assert found.returncode == 0, found.stderr
-    assert fused_norm.__version__ in found.stdout
-    assert all(command in found.stdout for command in COMMANDS)
+    result = process("-c", textwrap.dedent(code))
+    assert result.returncode == 0, result.stderr
+    assert fused_norm.__version__ in result.stdout
+    assert all(command in result.stdout for command in COMMANDS)
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         *((line, "usage: fused-norm") for line in ("", "inspekt", "inspect", "env --nope")),
         ("check llama --layers 0", "argument --layers: '0' is not a whole number from 1 on"),
@@ -121,22 +121,22 @@ def test_help_and_misspelt_arguments_do_not_import_torch():
         ("run --recompute train.py", "without a level, before a name, write --recompute=True"),
     ],
 )
-def test_misspelt_arguments_are_bad_input_and_say_why(line, says, capsys):
+def test_misspelt_arguments_are_bad_input_and_say_why(line, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(line.split())
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_inspect_prints_the_report_of_a_directory(checkpoint, capsys):
     assert main(["inspect", str(checkpoint)]) == 0
-    said = capsys.readouterr().out
-    assert SUMMARY in said
-    assert "model.layers.*.self_attn.q_norm" in said
+    out = capsys.readouterr().out
+    assert SUMMARY in out
+    assert "model.layers.*.self_attn.q_norm" in out
 
 
 @pytest.fixture
 def inspected(checkpoint, capsys):
-    """Inspects a model, that of the checkpoint in place of {}, and returns the JSON that is printed."""
+    """Return a function that inspects a model ({} is the checkpoint) and returns the printed JSON."""
 
     def inspect(line):
         assert main(["inspect", *line.format(checkpoint).split(), "--json"]) == 0
@@ -177,12 +177,12 @@ def test_inspect_tells_which_blocks_get_outputs_of_a_norm_of_their_own_and_which
 
 def test_inspect_prints_the_forwards_that_run(checkpoint, capsys):
     assert main(["inspect", str(checkpoint), "--source"]) == 0
-    said = capsys.readouterr().out
-    assert SUMMARY in said
-    heads = [line for line in said.splitlines() if line.startswith("# ")]
+    out = capsys.readouterr().out
+    assert SUMMARY in out
+    heads = [line for line in out.splitlines() if line.startswith("# ")]
     assert heads == [f"# model.layers.0{part} and 1 more" for part in ("", ".self_attn", ".mlp")]
-    assert "self.fused_norm_add(self.post_attention_layernorm, residual, hidden_states" in said
-    assert "attn_output = self.o_proj(attn_output)" in said, "what is not rewritten stands there too"
+    assert "self.fused_norm_add(self.post_attention_layernorm, residual, hidden_states" in out
+    assert "attn_output = self.o_proj(attn_output)" in out, "what is not rewritten stands there too"
 
 
 def test_inspect_exits_1_when_nothing_can_be_fused(tmp_path, capsys):
@@ -193,7 +193,7 @@ def test_inspect_exits_1_when_nothing_can_be_fused(tmp_path, capsys):
 
 @pytest.mark.parametrize("command", ["inspect", "check"])
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ({}, "has no config.json"),
         ({"config.json": "{"}, "no config can be read"),
@@ -206,13 +206,13 @@ def test_inspect_exits_1_when_nothing_can_be_fused(tmp_path, capsys):
     ],
     ids=["empty", "no json", "unknown type", "adapter", "adapter of no name"],
 )
-def test_a_bad_model_is_one_line_and_exit_code_2(command, content, says, tmp_path, capsys):
+def test_a_bad_model_is_one_line_and_exit_code_2(command, content, message, tmp_path, capsys):
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     assert main([command, str(tmp_path)]) == 2
     error = capsys.readouterr().err.splitlines()
     (line,) = [line for line in error if line.startswith(f"fused-norm {command}: ")]
-    assert says in line
+    assert message in line
     assert not any("Traceback" in line for line in error)
 
 
@@ -226,7 +226,7 @@ def test_a_misspelt_model_type_is_answered_by_those_alike(name, meant, capsys):
 
 @pytest.fixture
 def without_network(monkeypatch):
-    """No request reaches the hub; yields the names of which a copy is asked for, and may be given one."""
+    """Make the hub unreachable. The dictionary has the names that copies were asked for, and may be given copies."""
     copies: dict[str, str | None] = {}
 
     def unreachable():
@@ -247,7 +247,7 @@ NOWHERE = "there is no file or directory {} here, and the hub cannot be reached 
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("inspect some/model", f"{NOWHERE.format('some/model')}, and no copy of it was loaded before"),
         ("inspect Qwen3", "there is no model type 'Qwen3'; did you mean qwen3, .*\\? The hub cannot be reached"),
@@ -255,11 +255,11 @@ NOWHERE = "there is no file or directory {} here, and the hub cannot be reached 
         ("converge llama --tokenizer some/tokens", f"{NOWHERE.format('some/tokens')}, and no copy of .*"),
     ],
 )
-def test_no_network_is_called_so_and_asked_once(line, says, without_network, monkeypatch, capsys):
+def test_no_network_is_called_so_and_asked_once(line, message, without_network, monkeypatch, capsys):
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
     command, *arguments = line.split()
     assert main([command, *arguments]) == 2
-    assert re.fullmatch(f"fused-norm {command}: {says}\n", capsys.readouterr().err)
+    assert re.fullmatch(f"fused-norm {command}: {message}\n", capsys.readouterr().err)
 
 
 def test_a_model_type_is_known_without_the_hub(without_network, capsys):
@@ -309,9 +309,9 @@ def test_ctrl_c_ends_a_command_with_a_line_also_if_an_import_makes_an_error_of_i
     monkeypatch.setattr(f"fused_norm.{interrupted}", swallow)
     command, *arguments = line.format(script=path).split()
     assert main([command, *arguments]) == 130
-    found = capsys.readouterr()
-    assert found.err == f"fused-norm {command}: stopped\n"
-    assert "it runs" not in found.out
+    captured = capsys.readouterr()
+    assert captured.err == f"fused-norm {command}: stopped\n"
+    assert "it runs" not in captured.out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -414,32 +414,32 @@ NO_KIND = "--no-norms --no-qk --no-mlp --no-conv --no-experts --no-adapter --no-
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ("--no-norms --residual", "--residual contradicts --no-norms"),
         (NO_KIND, f"{' and '.join(NO_KIND.split())} leave nothing to fuse"),
     ],
 )
-def test_contradictory_options_are_named_as_they_were_written(options, says, capsys):
+def test_contradictory_options_are_named_as_they_were_written(options, message, capsys):
     assert main(["inspect", "llama", *options.split()]) == 2
-    assert capsys.readouterr().err == f"fused-norm inspect: {says}\n"
+    assert capsys.readouterr().err == f"fused-norm inspect: {message}\n"
 
 
 def test_check_finds_a_tiny_model_within_budget(capsys, device):
     assert main(["check", "qwen3", "--batch", "1", "--seq", "8", "--dtype", "float32"]) == 0
-    said = capsys.readouterr().out
-    assert "a tiny qwen3, random weights, seed 0" in said
-    assert ("Triton's interpreter" if device == "cpu" else "Triton on") in said
-    assert "truth in float64" in said
-    assert "verdict: within budget" in said
-    assert max(map(len, said.splitlines())) <= 80
+    out = capsys.readouterr().out
+    assert "a tiny qwen3, random weights, seed 0" in out
+    assert ("Triton's interpreter" if device == "cpu" else "Triton on") in out
+    assert "truth in float64" in out
+    assert "verdict: within budget" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.slow
 def test_a_command_on_a_cpu_has_kernels_interpreted_without_being_told():
-    found = process("-m", "fused_norm", "check", "llama", "--device", "cpu", "--batch", "1", "--seq", "8")
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "Triton's interpreter" in found.stdout
+    result = process("-m", "fused_norm", "check", "llama", "--device", "cpu", "--batch", "1", "--seq", "8")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Triton's interpreter" in result.stdout
 
 
 def test_check_takes_a_checkpoint_with_its_own_weights(tmp_path, capsys):
@@ -450,11 +450,11 @@ def test_check_takes_a_checkpoint_with_its_own_weights(tmp_path, capsys):
     assert main(arguments) == 2
     assert "not finite" in capsys.readouterr().err
     assert main([*arguments, "--layers", "1"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] is True
-    assert found["dtype"] == "bfloat16"
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is True
+    assert result["dtype"] == "bfloat16"
     kept = [name for name, _ in model.named_parameters() if "layers.1." not in name]
-    assert {row["name"] for row in found["deviations"]} == {"logits", "loss", *(f"{name}.grad" for name in kept)}
+    assert {row["name"] for row in result["deviations"]} == {"logits", "loss", *(f"{name}.grad" for name in kept)}
 
 
 def test_check_exits_1_when_the_fused_model_is_wrong(monkeypatch, capsys):
@@ -496,7 +496,7 @@ def test_check_refuses_what_a_family_should_have_unless_told_otherwise(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["t5"], "no causal language model"),
         (["llama", "--layers", "99"], "--layers 99"),
@@ -507,19 +507,19 @@ def test_check_refuses_what_a_family_should_have_unless_told_otherwise(monkeypat
         (["llama", "--truth", "float32", "--dtype", "float32"], "float64 truth"),
     ],
 )
-def test_check_says_what_it_cannot_check(arguments, says, capsys):
+def test_check_says_what_it_cannot_check(arguments, message, capsys):
     assert main(["check", *arguments]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_run_is_the_script_with_its_models_fused(script, tmp_path):
     path = script(LOAD + "import sys, helper\nprint(sys.argv, __name__, sys.path[0], helper.__name__)\nsys.exit(7)\n")
     script("", "helper.py")
-    found = process("-m", "fused_norm", "run", path, "--lr", "1", "--strict", cwd=path.parents[1])
-    assert found.returncode == 7, found.stderr
-    assert found.stdout.strip() == f"{[str(path), '--lr', '1', '--strict']} __main__ {tmp_path} helper"
-    assert re.search(rf"^fused-norm: Qwen3ForCausalLM.*{SUMMARY}", found.stderr, re.MULTILINE)
-    assert "nothing was fused" not in found.stderr
+    result = process("-m", "fused_norm", "run", path, "--lr", "1", "--strict", cwd=path.parents[1])
+    assert result.returncode == 7, result.stderr
+    assert result.stdout.strip() == f"{[str(path), '--lr', '1', '--strict']} __main__ {tmp_path} helper"
+    assert re.search(rf"^fused-norm: Qwen3ForCausalLM.*{SUMMARY}", result.stderr, re.MULTILINE)
+    assert "nothing was fused" not in result.stderr
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
@@ -537,14 +537,14 @@ subprocess.run([sys.executable, *{line}, {child!r}], check=True)
     ids=["under a launcher", "above a launcher", "above a process", "above itself"],
 )
 def test_run_covers_other_processes_and_tells_of_a_model_once(line, inside, script):
-    """A process may have the patcher before it has transformers, and the options inside hold."""
+    """A process may import the patcher before transformers; the options of the inner command hold."""
     path = script("import fused_norm.patcher\n" + LOAD, "child.py")
     if inside is not None:
         path = script(STARTS.format(line=list(inside), child=str(path)))
-    found = process(*line, path)
-    assert found.returncode == 0, found.stderr
-    assert found.stderr.count("fused-norm: Qwen3ForCausalLM") == found.stderr.count(SUMMARY) == 1
-    assert "nothing was fused" not in found.stderr
+    result = process(*line, path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("fused-norm: Qwen3ForCausalLM") == result.stderr.count(SUMMARY) == 1
+    assert "nothing was fused" not in result.stderr
 
 
 LOAD_IN_A_CHILD = """
@@ -563,26 +563,26 @@ WITHOUT_ROPE = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "res
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("option", "load", "code", "says"),
+    ("option", "load", "code", "message"),
     [("--no-rope", LOAD, 0, WITHOUT_ROPE), ("--strict", LOAD_BERT, 1, "FusedNormError: nothing to fuse in BertModel")],
     ids=["a switch", "strict"],
 )
-def test_the_options_of_run_hold_in_processes_that_the_script_spawns(option, load, code, says, script, capfd):
+def test_the_options_of_run_hold_in_processes_that_the_script_spawns(option, load, code, message, script, capfd):
     path = script(LOAD_IN_A_CHILD.format(load=textwrap.indent(load, "    ")))
     with pytest.raises(SystemExit) as end:
         main(["run", option, str(path)])
     assert end.value.code == code
-    assert says in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.slow
 def test_run_prints_the_traceback_that_python_would(script):
     path = script("def fail():\n    raise KeyError('lost')\n\nfail()\n")
     plain = process(path)
-    found = process("-m", "fused_norm", "run", path)
-    assert found.returncode == plain.returncode == 1
+    result = process("-m", "fused_norm", "run", path)
+    assert result.returncode == plain.returncode == 1
     assert plain.stderr.startswith("Traceback")
-    assert plain.stderr in found.stderr
+    assert plain.stderr in result.stderr
 
 
 @pytest.mark.parametrize("code", ["'reason'", "None", "3"])
@@ -607,7 +607,7 @@ def test_run_runs_a_module_as_python_does(script, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("options", "text", "code", "says"),
+    ("options", "text", "code", "message"),
     [
         ("", LOAD_BERT, 0, "nothing was fused (models built, also by processes of the script: 1)\n"),
         ("--strict", LOAD_BERT, 1, "without --strict the script goes on with such a model\n"),
@@ -615,13 +615,13 @@ def test_run_runs_a_module_as_python_does(script, tmp_path, monkeypatch, capsys)
         ("--no-qk", LOAD, 0, f"{SITES['norm']} norm, {SITES['residual']} residual, {SITES['mlp']} mlp"),
     ],
 )
-def test_run_fuses_what_it_is_told_and_says_what_it_has_fused(options, text, code, says, script, capsys):
+def test_run_fuses_what_it_is_told_and_says_what_it_has_fused(options, text, code, message, script, capsys):
     assert main(["run", *options.split(), str(script(text))]) == code
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     if text is LOAD_BERT:
         assert ("FusedNormError: nothing to fuse in BertModel" in error) == ("models built" not in error) == bool(code)
-        assert error.endswith(f"fused-norm: {says}")
+        assert error.endswith(f"fused-norm: {message}")
         assert code or "fused-norm: BertModel" in error
 
 
@@ -642,8 +642,8 @@ def test_run_covers_threads_that_the_script_starts(script, capsys):
 def test_run_fuses_adapters_that_the_script_puts_into_its_model(script, capsys):
     lora = "peft.get_peft_model(model, peft.LoraConfig(target_modules=['q_proj']))"
     assert main(["run", str(script(f"import peft{LOAD}{lora}\n"))]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fused-norm: ")]
-    assert [(SUMMARY in line, "2 adapter" in line) for line in told] == [(True, False), (True, True)]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fused-norm: ")]
+    assert [(SUMMARY in line, "2 adapter" in line) for line in lines] == [(True, False), (True, True)]
 
 
 def test_run_leaves_processes_without_models_as_they_are(script, tmp_path, monkeypatch, capfd):
@@ -654,10 +654,10 @@ def test_run_leaves_processes_without_models_as_they_are(script, tmp_path, monke
     start = [sys.executable, "-c", child]
     path = script(f"import subprocess\nsubprocess.run({start}, check=True)\n")
     assert main(["run", str(path)]) == 0
-    found = capfd.readouterr().out
+    result = capfd.readouterr().out
     subprocess.run(start, check=True)
-    assert found == capfd.readouterr().out
-    assert re.fullmatch(r"their own sitecustomize\n\['', .*\]\nset\(\)\n", found)
+    assert result == capfd.readouterr().out
+    assert re.fullmatch(r"their own sitecustomize\n\['', .*\]\nset\(\)\n", result)
     assert os.environ["PYTHONPATH"] == str(own)
 
 
@@ -693,7 +693,7 @@ def test_env_says_what_a_bug_report_needs(capsys):
     assert main(["env"]) == 0
     facts = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert facts["fused_norm"] == fused_norm.__version__
-    assert str(torch.__version__).startswith(facts["torch"])  # a build's name such as +cu130 may follow
+    assert str(torch.__version__).startswith(facts["torch"])  # a build suffix such as +cu130 may follow
     assert facts["transformers"]
     assert facts["kernels run in"]
     assert any(name.startswith("plans on") for name in facts) == torch.cuda.is_available()
@@ -701,9 +701,9 @@ def test_env_says_what_a_bug_report_needs(capsys):
 
 def test_env_says_how_rows_of_a_width_are_planned(capsys):
     assert main(["env", "--plans", "128"]) == 0
-    said = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert said["(add +) norm"] == str(forward_plan(128))
-    assert said["qk norm + RoPE backward"].startswith("HeadsPlan(q=HeadsTile(tokens=1, heads=16)")
+    out = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert out["(add +) norm"] == str(forward_plan(128))
+    assert out["qk norm + RoPE backward"].startswith("HeadsPlan(q=HeadsTile(tokens=1, heads=16)")
     assert main(["env", "--plans", "20000"]) == 0
     assert "norm + add" not in capsys.readouterr().out
 
@@ -721,12 +721,12 @@ def test_help_names_the_options_and_fits_a_terminal_of_80_columns(command, words
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
-    said = capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= 80
-    assert [word for word in words if word not in " ".join(said.split())] == []
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert [word for word in words if word not in " ".join(out.split())] == []
 
 
 @pytest.mark.skipif(shutil.which("fused-norm") is None, reason="the package is not installed, only on the path")
 def test_the_installed_command_is_this_one():
-    found = subprocess.run(["fused-norm", "--version"], capture_output=True, text=True, timeout=60)
-    assert found.stdout.split() == ["fused-norm", fused_norm.__version__]
+    result = subprocess.run(["fused-norm", "--version"], capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["fused-norm", fused_norm.__version__]

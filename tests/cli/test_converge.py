@@ -1,4 +1,4 @@
-"""``fused-norm converge`` names what it cannot use, keeps what it has, and ends with the exit code it promises."""
+"""``fused-norm converge`` names what it cannot use, keeps its results, and returns the documented exit codes."""
 
 import argparse
 import json
@@ -93,9 +93,9 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights(tmp_path):
 @pytest.mark.slow
 def test_a_checkpoints_own_tokenizer_makes_the_tokens(tmp_path, capsys):
     words = ["?", "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
-    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
-    made.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "mine")
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "mine")
     build(tiny_config("llama", vocab_size=12), seed=0).save_pretrained(tmp_path / "mine")
     text = tmp_path / "text.txt"
     text.write_text(" ".join(words[1:]) * 60)
@@ -113,7 +113,7 @@ def test_unit_weights_are_no_test(tmp_path, capsys):
 
 
 class Bar:
-    """Counts what a bar would show."""
+    """Counts the updates of a progress bar."""
 
     def __init__(self, total, **named):
         self.total, self.done = total, 0
@@ -146,7 +146,7 @@ def test_a_run_that_is_stopped_says_what_it_has_and_goes_on_from_there(tmp_path,
     monkeypatch.setattr("tqdm.tqdm", lambda **named: bars.append(Bar(**named)) or bars[0])
     assert main(arguments) == 0
     assert "Llama, fp32, eager  (from an earlier run)" in capsys.readouterr().out
-    # Two steps of a stock run, four controls and a fused run: the kept comparison has none.
+    # Two steps of a stock run, four controls and a fused run each; the kept comparison runs none.
     assert (bars[0].total, bars[0].done) == (12, 12)
     assert {path.name for path in tmp_path.iterdir()} == {"comparisons", "report.html", "report.json"}
 
@@ -182,11 +182,11 @@ def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
     from fused_norm.patcher import apply_fused_norm
 
     def wrong(model, **options):
-        made = apply_fused_norm(model, **options)
+        report = apply_fused_norm(model, **options)
         for name, parameter in model.named_parameters():
             if name == "model.layers.0.input_layernorm.weight":
                 parameter.register_hook(lambda gradient: gradient * 1.001)
-        return made
+        return report
 
     monkeypatch.setattr(paired_runs, "apply_fused_norm", wrong)
     assert main(["converge", "llama", *QUICK, "--out", str(tmp_path)]) == 1
@@ -196,7 +196,7 @@ def test_a_wrong_kernel_is_exit_code_one(tmp_path, capsys, monkeypatch):
 
 
 def start(*arguments):
-    """A command whose output is a pipe, at the head of a group of processes."""
+    """Start a command with a pipe as its output, as the leader of a process group."""
     environment = os.environ | {"PYTHONPATH": str(Path(fused_norm.__file__).parents[1]), "PYTHONUNBUFFERED": ""}
     command = [sys.executable, "-m", "fused_norm", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -217,7 +217,7 @@ def test_a_piped_demo_says_something_before_it_loads_torch_and_ctrl_c_then_ends_
 def test_ctrl_c_is_answered_by_one_process_of_several(tmp_path):
     with start("converge", "llama", "gemma", *QUICK, "--jobs", "2", "--out", tmp_path) as run:
         assert any(line.startswith("plan:") for line in run.stdout)
-        time.sleep(5)  # the others import torch, or have begun
+        time.sleep(5)  # the others import torch, or are running
         os.killpg(run.pid, signal.SIGINT)
         out, error = run.communicate(timeout=60)
     assert "Traceback" not in out + error
@@ -240,7 +240,7 @@ def test_without_peft_adapters_are_left_out_unless_they_are_asked_for(capsys, mo
     args = parser.parse_args(["qwen3"])
     device = torch.device("cpu")
     plan = converge_command.plan_for(args, converge_command.tier_for(args, device), device)
-    assert {each.execution for each in plan.comparisons} == set(EXECUTIONS) - set(LORA)
+    assert {comparison.execution for comparison in plan.comparisons} == set(EXECUTIONS) - set(LORA)
     assert main(["converge", "qwen3", "--axis", "eager", "--axis", "lora-dropout"]) == 2
     assert capsys.readouterr().err == "fused-norm converge: --axis lora-dropout needs peft: pip install peft\n"
 

@@ -1,4 +1,4 @@
-"""A plan on tiny models, which is run in a few seconds, and models of one layer."""
+"""A plan on tiny models that runs in a few seconds, and models of one layer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TOKENS = torch.arange(33, device=DEVICE)[None]
 
 
 def small(family="llama", *, dtype=torch.float32, layers=1, **changes):
-    """A tiny model of a family, of so many layers."""
+    """Build a tiny model of a family with this many layers."""
     return build(tiny_config(family, num_hidden_layers=layers, **changes), seed=0, dtype=dtype).to(DEVICE)
 
 
 def tiny_plan(comparisons, layers=1, **changes):
-    """Two steps and three controls of each family that is compared, of as many layers."""
+    """Return a plan with two steps and three controls for each family that is compared."""
     settings = TIERS["quick"].settings
     options = dataclasses.replace(settings.options, steps=2, warmup_steps=1)
     settings = dataclasses.replace(settings, options=options, controls=3)
@@ -31,10 +31,10 @@ def tiny_plan(comparisons, layers=1, **changes):
         comparisons=tuple(comparisons),
         sources={
             model: ModelSource.of_family(model, settings.overrides_of(model) | {"num_hidden_layers": layers})
-            for model in {each.model: None for each in comparisons}
+            for model in {comparison.model: None for comparison in comparisons}
         },
         settings=settings,
-        tokens=dict.fromkeys((each.model for each in comparisons), packed),
+        tokens=dict.fromkeys((comparison.model for comparison in comparisons), packed),
         facts={"data": 1},
         cpu=not torch.cuda.is_available(),
     )

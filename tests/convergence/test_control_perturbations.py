@@ -1,4 +1,4 @@
-"""A control is the same mathematics: its numbers differ from the stock model's, by roundings alone."""
+"""A control computes the same mathematics: its numbers differ from the stock model's by roundings only."""
 
 import pytest
 import torch
@@ -26,16 +26,16 @@ def test_a_reordered_model_differs_by_roundings(model_type, dtype):
     before = torch.get_rng_state()
     with reordered_norms(model, sites, seed=1):
         loss, gradients = step(model, tokens)
-    assert torch.equal(torch.get_rng_state(), before)  # or a control would drop other numbers than stock
-    expected, truths = step(stock, tokens)
+    assert torch.equal(torch.get_rng_state(), before)  # otherwise a control would drop other numbers than stock
+    expected, exact_gradients = step(stock, tokens)
     eps = torch.finfo(dtype).eps
     assert loss == pytest.approx(expected.item(), rel=4 * eps)
     different = 0
-    for name, truth in truths.items():
-        gap = (gradients[name].double() - truth.double()).norm() / truth.double().norm()
+    for name, exact in exact_gradients.items():
+        gap = (gradients[name].double() - exact.double()).norm() / exact.double().norm()
         assert gap < 40 * eps, name
         different += bool(gap > 0)
-    assert different > len(truths) / 2
+    assert different > len(exact_gradients) / 2
 
 
 def test_a_reordered_norm_has_the_stock_norms_rounding_points():
@@ -55,10 +55,10 @@ def test_a_reordered_norm_has_the_stock_norms_rounding_points():
 def test_regrouped_steps_keep_their_sequences():
     sequences = torch.arange(12).view(12, 1)
     options = TrainingOptions(steps=3, batch_size=2, accumulation=1)
-    found, finer = regroup(sequences, options, processes=2, seed=0)
+    regrouped, finer = regroup(sequences, options, processes=2, seed=0)
     assert finer.accumulation == 2
     for start in range(0, 12, 4):
-        assert sorted(found[start : start + 4].flatten().tolist()) == list(range(start, start + 4))
-    assert not torch.equal(found, sequences)
+        assert sorted(regrouped[start : start + 4].flatten().tolist()) == list(range(start, start + 4))
+    assert not torch.equal(regrouped, sequences)
     _, coarser = regroup(sequences, TrainingOptions(3, 4, accumulation=4), processes=1, seed=0)
     assert coarser.accumulation == 2

@@ -1,4 +1,4 @@
-"""Sites that run stock code are seen, in a step that is checked and in the first forward of a training."""
+"""Sites that run stock code are reported, in a checked step and in the first forward of a training."""
 
 import inspect
 
@@ -36,7 +36,7 @@ from .plans import DEVICE, TOKENS, small, tiny_plan
 
 BLOCK = "model.layers.1.self_attn"
 FILTERS = "args[1]", "conv1d.weight"
-"""The filters of a convolution among the arguments of a function, and as the weight of a module."""
+"""The name of a convolution's filters as an argument of a function, and as the weight of a module."""
 
 
 def call(path, operator):
@@ -72,23 +72,23 @@ def test_a_lora_layer_is_held_to_the_stock_layer_and_so_are_its_adapters(adapted
     model, sites = adapted
     calls = calls_of_step(model, TOKENS, mixed=True)
     assert sites_not_seen(sites, calls) == ()
-    layers = [one for one in calls if one.path.endswith("_proj")]
+    layers = [call for call in calls if call.path.endswith("_proj")]
     assert len(layers) == 7
     record = CallRecord()
     compare(record, model, layers, mixed=True)
     assert max(record.outputs.values()) < 0.01
     down = "model.layers.0.mlp.down_proj"
-    places = [f"{down}.lora_{one}.default.weight" for one in "AB"]
+    places = [f"{down}.lora_{factor}.default.weight" for factor in "AB"]
     assert max(record.gradients[f"{down}: gradient of {place}"] for place in ("x", *places)) < 1
-    classes = [type(model.get_submodule(one.path)) for one in layers]
-    assert all(one.forward is one.fused_norm_forward for one in classes)
+    classes = [type(model.get_submodule(layer.path)) for layer in layers]
+    assert all(cls.forward is cls.fused_norm_forward for cls in classes)
 
 
 def test_a_norm_is_held_to_the_stock_norm_with_a_gradient_for_each_of_its_consumers(adapted):
     model, _ = adapted
-    calls = [one for one in calls_of_step(model, TOKENS, mixed=True) if "consumer" in one.arguments.arguments]
-    # The embeddings are frozen, so the first norm has no gradients to add up.
-    assert [one.dtypes for one in calls] == [[torch.bfloat16, torch.bfloat16], [torch.bfloat16] * 5]
+    calls = [call for call in calls_of_step(model, TOKENS, mixed=True) if "consumer" in call.arguments.arguments]
+    # The embeddings are frozen, so the first norm has no gradients to sum.
+    assert [call.dtypes for call in calls] == [[torch.bfloat16, torch.bfloat16], [torch.bfloat16] * 5]
     right, wrong = CallRecord(), CallRecord()
     compare(right, model, calls[1:], mixed=True)
     with FAULTS["add_rms_norm_for_consumers-dropped"].planted(model):
@@ -103,7 +103,7 @@ def test_products_of_an_input_that_a_norm_has_left_in_float32_differ_by_rounding
     model = small("qwen3")
     add_adapters(model, Comparison("qwen3", "mixed", "lora"))
     apply_fused_norm(model, consumers=False)
-    layers = [one for one in calls_of_step(model, TOKENS.repeat(2, 1), mixed=True) if one.path.endswith("gate_proj")]
+    layers = [call for call in calls_of_step(model, TOKENS.repeat(2, 1), mixed=True) if call.path.endswith("gate_proj")]
     assert layers[0].arguments.arguments["x"].dtype == torch.float32
     record = CallRecord()
     compare(record, model, layers, mixed=True)
@@ -124,7 +124,7 @@ def test_an_adapter_that_drops_and_does_not_cast_is_seen(adapted):
     model, _ = adapted
     layer = model.model.layers[0].mlp.down_proj
     layer.lora_dropout["default"] = torch.nn.Dropout(0.05)
-    calls = [one for one in calls_of_step(model, TOKENS, mixed=True) if one.path == "model.layers.0.mlp.down_proj"]
+    calls = [call for call in calls_of_step(model, TOKENS, mixed=True) if call.path == "model.layers.0.mlp.down_proj"]
     right, wrong = CallRecord(), CallRecord()
     compare(right, model, calls, mixed=True)
     with FAULTS["adapter-dropout-cast"].planted(model):
@@ -137,8 +137,8 @@ def test_adapters_that_run_stock_code_are_seen_unless_they_multiply_in_float32(a
     model, sites = adapted
     with disabled():
         calls = calls_of_step(model, TOKENS, mixed=True)
-    assert len([one for one in sites_not_seen(sites, calls) if one.endswith("(adapter)")]) == 7
-    assert not [one for one in sites_not_seen(sites, calls_of_step(model, TOKENS)) if one.endswith("(adapter)")]
+    assert len([site for site in sites_not_seen(sites, calls) if site.endswith("(adapter)")]) == 7
+    assert not [site for site in sites_not_seen(sites, calls_of_step(model, TOKENS)) if site.endswith("(adapter)")]
 
 
 @pytest.fixture(scope="module")
@@ -149,28 +149,28 @@ def fused():
 
 def test_the_next_forward_is_watched_and_no_other(fused):
     model, sites = fused
-    with observed(model) as seen:
-        assert seen.calls == []
+    with observed(model) as observation:
+        assert observation.calls == []
         model(input_ids=TOKENS, labels=TOKENS)
-        count = len(seen.calls)
-        assert sites_not_seen(sites, seen.calls) == ()
+        count = len(observation.calls)
+        assert sites_not_seen(sites, observation.calls) == ()
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
         with disabled():
             model(input_ids=TOKENS)
-    assert len(seen.calls) == count
-    assert seen.recomputed == []
+    assert len(observation.calls) == count
+    assert observation.recomputed == []
 
 
 def test_a_forward_by_stock_code_is_seen(fused):
     model, sites = fused
-    with observed(model) as seen, disabled():
+    with observed(model) as observation, disabled():
         model(input_ids=TOKENS, labels=TOKENS)
-    assert len(sites_not_seen(sites, seen.calls, may_be_idle=True)) == len(sites)
+    assert len(sites_not_seen(sites, observation.calls, may_be_idle=True)) == len(sites)
 
 
 def with_bias():
-    """A model whose head has a bias; it has no norm that is fused."""
+    """Build a model whose head has a bias; none of its norms is fused."""
     from transformers import PhiConfig
 
     sizes = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 1}
@@ -179,17 +179,17 @@ def with_bias():
     return model
 
 
-def head_of(model, **how):
-    """The site of a fused head, and its calls in a step."""
+def head_of(model, **options):
+    """Return the calls of the fused head in a step."""
     sites = [site for site in apply_fused_norm(model).fused if site.kind == "loss"]
-    calls = calls_of_step(model, TOKENS.repeat(2, 1), **how)
+    calls = calls_of_step(model, TOKENS.repeat(2, 1), **options)
     assert sites_not_seen(sites, calls) == ()
     return [call for call in calls if call.path == sites[0].path]
 
 
-def record_of(model, calls, **how):
+def record_of(model, calls, **options):
     record = CallRecord()
-    compare(record, model, calls, **how)
+    compare(record, model, calls, **options)
     return record
 
 
@@ -209,8 +209,8 @@ def test_a_head_and_its_loss_are_held_to_the_stock_formula(family, change, mixed
     calls = head_of(model, mixed=mixed)
     rows = [call.arguments.arguments["x"].shape[:-1].numel() for call in calls]
     labels = [call.arguments.arguments["how"].target for call in calls]
-    assert rows == [66, 3]  # a mean over 63 labels, and positions without one
-    assert [int((one >= 0).sum()) for one in labels] == [63, 3]
+    assert rows == [66, 3]  # a mean over 63 labels, and positions without a label
+    assert [int((label >= 0).sum()) for label in labels] == [63, 3]
     record = record_of(model, calls, mixed=mixed)
     assert len(record.losses) == 6
     assert len(record.turned) == 7
@@ -275,29 +275,30 @@ def test_a_divisor_that_comes_after_a_rounding_is_seen_in_what_is_rounded():
     calls = head_of(model)[:1]
     with FAULTS["linear_cross_entropy-divided-late"].planted(model):
         record = record_of(model, calls)
-    assert max(record.gradients.values()) < 3  # a distance does not show it
-    assert min(record.turned[f"{calls[0].name}: gradient of {one}"] for one in ("x", "lm_head.weight")) > 0.2
+    assert max(record.gradients.values()) < 3  # the distance does not show it
+    assert min(record.turned[f"{calls[0].name}: gradient of {tensor}"] for tensor in ("x", "lm_head.weight")) > 0.2
 
 
 def test_packed_sequences_have_angles_of_their_own_and_large_numbers(fused):
     model, _ = fused
-    calls = [one for one in calls_of_step(model, TOKENS.repeat(2, 1)) if one.method.__name__ == "fused_norm_rope"][:1]
-    given = []
+    step_calls = calls_of_step(model, TOKENS.repeat(2, 1))
+    calls = [next(call for call in step_calls if call.method.__name__ == "fused_norm_rope")]
+    rotations = []
     rotate = calls[0].arguments.arguments["rotate"]
 
-    def noted(q, k, cos, sin, *further, **named):
-        given.append((q, cos))
-        return rotate(q, k, cos, sin, *further, **named)
+    def noted(q, k, cos, sin, *args, **named):
+        rotations.append((q, cos))
+        return rotate(q, k, cos, sin, *args, **named)
 
     calls[0].arguments.arguments["rotate"] = noted
     record = CallRecord()
     compare(record, model, calls)
     (packed,) = {name for name in record.outputs if name.endswith(", packed")}
     assert record.outputs[packed] == 0.0
-    q, cos = next((q, cos) for q, cos in given if q.shape[-2] == 64)
+    q, cos = next((q, cos) for q, cos in rotations if q.shape[-2] == 64)
     assert cos.shape[:2] == (2, 64)
     assert not torch.equal(cos[0], cos[1])
-    assert q.abs().max() > 4 * given[0][0].abs().max()
+    assert q.abs().max() > 4 * rotations[0][0].abs().max()
 
 
 @pytest.mark.parametrize("execution", ["eager", *slow("lora-alone", "lora", "lora-dropout")])
@@ -310,7 +311,7 @@ def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
         assert sites_not_seen(sites, calls_of_step(model, TOKENS, mixed=True)) == ()
         model.get_submodule(f"{BLOCK}.k_proj").register_forward_hook(lambda *_: None)
         not_seen = sites_not_seen(sites, calls_of_step(model, TOKENS, mixed=True))
-    assert [one for one in not_seen if one.endswith("(consumers)")] == [f"{BLOCK} (consumers)"]
+    assert [path for path in not_seen if path.endswith("(consumers)")] == [f"{BLOCK} (consumers)"]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="steps are held to bits on a CPU alone")
@@ -333,8 +334,8 @@ def test_a_step_that_computes_values_a_second_time_is_held_to_one_that_keeps_the
     model, _ = fused
     assert set(changed_bits(model, TOKENS, lambda same: same).values()) == {0.0}
 
-    def scaled_when_run_again(one):
-        one.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.003)
+    def scaled_when_run_again(model):
+        model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.003)
 
     shares = changed_bits(small(), TOKENS, scaled_when_run_again)
     assert shares.keys() == {name for name, _ in model.named_parameters()}
@@ -343,7 +344,7 @@ def test_a_step_that_computes_values_a_second_time_is_held_to_one_that_keeps_the
 
 def test_a_gradient_that_is_lost_is_another():
     model = small()
-    shares = changed_bits(model, TOKENS, lambda one: one.model.norm.weight.requires_grad_(False))
+    shares = changed_bits(model, TOKENS, lambda copy: copy.model.norm.weight.requires_grad_(False))
     assert [name for name, share in shares.items() if share] == ["model.norm.weight"]
 
 
@@ -355,11 +356,11 @@ def test_a_gradient_that_no_two_steps_have_alike_is_not_held_to_bits():
 
 
 def test_every_kind_of_site_is_told_by_operators_that_exist():
-    """A kind without them would never be seen to run fused, and every run of it would be invalid."""
+    """Otherwise a kind would never be seen to run fused, and every run with it would be invalid."""
     assert set(_KINDS) == {*KINDS, "consumers"}
     for kind, of_kind in _KINDS.items():
         assert of_kind.operators, kind
-        # The operator of heads is called by another name if it rotates them.
+        # If the operator of heads also rotates them, it is called by another name.
         assert of_kind.operators <= {*OPERATORS, "qk_norm_rope", _IN_FLOAT32, _OWN_INPUTS}, kind
 
 

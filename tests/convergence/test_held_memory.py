@@ -1,4 +1,4 @@
-"""A step is measured by the bytes that it holds, and a level of recomputation that saves none is named."""
+"""The bytes that a step holds are measured, and a recompute level that saves none is named."""
 
 import contextlib
 
@@ -17,13 +17,13 @@ from .plans import DEVICE, TOKENS, small
 def test_bytes_are_counted_as_they_are_at_each_moment():
     before = torch.ones(7, 3, device=DEVICE)
     with Allocations(torch.device(DEVICE)) as allocations:
-        kept = before + 1
+        summed = before + 1
         first = allocations.moment()
-        more = kept.exp()
+        more = summed.exp()
         second = allocations.moment()
-        del kept
+        del summed
         third = allocations.moment()
-    assert [allocations.at(one) for one in (first, second, third)] == [84, 168, 84]
+    assert [allocations.at(time) for time in (first, second, third)] == [84, 168, 84]
     assert more.shape == (7, 3)
 
 
@@ -32,7 +32,7 @@ def test_a_step_holds_in_each_layer_what_autograd_keeps_of_it():
     x = torch.randn(11, 5, device=DEVICE, requires_grad=True)
     held = held_memory(lambda: layers["b"](layers["a"](x) * x.exp()).sum(), layers, torch.device(DEVICE))
     assert held.layers == {"a": 220, "b": 220}
-    # The output of the linear, the exponential, and the output of the tanh; and the loss's own bytes at most.
+    # The outputs of the linear, the exponential and the tanh; at most the loss's own bytes on top.
     assert 3 * 220 <= held.after_backward <= 3 * 220 + 64
 
 

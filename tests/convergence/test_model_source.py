@@ -1,4 +1,4 @@
-"""A source builds the same model every time, ready to train, and its layers are found in order."""
+"""A source builds the same model every time, ready to train, and its layers come in order."""
 
 import warnings
 
@@ -13,10 +13,10 @@ from fused_norm.model_configs import build, tiny_config
 
 def test_a_model_is_the_same_every_time_and_has_no_dropout():
     source = ModelSource("mine", LlamaConfig(**tiny_config("llama").to_diff_dict() | {"attention_dropout": 0.5}))
-    one, other = (source.build(seed=3, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
+    model, twin = (source.build(seed=3, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
     tokens = torch.arange(12).view(1, 12)
-    assert one.training
-    assert torch.equal(one(tokens).logits, other(tokens).logits)
+    assert model.training
+    assert torch.equal(model(tokens).logits, twin(tokens).logits)
 
 
 def test_a_checkpoint_is_built_with_its_own_weights(tmp_path):
@@ -31,7 +31,7 @@ def test_layers_are_found_and_experts_are_not():
     assert list(layers_of(build("qwen3_moe", seed=0))) == ["model.layers.0", "model.layers.1"]
 
 
-@pytest.mark.parametrize("execution", [one for one in EXECUTIONS if one not in LORA])
+@pytest.mark.parametrize("execution", [execution for execution in EXECUTIONS if execution not in LORA])
 def test_an_execution_is_set_up_without_a_warning(execution):
     model = build("llama", seed=0)
     with warnings.catch_warnings():
@@ -52,13 +52,15 @@ def test_adapters_are_trained_on_every_linear_and_what_is_frozen_has_a_dtype_of_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         add_adapters(model, Comparison("llama", precision, execution))
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    frozen = [one for one in model.parameters() if not one.requires_grad]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     norms = [name for name in trained if "lora_" not in name]
     assert len(trained) - len(norms) == 2 * 14
     assert len(norms) == (0 if execution in FROZEN_NORMS else 5)
-    assert [{one.dtype for one in some} for some in (trained.values(), frozen)] == [{one} for one in DTYPES[precision]]
-    assert not [name for name, one in trained.items() if not one.any()]
+    assert [{parameter.dtype for parameter in some} for some in (trained.values(), frozen)] == [
+        {dtype} for dtype in DTYPES[precision]
+    ]
+    assert not [name for name, parameter in trained.items() if not parameter.any()]
     layer = model.model.layers[0].mlp.up_proj
     assert layer.scaling["default"] != 1
     assert getattr(layer.lora_dropout["default"], "p", 0) == (0.05 if execution == "lora-dropout" else 0)
@@ -70,13 +72,16 @@ def test_linears_of_4_bits_have_adapters_and_all_else_is_frozen_in_fp32(executio
     source = ModelSource.of_family(family, {"num_hidden_layers": 1}).in_whole_blocks()
     model = source.build(seed=0, dtype=torch.float32, device=torch.device("cpu"))
     add_adapters(model, Comparison(family, "mixed", execution))
-    adapted = [one for one in model.modules() if hasattr(one, "lora_A")]
-    states = [one.base_layer.weight.quant_state for one in adapted]
+    adapted = [module for module in model.modules() if hasattr(module, "lora_A")]
+    states = [layer.base_layer.weight.quant_state for layer in adapted]
     assert len(states) == (2 if execution == "qlora-qv" else 7)
     assert all(state.nested and state.quant_type == "nf4" and state.shape[1] % state.blocksize == 0 for state in states)
-    assert {name.split(".")[-3] for name, one in model.named_parameters() if one.requires_grad} == {"lora_A", "lora_B"}
-    assert {one.dtype for one in model.parameters()} == {torch.float32, torch.uint8}
-    dropouts = {getattr(one.lora_dropout["default"], "p", 0) for one in adapted}
+    assert {name.split(".")[-3] for name, parameter in model.named_parameters() if parameter.requires_grad} == {
+        "lora_A",
+        "lora_B",
+    }
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32, torch.uint8}
+    dropouts = {getattr(layer.lora_dropout["default"], "p", 0) for layer in adapted}
     assert dropouts == {0.05 if execution == "qlora-dropout" else 0}
 
 

@@ -1,4 +1,4 @@
-"""The axes make the comparisons, and those that share stock and control runs stand together."""
+"""The axes define the comparisons; comparisons with the same stock and control runs are grouped."""
 
 import pickle
 
@@ -26,26 +26,31 @@ from .plans import tiny_plan
 
 @pytest.mark.parametrize("tier", ["quick", "full"])
 def test_every_family_runs_in_every_precision_and_some_run_everything(tier):
-    found = comparisons_of(TIERS[tier], TIERS[tier].families)
+    planned = comparisons_of(TIERS[tier], TIERS[tier].families)
     families = FAMILIES if tier == "quick" else TIERS["full"].families
     assert {"qwen3", "llama", "gemma3_text", "olmo3", "glm4"} <= set(families) <= set(FAMILIES)
-    assert {(each.model, each.precision) for each in found} == {(f, p) for f in families for p in PRECISIONS}
-    wide = [each for each in found if each.model == "qwen3"]
-    assert {each.execution for each in wide} == set(EXECUTIONS)
-    assert {each.feature for each in wide if each.precision == "bf16"} == set(FEATURES)
-    assert {each.execution for each in wide if each.precision == "mixed"} == {"eager", *LORA}
-    assert len(found) == len(set(found)) == len({each.name for each in found})
+    assert {(entry.model, entry.precision) for entry in planned} == {(f, p) for f in families for p in PRECISIONS}
+    wide = [entry for entry in planned if entry.model == "qwen3"]
+    assert {entry.execution for entry in wide} == set(EXECUTIONS)
+    assert {entry.feature for entry in wide if entry.precision == "bf16"} == set(FEATURES)
+    assert {entry.execution for entry in wide if entry.precision == "mixed"} == {
+        "eager",
+        *LORA,
+    }
+    assert len(planned) == len(set(planned)) == len({entry.name for entry in planned})
 
 
 def test_the_demo_is_one_comparison_of_each_of_three_families():
-    found = comparisons_of(TIERS["demo"], TIERS["demo"].families)
-    assert [each.model for each in found] == ["qwen3", "llama", "gemma"]
-    assert {each.feature for each in found} == {"all"}
+    planned = comparisons_of(TIERS["demo"], TIERS["demo"].families)
+    assert [entry.model for entry in planned] == ["qwen3", "llama", "gemma"]
+    assert {entry.feature for entry in planned} == {"all"}
 
 
 def test_an_axis_that_is_named_is_taken_in_full():
-    found = comparisons_of(TIERS["quick"], ["llama"], precisions=["fp32"], executions=["compile", "lora"], seeds=[0, 3])
-    assert [each.name for each in found] == [
+    planned = comparisons_of(
+        TIERS["quick"], ["llama"], precisions=["fp32"], executions=["compile", "lora"], seeds=[0, 3]
+    )
+    assert [entry.name for entry in planned] == [
         "llama.fp32.compile.all.seed0",
         "llama.fp32.lora.all.seed0",
         "llama.fp32.compile.all.seed3",
@@ -55,8 +60,8 @@ def test_an_axis_that_is_named_is_taken_in_full():
 
 def test_linears_of_4_bits_are_trained_under_autocast_alone():
     comparisons = comparisons_of(TIERS["full"], ["qwen3"], executions=["lora", "qlora"])
-    assert {each.precision for each in comparisons if each.execution == "qlora"} == {"mixed"}
-    assert {each.precision for each in comparisons if each.execution == "lora"} == set(PRECISIONS)
+    assert {entry.precision for entry in comparisons if entry.execution == "qlora"} == {"mixed"}
+    assert {entry.precision for entry in comparisons if entry.execution == "lora"} == set(PRECISIONS)
 
 
 def test_a_model_runs_no_feature_twice():
@@ -71,8 +76,8 @@ def test_features_are_options_of_the_patcher_that_fuse_their_kinds_and_no_others
 
 
 def test_comparisons_that_share_their_stock_run_form_a_group():
-    found = comparisons_of(TIERS["quick"], ["qwen3"], precisions=["bf16"], features=["all", "norms"])
-    assert list(by_baseline(found).values()) == [found]
+    planned = comparisons_of(TIERS["quick"], ["qwen3"], precisions=["bf16"], features=["all", "norms"])
+    assert list(by_baseline(planned).values()) == [planned]
 
 
 def test_what_the_fused_model_alone_does_is_compared_with_the_runs_of_the_eager_one():

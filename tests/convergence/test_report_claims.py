@@ -1,4 +1,4 @@
-"""What rows of a report promise beyond numbers is seen missing in a step, with the place that lacks it."""
+"""Claims of report rows that no number shows are checked in a step, and the place that breaks one is named."""
 
 import pytest
 import torch
@@ -23,14 +23,14 @@ JOINED = "the gradient of its residual connection did not join in the backward o
 
 
 def missing(model, sites, *, mixed):
-    """What a step of the model lacks, and the sites that it did not run fused."""
+    """Return the claims that a step of the model breaks, and the sites that did not run fused."""
     calls = calls_of_step(model, TOKENS, mixed=mixed)
     return claims_not_kept(model, sites, calls, TOKENS, mixed=mixed), sites_not_seen(sites, calls)
 
 
 @pytest.fixture(scope="module")
 def fused():
-    # Keys of their own: on a CPU transformers 4 repeats those that heads share, and sums their gradients in float32.
+    # Separate keys: on a CPU transformers 4 repeats keys that heads share, and sums their gradients in float32.
     model = small(num_key_value_heads=4)
     report = apply_fused_norm(model)
     return model, [*report.fused, *(row for row in report.consumers if row.reason is None)]
@@ -52,9 +52,9 @@ def test_a_step_that_does_what_the_report_says_lacks_nothing(fused):
 def test_what_changes_no_number_is_seen_with_its_place(fault, lacks, fused):
     model, sites = fused
     with FAULTS[fault].planted(model):
-        found, _ = missing(model, sites, mixed=True)
-    assert {what: sorted(places) for what, places in found.items()} == lacks
-    verdict = judge("mixed", STOCK, CONTROLS, CONTROL, CallRecord(not_done=found))
+        not_done, _ = missing(model, sites, mixed=True)
+    assert {what: sorted(places) for what, places in not_done.items()} == lacks
+    verdict = judge("mixed", STOCK, CONTROLS, CONTROL, CallRecord(not_done=not_done))
     assert verdict.status == "invalid"
     assert all(places[0] in " ".join(verdict.reasons) for places in lacks.values())
 
@@ -62,8 +62,8 @@ def test_what_changes_no_number_is_seen_with_its_place(fault, lacks, fused):
 def test_linears_behind_a_lora_dropout_may_read_float32():
     model = small()
     add_adapters(model, Comparison("llama", "mixed", "lora-dropout"))
-    for one in model.parameters():
-        one.data = one.data.float()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
     report = apply_fused_norm(model)
     sites = [*report.fused, *(row for row in report.consumers if row.reason is None)]
     assert any(site.kind == "consumers" for site in sites)
@@ -95,8 +95,8 @@ def test_compiled_code_needs_a_call_for_every_site():
     assert sites_not_compiled(sites, [[norm, add, norm, rope]]) == ()
     assert sites_not_compiled(sites, [[norm, add, rope]]) == ("c (norm)",)
     assert sites_not_compiled(sites, [[norm, norm, norm]]) == ("d (residual)", "e (rope)")
-    both = "fused_norm.norm_add_norm_forward.default"
-    assert sites_not_compiled(sites[:3], [[both, both]]) == ()
+    operator = "fused_norm.norm_add_norm_forward.default"
+    assert sites_not_compiled(sites[:3], [[operator, operator]]) == ()
     heads = [Site(path, "qk", "Norm") for path in "ab"] + [Site("c", "rope", "A")]
     assert sites_not_compiled(heads, [["fused_norm.qk_norm_forward.default"]]) == ()
 

@@ -1,4 +1,4 @@
-"""A result comes back as it was kept, and only under the settings and the code that it was made with."""
+"""A result is loaded as it was saved, and only under the same settings and code."""
 
 import math
 
@@ -17,24 +17,24 @@ RESULT = ComparisonResult(Comparison("llama", "bf16"), RUN, (RUN,), RUN, CALLS)
 
 def test_a_result_comes_back_as_it_was(tmp_path):
     ResultStore(tmp_path).save(RESULT, "settings")
-    found = ResultStore(tmp_path).load(RESULT.comparison, "settings")
-    assert repr(found) == repr(RESULT)
+    loaded = ResultStore(tmp_path).load(RESULT.comparison, "settings")
+    assert repr(loaded) == repr(RESULT)
     assert [path.suffix for path in (tmp_path / "comparisons").iterdir()] == [".json"]
 
 
 def test_other_settings_and_files_that_cannot_be_read_count_as_nothing(tmp_path):
-    kept = ResultStore(tmp_path)
-    kept.save(RESULT, "settings")
-    assert kept.load(RESULT.comparison, "other settings") is None
+    store = ResultStore(tmp_path)
+    store.save(RESULT, "settings")
+    assert store.load(RESULT.comparison, "other settings") is None
     assert ResultStore(tmp_path, fresh=True).load(RESULT.comparison, "settings") is None
     (path,) = (tmp_path / "comparisons").iterdir()
     path.write_text(path.read_text()[:100])
-    assert kept.load(RESULT.comparison, "settings") is None
+    assert store.load(RESULT.comparison, "settings") is None
 
 
 def test_code_that_changed_has_another_digest(tmp_path):
     for name, text in (("one", "x = 1"), ("same", "x = 1"), ("other", "x = 2")):
         (tmp_path / name / "below").mkdir(parents=True)
         (tmp_path / name / "below" / "kernel.py").write_text(text)
-    one, same, other = (code_digest(tmp_path / name) for name in ("one", "same", "other"))
-    assert one == same != other
+    first, same, changed = (code_digest(tmp_path / name) for name in ("one", "same", "other"))
+    assert first == same != changed

@@ -1,4 +1,4 @@
-"""The suite on tiny models: every family is green, work is kept, the report has all of it."""
+"""The suite on tiny models: every family is green, results are kept, and the report has all of them."""
 
 import json
 import os
@@ -37,14 +37,14 @@ from .plans import tiny_plan
 
 @pytest.fixture(autouse=True)
 def _nothing_is_logged_of_what_the_suite_does(caplog):
-    """The hooks of the suite and the reordered norms of controls are the suite's own."""
+    """The package logs nothing: the hooks and the reordered norms are the suite's own."""
     yield
     records = [*caplog.get_records("setup"), *caplog.get_records("call")]
     assert [record.getMessage() for record in records if record.name.startswith("fused_norm")] == []
 
 
 class Silent(Progress):
-    """Notes which runs begin, and which results are kept from an earlier run."""
+    """Records which runs begin, and which results come from an earlier run."""
 
     def __init__(self):
         self.runs, self.kept = [], []
@@ -66,7 +66,7 @@ class Unlucky(ModelSource):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A plan that ran, its folder and its results: of a model that fails, and of one that is green."""
+    """Run a plan with a model that fails and one that is green; return the plan, its folder and its results."""
     folder = tmp_path_factory.mktemp("finished")
     plan = tiny_plan([Comparison(family, "bf16", feature="norms") for family in ("llama", "gemma")])
     plan = replace(plan, sources={**plan.sources, "llama": Unlucky.of_family("llama", {})})
@@ -97,9 +97,9 @@ def test_only_a_near_tie_of_a_router_turns_a_seed_red(tmp_path, monkeypatch):
     runs, topk, train = [], torch.topk, PairedRuns.train
 
     def recorded_topk(x, k, **named):
-        found, values = topk(x, k, **named), topk(x, k + 1).values
-        runs[-1].append((found[1].sort(-1).values, 1 - values[..., k] / values[..., k - 1]))
-        return found
+        top, values = topk(x, k, **named), topk(x, k + 1).values
+        runs[-1].append((top[1].sort(-1).values, 1 - values[..., k] / values[..., k - 1]))
+        return top
 
     def recorded_train(self, *args, regrouped=None, **named):
         runs.append([] if regrouped is None else ["a control, with other micro-batches"])
@@ -113,11 +113,13 @@ def test_only_a_near_tie_of_a_router_turns_a_seed_red(tmp_path, monkeypatch):
     trained = [run for run in runs if run and isinstance(run[0], tuple)]
     assert len(trained) == 2 * len(rows) == 6
     for row, stock, fused in zip(rows, trained[::2], trained[1::2], strict=True):
-        margins = [margin[(one != other).any(-1)] for (one, margin), (other, _) in zip(stock, fused, strict=False)]
-        turned = torch.cat(margins)  # by how much the last expert that stock chose was ahead of the next one
+        margins = [margin[(a != b).any(-1)] for (a, margin), (b, _) in zip(stock, fused, strict=False)]
+        turned = torch.cat(margins)  # the lead of the last expert that stock chose over the next one
         assert row["outcome"] == "green" or 1 <= len(turned) <= 4, row["reasons"]
         assert all(margin < 2**-7 for margin in turned), "a rounding of the router's bf16 logits turns no other choice"
-        assert all(re.search(r"distance of a parameter at the end.*\.(experts|gate)\.", one) for one in row["reasons"])
+        assert all(
+            re.search(r"distance of a parameter at the end.*\.(experts|gate)\.", reason) for reason in row["reasons"]
+        )
 
 
 @pytest.mark.slow
@@ -135,7 +137,7 @@ def test_the_quick_tier_covers_features_and_executions_and_each_is_green_with_wh
         adapters = 2 if execution == "qlora-qv" else 7 if execution in LORA else 0
         assert sites["adapter"] == adapters * layers, row["name"]
         assert sites["linear"] == (5 * layers if execution == "qlora-qv" else 0), row["name"]
-        read = layers * (2 if feature in ("all", "norms+residual") else 1)  # norms that linears alone read
+        read = layers * (2 if feature in ("all", "norms+residual") else 1)  # norms whose only consumers are linears
         assert sites["consumers"] == (0 if is_compiled else read), row["name"]
         assert sites["loss"] == (feature in ("all", "norms+loss") and not is_compiled), row["name"]
 
@@ -157,10 +159,10 @@ def test_a_model_with_adapters_in_pure_bf16_is_green_and_all_of_them_are_fused()
 
 @pytest.mark.parametrize("is_counted", [True, False])
 def test_labels_are_left_out_if_the_model_is_given_their_number(is_counted, monkeypatch):
-    given = []
+    seen_labels = []
 
     def noted(model, sequences, options, *, labels, **named):
-        given.append(labels)
+        seen_labels.append(labels)
         raise InterruptedError
 
     class Source(ModelSource):
@@ -175,7 +177,7 @@ def test_labels_are_left_out_if_the_model_is_given_their_number(is_counted, monk
     source = Source.of_family("llama", {"num_hidden_layers": 1})
     with pytest.raises(InterruptedError):
         PairedRuns(replace(plan, sources={"llama": source}), comparison).train()
-    (labels,) = given
+    (labels,) = seen_labels
     assert (labels is not None and bool((labels == IGNORED).any())) == is_counted
 
 
@@ -184,10 +186,10 @@ def test_what_was_finished_is_found_again_and_what_changed_is_run_again(tmp_path
     comparisons = [Comparison("llama", "fp32"), Comparison("llama", "fp32", feature="norms")]
     first, second, third = Silent(), Silent(), Silent()
     assert len(list(run_plan(tiny_plan(comparisons[:1]), ResultStore(tmp_path), first))) == 1
-    both = list(run_plan(tiny_plan(comparisons), ResultStore(tmp_path), second))
+    results = list(run_plan(tiny_plan(comparisons), ResultStore(tmp_path), second))
     assert second.runs == ["stock", "control 0", "control 1", "control 2", "fused norms"]
     assert second.kept == [True, False]
-    assert [result.verdict.status for result in both] == ["green", "green"]
+    assert [result.verdict.status for result in results] == ["green", "green"]
     list(run_plan(tiny_plan(comparisons, facts={"data": 2}), ResultStore(tmp_path), third))
     assert third.kept == [False, False]
 
@@ -241,7 +243,7 @@ def test_the_report_is_one_page_that_has_its_text_and_one_picture(finished):
     html = as_page(results, {"torch": torch.__version__, "<odd>": "&"})
     assert html.count("<svg") == html.count("</svg>") == 1
     assert "&lt;odd&gt;" in html
-    # Charts refer to parts of themselves, and nothing refers to anything outside of the page.
+    # Charts refer only to parts of themselves, and nothing refers to another page.
     assert not re.search(r"""(src|href)\s*=\s*["'][^#]|@import|url\([^#]|<!DOCTYPE svg""", html)
     assert "prefers-color-scheme: dark" in html
     text = unescape(re.sub("<[^>]*>", "", html))
@@ -259,9 +261,9 @@ def test_the_report_is_one_page_that_has_its_text_and_one_picture(finished):
     assert explanations(results) in text
     assert "RuntimeError: out <of> luck" in explanations(results)
     assert f"The last loss is {results[1].stock.losses[-1]:.4f} stock" in text
-    kept = json.loads(as_json(results, {}))
-    assert kept["exit_code"] == 2
-    assert kept["results"][1]["checks"]
+    report = json.loads(as_json(results, {}))
+    assert report["exit_code"] == 2
+    assert report["results"][1]["checks"]
 
 
 def test_charts_have_the_limit_of_the_gap_and_every_number_over_its_own(finished):
@@ -277,11 +279,11 @@ def test_charts_have_the_limit_of_the_gap_and_every_number_over_its_own(finished
     assert shares == pytest.approx(sorted(max(check.share, 1e-4) for check in result.verdict.checks))
     assert shares[-1] <= 1 == numbers.get_lines()[0].get_xdata()[0]
     worse = replace(result.verdict, checks=(replace(result.verdict.checks[0], value=5.0, bound=1.0),))
-    result.__dict__["verdict"], kept = worse, result.verdict
+    result.__dict__["verdict"], verdict = worse, result.verdict
     try:
         (points,) = _figure(result).get_axes()[2].collections
     finally:
-        result.__dict__["verdict"] = kept
+        result.__dict__["verdict"] = verdict
     assert to_hex(points.get_facecolor()[0]) == LIMIT
     assert points.get_offsets()[0][0] == 5
 
@@ -298,8 +300,8 @@ def test_the_colours_of_charts_are_those_of_the_page(finished):
 
 def test_the_table_fits_80_columns_whatever_is_compared(finished):
     result = finished[2][1]
-    everything = {each for tier in TIERS.values() for each in comparisons_of(tier, tier.families)}
-    shown = [replace(result, comparison=each) for each in everything]
+    everything = {comparison for tier in TIERS.values() for comparison in comparisons_of(tier, tier.families)}
+    shown = [replace(result, comparison=comparison) for comparison in everything]
     assert max(map(len, table(shown).splitlines())) <= 80
     assert table([result]).splitlines()[1].split()[:5] == ["green", "Gemma,", "bf16,", "norms", "alone"]
 
@@ -362,12 +364,12 @@ def test_two_processes_come_to_the_same_verdict(launcher, evidence, tmp_path):
         "CUDA_VISIBLE_DEVICES": "",
         "ACCELERATE_USE_CPU": "true",
     }
-    # Accelerate's own --cpu starts one process; these flags start two, which find no GPU and take gloo.
+    # Accelerate's own --cpu starts one process; these flags start two, which find no GPU and use gloo.
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", "2"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     command += [script, "converge", "llama", "--dtype", "bf16", "--steps", "3", "--out", tmp_path / "out"]
-    found = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300)
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert "2 processes" in found.stdout
-    assert evidence in found.stdout
+    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "2 processes" in process.stdout
+    assert evidence in process.stdout
     assert results_in(tmp_path / "out")["llama.bf16.eager.all.seed0"]["outcome"] == "green"

@@ -60,7 +60,7 @@ def test_masked_labels_are_the_same_in_any_order_of_a_step_and_some_leave_out_a_
     labels = masked_labels(tokens, 4)
     counts = (labels[:, 1:] != IGNORED).sum(1)
     assert torch.equal(labels[labels != IGNORED], tokens[labels != IGNORED])
-    assert [int((one == 0).sum()) for one in counts.split(4)] == [0, 1]
+    assert [int((part == 0).sum()) for part in counts.split(4)] == [0, 1]
     assert len(set(counts[:4].tolist())) > 1
     turned = masked_labels(tokens.view(2, 4, -1).flip(1).flatten(0, 1), 4)
     assert torch.equal(turned.view(2, 4, -1).flip(1).flatten(0, 1), labels)
@@ -75,18 +75,18 @@ def test_few_labels_are_left_out_in_unequal_numbers_and_of_no_sequence_all():
 def test_a_model_is_given_the_number_of_labels_if_its_forward_takes_it():
     tokens = sequences(4)
     labels = masked_labels(tokens, 4, few=False)
-    model, given = build("llama", seed=0), []
+    model, calls = build("llama", seed=0), []
     assert takes_number_of_labels(model)
-    model.register_forward_pre_hook(lambda _, args, named: given.append(named), with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, args, named: calls.append(named), with_kwargs=True)
     train(model, tokens, TrainingOptions(steps=1, batch_size=4, accumulation=2), labels=labels)
-    counts = [int(one["num_items_in_batch"]) for one in given[:2]]
+    counts = [int(call["num_items_in_batch"]) for call in calls[:2]]
     assert counts == [int((labels[:, 1:] != IGNORED).sum())] * 2
     model.accepts_loss_kwargs = False
     assert not takes_number_of_labels(model)
-    given.clear()
+    calls.clear()
     train(model, tokens, TrainingOptions(steps=1, batch_size=4, accumulation=2), labels=labels)
-    assert given
-    assert not any("num_items_in_batch" in one for one in given)
+    assert calls
+    assert not any("num_items_in_batch" in call for call in calls)
     assert not takes_number_of_labels(nn.Linear(2, 2))
 
 
@@ -98,7 +98,7 @@ def test_masked_labels_have_a_mean_over_the_step_in_any_micro_batches(fused):
         model = build("llama", seed=0)
         if fused:
             apply_fused_norm(model)
-        # A rate of next to nothing, so that the second step has the weights of the first.
+        # A tiny learning rate, so that the second step has the weights of the first.
         options = TrainingOptions(steps=2, batch_size=4, accumulation=accumulation, learning_rate=1e-12)
         results.append(train(model, tokens, options, labels=masked_labels(tokens, 4)))
     model = build("llama", seed=0)
@@ -114,8 +114,8 @@ def test_masked_labels_have_a_mean_over_the_step_in_any_micro_batches(fused):
 def test_what_is_evaluated_does_not_depend_on_the_order_and_grouping_of_a_step():
     options = TrainingOptions(steps=2, batch_size=4, accumulation=2, learning_rate=1e-6)
     turned = sequences(8).view(2, 4, -1).flip(1).flatten(0, 1)
-    one, other = (train(build("llama", seed=0), batches, options) for batches in (sequences(8), turned))
-    assert other.evaluation_loss == pytest.approx(one.evaluation_loss, rel=1e-5)
+    a, b = (train(build("llama", seed=0), batches, options) for batches in (sequences(8), turned))
+    assert b.evaluation_loss == pytest.approx(a.evaluation_loss, rel=1e-5)
 
 
 def test_gradients_are_shown_before_they_are_clipped_and_the_model_after_the_last_step():
@@ -156,7 +156,7 @@ def test_the_learning_rate_rises_linearly_from_its_first_share():
         train(model, batches, TrainingOptions(steps, 2, learning_rate=4e-3, warmup_steps=4, weight_decay=0.0))
         moves.append(torch.cat([p.detach().cpu().flatten() for p in model.parameters()]))
     start = torch.cat([p.detach().flatten() for p in build("llama", seed=0).parameters()])
-    # AdamW's first step moves every weight that has a gradient by the learning rate, its second by about that at most.
+    # AdamW's first step moves every weight with a gradient by the learning rate, its second by at most about that.
     assert (moves[0] - start).abs().max().item() == pytest.approx(1e-3, rel=1e-2)
     assert (moves[1] - moves[0]).abs().max().item() == pytest.approx(2e-3, rel=5e-2)
 
@@ -164,15 +164,15 @@ def test_the_learning_rate_rises_linearly_from_its_first_share():
 def test_the_time_per_step_is_the_median_without_the_first_step(monkeypatch):
     ticks = iter([0.0, 100.0, 200.0, 201.0, 300.0, 304.0, 400.0, 402.0])
     monkeypatch.setattr(training.time, "perf_counter", lambda: next(ticks))
-    seen = []
+    steps_and_losses = []
     result = train(
         build("llama", seed=0),
         sequences(4),
         TrainingOptions(steps=4, batch_size=1),
-        on_step=lambda step, loss: seen.append((step, loss)),
+        on_step=lambda step, loss: steps_and_losses.append((step, loss)),
     )
     assert result.seconds_per_step == 2.0
-    assert seen == list(enumerate(result.losses))
+    assert steps_and_losses == list(enumerate(result.losses))
 
 
 def test_longer_sequences_take_more_memory():
@@ -188,7 +188,7 @@ def test_what_autograd_keeps_is_counted_once_and_without_parameters():
     with meter.forward():
         y = linear(x).exp()
         loss = (y * y).sum()
-    # The weight is a parameter; x is kept for its gradient, and y by exp and twice by the product.
+    # The weight is a parameter; x is saved for its gradient, and y by exp and twice by the product.
     assert meter.bytes() == 4 * (7 * 8 + 7 * 5)
     loss.backward()
     assert torch.allclose(linear.weight.grad, 2 * (y * y).T @ x)

@@ -25,7 +25,7 @@ PLACES = {
 
 
 def run_record(level=0.0, *, losses=(5.0, 4.0, 3.0), norms=(1.0, 1.0, 2.0), **changes):
-    """A run at the same distance from stock everywhere."""
+    """Return the record of a run with the same distance from stock at every place."""
     fields = {name: dict.fromkeys(places, level) for name, places in PLACES.items()}
     moved = dict.fromkeys(PARAMETERS[1:], 0.01)
     return RunRecord(losses, norms, 0.1, 1, losses[-1], {"norm": 3}, moved, **fields | changes)
@@ -40,15 +40,15 @@ CALL_BARS = {measure.name: measure.bar for measure in MEASURES if measure.bar is
 CALLS = CallRecord(*(dict.fromkeys(NORMS, 0.0) for _ in CALL_BARS))
 
 
-def verdict(fused, precision="bf16", controls=CONTROLS, stock=STOCK, calls=CALLS, **how):
-    return judge(precision, stock, controls, fused, calls, **how)
+def verdict(fused, precision="bf16", controls=CONTROLS, stock=STOCK, calls=CALLS, **options):
+    return judge(precision, stock, controls, fused, calls, **options)
 
 
 def test_a_run_that_is_as_far_off_as_the_controls_is_green():
-    found = verdict(run_record(1e-2, losses=(5.001, 4.0, 3.0)))
-    assert found.status == "green"
-    assert not found.reasons
-    assert {check.measure for check in found.checks} == {measure.name for measure in MEASURES} - {"first_losses"}
+    result = verdict(run_record(1e-2, losses=(5.001, 4.0, 3.0)))
+    assert result.status == "green"
+    assert not result.reasons
+    assert {check.measure for check in result.checks} == {measure.name for measure in MEASURES} - {"first_losses"}
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -59,11 +59,11 @@ def test_one_place_beyond_its_bound_is_red_and_named(name):
     bound = MULTIPLE * noise + measure.floor * ROUNDING
     within, beyond = ({**dict.fromkeys(places, noise), places[1]: bound * share + tiny} for share, tiny in LIMITS)
     assert verdict(dataclasses.replace(CONTROL, **{name: within})).status == "green"
-    found = verdict(dataclasses.replace(CONTROL, **{name: beyond}))
-    assert found.status == "red"
-    assert len(found.reasons) == 1
-    assert places[1] in found.reasons[0]
-    assert found.divergence.startswith("logits" if name.startswith("output_gradient") else "model.layers.")
+    result = verdict(dataclasses.replace(CONTROL, **{name: beyond}))
+    assert result.status == "red"
+    assert len(result.reasons) == 1
+    assert places[1] in result.reasons[0]
+    assert result.divergence.startswith("logits" if name.startswith("output_gradient") else "model.layers.")
 
 
 LIMITS = ((0.99, 0.0), (1.01, 1e-9))
@@ -104,9 +104,9 @@ def test_fused_calls_are_held_to_the_stock_modules_whatever_the_controls_do(meas
     name = measure.removeprefix("call_")
     within, beyond = (dataclasses.replace(CALLS, **{name: {NORMS[1]: value}}) for value in (bar, bar * 1.01 + 1e-9))
     assert verdict(CONTROL, controls=(wild,), calls=within).status == "green"
-    found = verdict(CONTROL, controls=(wild,), calls=beyond)
-    assert found.status == "red"
-    assert NORMS[1] in found.reasons[0]
+    result = verdict(CONTROL, controls=(wild,), calls=beyond)
+    assert result.status == "red"
+    assert NORMS[1] in result.reasons[0]
     assert judge("bf16", STOCK, CONTROLS, None, beyond).status == "red"
 
 
@@ -114,9 +114,9 @@ def test_fused_calls_are_held_to_the_stock_modules_whatever_the_controls_do(meas
 def test_controls_that_are_far_off_themselves_judge_nothing(precision):
     level = 1.01 * NOISE_CAPS[precision]["gradients"]
     wild = dataclasses.replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, level), outputs=dict.fromkeys(LAYERS, 1e-7))
-    found = verdict(CONTROL, precision, controls=(wild,))
-    assert found.status == "invalid"
-    assert "the controls themselves are" in found.reasons[0]
+    result = verdict(CONTROL, precision, controls=(wild,))
+    assert result.status == "invalid"
+    assert "the controls themselves are" in result.reasons[0]
     one_place = dataclasses.replace(wild, gradients={**dict.fromkeys(PARAMETERS, 1e-7), PARAMETERS[0]: level})
     assert verdict(CONTROL, precision, controls=(one_place,)).status != "invalid"
 
@@ -135,7 +135,7 @@ def test_a_parameter_may_drift_by_roundings_of_its_own():
     [
         ({"outputs": {LAYERS[1]: 1.0, LAYERS[2]: 1.0}}, "model.layers.1, forward: model.layers.1"),
         ({"outputs": {LAYERS[0]: 1.0, LAYERS[2]: 1.0}}, "model.layers.0, forward: model.layers.0"),
-        # The gradient of layer 0's output is made in layer 1.
+        # The gradient of layer 0's output is computed in layer 1.
         ({"output_gradients": {LAYERS[0]: 1.0}}, "model.layers.1, backward: gradient of model.layers.0"),
         (
             {"gradients": {PARAMETERS[0]: 1.0, PARAMETERS[1]: 1.0}},
@@ -150,9 +150,9 @@ def test_the_first_layer_that_diverges_is_named(changes, divergence):
 
 
 def test_a_fused_run_alone_that_is_not_finite_is_red():
-    found = verdict(dataclasses.replace(CONTROL, losses=(5.0, math.nan), gradient_norms=(1.0, 1.0)))
-    assert found.status == "red"
-    assert found.reasons == ("the fused run is not finite in step 1, and the stock run is",)
+    result = verdict(dataclasses.replace(CONTROL, losses=(5.0, math.nan), gradient_norms=(1.0, 1.0)))
+    assert result.status == "red"
+    assert result.reasons == ("the fused run is not finite in step 1, and the stock run is",)
     lost = dataclasses.replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, math.inf))
     assert verdict(lost).status == "red"
     assert verdict(dataclasses.replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, math.nan))).status == "red"
@@ -175,9 +175,9 @@ BROKEN = dataclasses.replace(STOCK, losses=(5.0, math.nan, 1.0))
     ],
 )
 def test_a_comparison_that_says_nothing_is_invalid(arguments, reason):
-    found = verdict(**{"fused": CONTROL, **arguments})
-    assert found.status == "invalid"
-    assert reason in found.reasons[0]
+    result = verdict(**{"fused": CONTROL, **arguments})
+    assert result.status == "invalid"
+    assert reason in result.reasons[0]
 
 
 @pytest.mark.parametrize("execution", FROZEN_NORMS)
@@ -187,6 +187,6 @@ def test_norms_need_not_be_trained_where_adapters_are_trained_alone(execution):
 
 def test_a_value_that_is_another_the_second_time_is_red():
     calls = dataclasses.replace(CALLS, bits={PARAMETERS[0]: 1e-3})
-    found = verdict(CONTROL, calls=calls)
-    assert (found.status, found.divergence) == ("red", f"{PARAMETERS[0]}, backward: {PARAMETERS[0]}")
-    assert "a second time" in found.reasons[0]
+    result = verdict(CONTROL, calls=calls)
+    assert (result.status, result.divergence) == ("red", f"{PARAMETERS[0]}, backward: {PARAMETERS[0]}")
+    assert "a second time" in result.reasons[0]

@@ -1,4 +1,4 @@
-"""A plugin of pytest that puts the families which the page on extending writes down into the table."""
+"""A pytest plugin that adds the families that docs/extending.md defines to the table."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ written: dict[str, Any] = {}
 for block in blocks_of((ROOT / "docs" / "extending.md").read_text(encoding="utf-8")):
     if " = Family(" in block.text:
         exec(block.text, written)
-(table,) = gc.get_referents(FAMILIES)  # the mapping under the view that nobody writes to
+(table,) = gc.get_referents(FAMILIES)  # the mapping below the read-only view
 table |= {family.model_type: family for family in written.values() if isinstance(family, Family)}

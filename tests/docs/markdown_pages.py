@@ -49,8 +49,8 @@ class Block:
         language: ``python``, ``console`` or another one.
         text: the code.
         line: the number of the code's first line in the page, from 1 on.
-        runs: it is to be run, and not just compiled or parsed.
-        printed: what it prints by the page; None where the page does not say.
+        runs: whether it is run, and not only compiled or parsed.
+        printed: the output that the page shows; None if it shows none.
     """
 
     language: str
@@ -61,12 +61,12 @@ class Block:
 
 
 def blocks_of(page: str) -> Iterator[Block]:
-    """The code blocks of a page, in order."""
-    for found in _BLOCK.finditer(page):
-        text, indent = found["text"], found["indent"]
-        line = page.count("\n", 0, found.start("text")) + 1
-        lines = [one.removeprefix(indent) for one in text.splitlines(keepends=True)]
-        yield Block(found["language"], "".join(lines), line, found["skipped"] is None, found["printed"])
+    """Yield the code blocks of a page in order."""
+    for match in _BLOCK.finditer(page):
+        text, indent = match["text"], match["indent"]
+        line = page.count("\n", 0, match.start("text")) + 1
+        lines = [code_line.removeprefix(indent) for code_line in text.splitlines(keepends=True)]
+        yield Block(match["language"], "".join(lines), line, match["skipped"] is None, match["printed"])
 
 
 def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
@@ -80,7 +80,7 @@ def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
     Raises:
         AssertionError: a block prints something else than the page shows, or is of a kind that cannot be run.
     """
-    from fused_norm.kernels.operator import OPERATORS  # not before conftest has told Triton where it runs
+    from fused_norm.kernels.operator import OPERATORS  # after conftest has told Triton where it runs
 
     page = path.read_text(encoding="utf-8")
     blocks = [block for block in blocks_of(page) if block.language in ("python", "console")]
@@ -96,7 +96,7 @@ def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
     module.__file__ = str(source)
     sys.modules[module.__name__] = module
     try:
-        with mock.patch.dict(os.environ), mock.patch.dict(OPERATORS):  # pages may add to both
+        with mock.patch.dict(os.environ), mock.patch.dict(OPERATORS):  # pages may change both
             for block in blocks:
                 _run_block(block, module, source, stand_ins)
     finally:
@@ -134,7 +134,7 @@ def _with_stand_ins(text: str, stand_ins: Mapping[str, str]) -> str:
 
 
 def _commands(text: str) -> Iterator[str]:
-    """The commands of a console block, without comments."""
+    """Yield the commands of a console block without comments."""
     for line in text.replace("\\\n", " ").splitlines():
         if command := shlex.join(shlex.split(line, comments=True)):
             yield command
@@ -155,12 +155,12 @@ def _run_command(command: str, runs: bool, stand_ins: Mapping[str, str]) -> str:
         return ""
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-        unknown = {one for one in arguments if "=" not in one} - {*targets}
+        unknown = {argument for argument in arguments if "=" not in argument} - {*targets}
         assert not unknown, f"the Makefile has no target {unknown}"
     elif program == "pip":
         _check_installed(arguments)
     elif program in ("python", "torchrun", "accelerate"):
-        missing = [one for one in arguments if one.endswith(".py") and not (ROOT / one).exists()]
+        missing = [argument for argument in arguments if argument.endswith(".py") and not (ROOT / argument).exists()]
         assert not missing, f"there is no {missing}"
     else:
         assert not runs, f"nobody knows how to run {command!r}: mark it as not run, or add a rule here"
@@ -184,7 +184,7 @@ def _check_installed(arguments: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert arguments[0] == "install"
     for requirement in arguments[1:]:
-        found = re.fullmatch(r"(\.|fused-norm)(\[(?P<extras>[\w,]+)\])?", requirement)
-        if found is not None:
-            unknown = {*(found["extras"] or "").split(",")} - {"", *project["optional-dependencies"]}
+        match = re.fullmatch(r"(\.|fused-norm)(\[(?P<extras>[\w,]+)\])?", requirement)
+        if match is not None:
+            unknown = {*(match["extras"] or "").split(",")} - {"", *project["optional-dependencies"]}
             assert not unknown, f"pyproject.toml has no extra {unknown}"

@@ -1,4 +1,4 @@
-"""What pages say of versions, commands, families and models that are tested is what the project's files have."""
+"""Versions, commands, families and models on the pages match the project's files."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def text_of(name: str) -> str:
-    """The text of a file, with single spaces for line breaks."""
+    """Return the text of a file with line breaks replaced by spaces."""
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
 
 
 def test_the_package_is_described_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:
-    said = PROJECT["description"]
-    assert fused_norm.__doc__ == f"{said}."
-    assert f"site_description: {said}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    description = PROJECT["description"]
+    assert fused_norm.__doc__ == f"{description}."
+    assert f"site_description: {description}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    assert f"{said}." in " ".join(capsys.readouterr().out.split())
+    assert f"{description}." in " ".join(capsys.readouterr().out.split())
 
 
 def supported_releases() -> dict[str, list[str]]:
-    """The table of releases on the page of what is supported: by the name of a project, the cells of its row."""
+    """Return the table of releases in docs/supported.md: the cells of each row by project."""
     page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (Python|PyTorch|Triton|transformers)\b[^|]*\|(.*)\|$", page, re.MULTILINE)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
@@ -52,9 +52,9 @@ def test_the_oldest_releases_are_those_of_the_package() -> None:
     }
     assert table == required
     for page in ("README.md", "docs/index.md"):
-        said = dict(re.findall(r"\b(Python|PyTorch|Triton|transformers) (\d+\.\d+)(?= or newer| to )", text_of(page)))
-        assert said.keys() >= {"Python", "PyTorch", "transformers"}, page
-        assert said == {name: required[name] for name in said}, page
+        stated = dict(re.findall(r"\b(Python|PyTorch|Triton|transformers) (\d+\.\d+)(?= or newer| to )", text_of(page)))
+        assert stated.keys() >= {"Python", "PyTorch", "transformers"}, page
+        assert stated == {name: required[name] for name in stated}, page
 
 
 def test_the_releases_that_tests_are_run_with_are_those_of_the_page() -> None:
@@ -83,8 +83,8 @@ def test_the_commands_that_print_json_are_those_that_are_named() -> None:
 
 
 def test_the_page_lists_the_models_that_tests_build_with_their_sites_and_dtypes() -> None:
-    """Families of the table are listed by a block of the page."""
-    sites = {name: other.sites for name, other in OTHERS.items() if name not in FAMILIES}
+    """A block of the page lists the families of the table."""
+    sites = {name: family.sites for name, family in OTHERS.items() if name not in FAMILIES}
     page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \| ([^|]+) \|", page, re.MULTILINE)
     assert sorted(name for name, *_ in rows) == sorted(sites)

@@ -1,4 +1,4 @@
-"""What a newcomer sees first is short, and its figures, in table and picture, are those that were measured."""
+"""The top of the README is short, and the figures in its table and picture were measured."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ PICTURE = (ROOT / "docs" / "first_screen.svg").read_text(encoding="utf-8")
 SHOWN = cells_of(steps_of_the_readme())
 
 
-def ahead_of_ours(other: str, unit: str) -> dict[str, float]:
-    """The steps in which another column is below ours, with its share of ours."""
+def ahead_of_ours(competitor: str, unit: str) -> dict[str, float]:
+    """Return the steps in which a competitor is below ours, with the ratio."""
     numbers = {place: float(cell.strip("*")) for place, cell in SHOWN.items() if cell}
     shares = {
-        row: numbers[row, f"{other} {unit}"] / numbers[row, f"ours {unit}"]
+        row: numbers[row, f"{competitor} {unit}"] / numbers[row, f"ours {unit}"]
         for row, column in numbers
-        if column == f"{other} {unit}"
+        if column == f"{competitor} {unit}"
     }
     return {row: share for row, share in shares.items() if share < 1}
 
 
 def test_where_others_are_ahead_is_said() -> None:
-    said = " ".join(README.split())
+    text = " ".join(README.split())
     run = stored_run()
     assert not ahead_of_ours("compiled", "ms")
     short = [step_of(run, "Qwen3-0.6B 1x512", variant) for variant in ("compile-layers", "fused")]
     assert short[0].seconds < short[1].seconds
-    assert "Compiled layers are ahead if a step waits for the host, as at [1x512 tokens]" in said
+    assert "Compiled layers are ahead if a step waits for the host, as at [1x512 tokens]" in text
     shares = []
     for row in {row.row for row in run.rows if " dropout " in row.row and " loss " in row.row}:
         compiled, ours = (step_of(run, row, by) for by in ("compile-layers", "fused"))
         shares.append(ours.seconds / compiled.seconds)
     least, most = (f"{share:.2f}".removeprefix("0") for share in (min(shares), max(shares)))
-    assert f"without dropout ([with it](docs/numbers.md#steps): {least} to {most} of compiled)" in said
+    assert f"without dropout ([with it](docs/numbers.md#steps): {least} to {most} of compiled)" in text
     assert not ahead_of_ours("Liger", "ms")
     assert min(ahead_of_ours("Liger", "GiB").values()) > 0.94
 

@@ -1,4 +1,4 @@
-"""What the pages of the documentation and the README show is run, and prints what they say it prints."""
+"""The code on the pages of the documentation and in the README runs, and prints what they show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_norm.model_configs import tiny_config
 from .markdown_pages import ROOT, blocks_of, run_page
 
 FAST = {"README.md", "docs/index.md"}
-"""Pages that are run in the fast lane: those that newcomers read."""
+"""Pages that run in the fast tests: those for newcomers."""
 
 PAGES = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
@@ -22,12 +22,12 @@ PAGES = [
 ]
 
 STAND_INS = {"Qwen/Qwen3-0.6B": ("qwen3", 28), "google/gemma-3-1b-pt": ("gemma3_text", 2)}
-"""Models on the hub that pages name: the family and the number of layers of the tiny model that is loaded instead."""
+"""Models on the hub that pages name, with the family and number of layers of the tiny model that replaces each."""
 
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders with tiny models, by the names of the models on the hub."""
+    """Save tiny models and return their folders by the names of models on the hub."""
     folders = {}
     torch.manual_seed(67280421310721)  # PyTorch's own default
     for name, (family, layers) in STAND_INS.items():
@@ -48,7 +48,7 @@ def test_blocks_run_and_print_what_the_page_shows(
 def test_what_the_readme_links_to_is_there() -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert targets
-    assert [one for one in targets if "://" not in one and not (ROOT / one).exists()] == []
+    assert [target for target in targets if "://" not in target and not (ROOT / target).exists()] == []
 
 
 PAGE = """
@@ -74,7 +74,7 @@ fused-norm converge {argument} # words
 
 
 def test_blocks_are_found_with_their_output() -> None:
-    blocks = [(one.language, one.line, one.runs, one.printed) for one in blocks_of(PAGE)]
+    blocks = [(block.language, block.line, block.runs, block.printed) for block in blocks_of(PAGE)]
     assert blocks == [("python", 3, True, "5\n"), ("python", 13, False, None), ("console", 18, False, None)]
 
 

@@ -1,4 +1,4 @@
-"""The page of reasons has every reason, error and warning of the patcher, and none that it does not give."""
+"""docs/reasons.md has every reason, error and warning of the patcher, and no others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NOT_SAID = {
     "an unhashable constant",
     "more than … things",
 }
-"""Parts of messages and of the summary, and code: texts of three words or more that are no message by themselves."""
+"""Texts of three words or more that are no messages: parts of messages, of the summary, and code."""
 
 OF_USERS_CALLS = {
     "… must be one of …, not …",
@@ -86,11 +86,11 @@ OF_USERS_CALLS = {
     "rstd must be float32, not …",
     "under casting 'none' the forward uses another rstd than it keeps",
 }
-"""Refusals of options, and of operators that no model calls: a patched model does not give them."""
+"""Refusals that a patched model never returns: those of options, and of operators that no model calls."""
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:
-    """The strings in a source that are three words or more, without docstrings; ``…`` stands for what is filled in."""
+    """Return the strings of three words or more in a source, without docstrings; ``…`` replaces what is filled in."""
     inside = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
@@ -111,19 +111,19 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
 
 
 def all_texts(paths: Iterable[Path]) -> set[str]:
-    """The strings of three words or more in sources."""
+    """Return the strings of three words or more in several sources."""
     return {text for path in paths for text in texts_of(ast.parse(path.read_text(encoding="utf-8")))}
 
 
-def said(paths: Iterable[Path]) -> set[str]:
-    """The messages in sources, each up to its first line break."""
+def messages_in(paths: Iterable[Path]) -> set[str]:
+    """Return the messages in sources, each up to its first line break."""
     texts = all_texts(paths)
     code = {text for text in texts if re.search(r"self\.fused_norm_|\bFUSED\b", text)}
     return {text.partition("\n")[0] for text in texts - code - NOT_SAID}
 
 
 def all_refusals(paths: Iterable[Path]) -> set[str]:
-    """The strings in functions of operators that return a refusal, or the reason of one as a text."""
+    """Return the strings in operators' functions that return a refusal or its reason."""
     functions = (
         node
         for path in paths
@@ -137,17 +137,17 @@ def all_refusals(paths: Iterable[Path]) -> set[str]:
 
 
 def refusals(paths: Iterable[Path]) -> set[str]:
-    """The refusals that calls of a patched model can get."""
+    """Return the refusals that calls of a patched model can get."""
     return all_refusals(paths) - OF_USERS_CALLS
 
 
 def on_page(page: str) -> set[str]:
-    """The messages in the first column of the tables of a page."""
+    """Return the messages in the first column of the tables of a page."""
     return {message.strip() for message in re.findall(r"^\| ``? ?(.+?) ?``? \|", page, re.MULTILINE)}
 
 
 def test_every_message_of_the_patcher_is_on_the_page_and_no_other() -> None:
-    messages = said(PATCHER.rglob("*.py")) | refusals(KERNELS.glob("*.py"))
+    messages = messages_in(PATCHER.rglob("*.py")) | refusals(KERNELS.glob("*.py"))
     entries = on_page(PAGE.read_text(encoding="utf-8"))
     assert messages - entries == set(), "not on the page"
     assert entries - messages == set(), "on the page, and nowhere in the patcher"

@@ -19,21 +19,21 @@ from fused_norm.model_configs import FAMILIES, build
 END = "<|end|>"
 
 SETTINGS = {"eos_token": END, "pad_token": END, "model_input_names": ["input_ids", "attention_mask"]}
-"""Of every tokenizer here."""
+"""The settings of every tokenizer here."""
 
 
 def tokenizer_of_bytes(*special: str) -> PreTrainedTokenizerFast:
-    """One token for each byte, one for the end of a text, which pads too, and one for each of ``special``."""
+    """Return a tokenizer with a token for each byte, one for the end of a text and padding, and ``special`` tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([END, *special])
-    return PreTrainedTokenizerFast(tokenizer_object=made, **SETTINGS)
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END, *special])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SETTINGS)
 
 
 def save_checkpoint(model_type: str, folder: Path) -> Path:
-    """Save the tiny model of a family of the table, and the tokenizer."""
+    """Save the tiny model of a family of the table, and a tokenizer."""
     model = build(model_type, seed=0)
     tokenizer = tokenizer_of_bytes()
     model.config.eos_token_id = model.config.pad_token_id = tokenizer.eos_token_id
@@ -50,7 +50,7 @@ IMAGE_TEMPLATE = (
 
 
 def save_vision_language_checkpoint(folder: Path) -> Path:
-    """Save a tiny Gemma 3 that sees, and its processor."""
+    """Save a tiny Gemma 3 with vision, and its processor."""
     config = AutoConfig.for_model(
         "gemma3",
         text_config=dict(FAMILIES["gemma3_text"].tiny) | {"head_dim": 16},

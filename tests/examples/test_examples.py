@@ -1,4 +1,4 @@
-"""Every example runs at a tiny size, on a checkpoint in a folder, and comes to what stock comes to."""
+"""Every example runs at a tiny size on a local checkpoint, with the results of stock."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4} if not torch.cuda.is_available() else {"rto
 
 
 def example(name: str) -> ModuleType:
-    """The module of an example; its ``main`` takes the arguments of the command line."""
-    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):  # as a script has it
+    """Import an example; its ``main`` takes the arguments of the command line."""
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):  # as Python does for a script
         return importlib.import_module(name)
 
 
@@ -46,13 +46,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def called() -> Iterator[list[str]]:
-    """The operators that are called, backwards included."""
+    """Return the operators that are called, backwards included."""
     with called_operators() as names:
         yield names
 
 
 def logged(trainer: Any, *names: str) -> torch.Tensor:
-    """What a trainer has logged of each step."""
+    """Return what a trainer has logged for each step."""
     return torch.tensor([[entry[name] for name in names] for entry in trainer.state.log_history if "loss" in entry])
 
 
@@ -65,13 +65,13 @@ def test_a_norm_and_a_layer_of_ones_own_are_fused_by_what_they_compute(called) -
 
 
 def test_the_operators_alone_have_values_and_gradients(called) -> None:
-    x, weight, made = example("operators").main()
+    x, weight, outputs = example("operators").main()
     assert Counter(called) == {"rms_norm": 2, "add_rms_norm": 1, "norm_add_norm": 1, "qk_norm": 1, "glu": 1}
-    for y in made.values():
+    for y in outputs.values():
         assert y.dtype == torch.bfloat16
         assert y.float().std() > 0.1
     expected = reference.rms_norm(NormSpec("llama", eps=1e-6), x, weight)
-    assert (made["rms_norm"] != expected).float().mean() < 0.01
+    assert (outputs["rms_norm"] != expected).float().mean() < 0.01
     assert 0 < weight.grad.float().norm() < torch.inf
 
 
@@ -84,7 +84,7 @@ def assert_trains_as_stock(
     *options: str,
     names: Sequence[str] = ("loss",),
 ) -> None:
-    """A step of an example that trains with a Trainer runs stock and two fused, and logs what stock logs."""
+    """Examples that use a Trainer run one step stock and two fused, and log what stock logs."""
     main = example(name).main
     arguments = ["--model", checkpoint, "--output", str(folder), "--steps", "3", "--length", length, *options]
     fused = main(arguments)
@@ -117,7 +117,7 @@ def test_trl_trains_adapters_as_stock_does(method: str, bits: int, checkpoint, c
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a rounding may choose another token to sample")
 def test_trl_samples_and_rewards_as_stock_does(checkpoint, called, tmp_path: Path) -> None:
-    """The loss of such a step is zero but for roundings, whatever its gradient."""
+    """The loss of such a step is zero except for roundings, whatever its gradient."""
     pytest.importorskip("trl", reason="needs trl")
     names = ("reward", "reward_std", "grad_norm")
     assert_trains_as_stock("train_with_trl", checkpoint, tmp_path, "8", called, "--method", "grpo", names=names)
@@ -157,17 +157,17 @@ def test_a_vision_language_model_answers_as_stock(called, tmp_path: Path) -> Non
 
 
 def stock_losses_of_two_ranks(checkpoint: str, length: int) -> list[float]:
-    """The mean losses of two steps of stock, each on two rows of the text of ``train_with_fsdp2``."""
+    """Return the mean losses of two stock steps, each on two rows of the text of ``train_with_fsdp2``."""
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
     tokens = torch.tensor(tokenizer((EXAMPLES / "train_with_fsdp2.py").read_text()).input_ids)
-    optimizer, found = torch.optim.AdamW(model.train().parameters(), lr=1e-5), []
+    optimizer, losses = torch.optim.AdamW(model.train().parameters(), lr=1e-5), []
     for rows in tokens[: 4 * length].view(2, 2, length):
         loss = sum(model(input_ids=row[None], labels=row[None]).loss for row in rows) / 2
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def test_where_accelerate_would_not_shard_the_example_ends_before_it_trains(checkpoint, monkeypatch) -> None:
@@ -201,11 +201,11 @@ def test_two_processes_with_fsdp2_take_the_steps_of_stock(checkpoint, tmp_path: 
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", EXAMPLES / "fsdp2.yaml"]
     command += ["--mixed_precision", "no", "--main_process_port", "0", EXAMPLES / "train_with_fsdp2.py"]
     command += ["--model", checkpoint, "--output", tmp_path, "--steps", "2", "--length", "16"]
-    found = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300)
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp, 1 loss;\n  kept 0\n" in found.stdout
-    assert "kernels do not run" not in found.stderr
-    printed = [float(loss) for loss in re.findall(r"loss (\S+)", found.stdout)]
+    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp, 1 loss;\n  kept 0\n" in process.stdout
+    assert "kernels do not run" not in process.stderr
+    printed = [float(loss) for loss in re.findall(r"loss (\S+)", process.stdout)]
     assert printed == pytest.approx(stock_losses_of_two_ranks(checkpoint, 16), rel=1e-4)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert saved.state_dict().keys() == AutoModelForCausalLM.from_pretrained(checkpoint).state_dict().keys()
@@ -229,8 +229,8 @@ def test_the_notebook_runs_and_is_stored_without_outputs(checkpoint) -> None:
     )
     assert "fused 5 norm, 4 qk, 2 rope, 2 residual, 2 mlp, 1 loss;\n  kept 0\n" in report
     numbers = re.search(r"loss (\S+), stock loss (\S+); .* (\S+) apart", compared).groups()
-    fused, stock, apart = map(float, numbers)
+    fused, stock, difference = map(float, numbers)
     assert fused == pytest.approx(stock, rel=1e-2)
-    assert apart < 0.05
+    assert difference < 0.05
     assert "fused 2 norm, 2 qk, 1 rope, 1 residual; kept" in chosen
     assert re.search(r"[1-9]\d* modules restored", restored)

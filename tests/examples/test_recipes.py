@@ -1,4 +1,4 @@
-"""The examples' configs for axolotl and LLaMA-Factory name what is there, and are valid where these are installed."""
+"""The examples' configs for axolotl and LLaMA-Factory name existing options, and load if these are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """The config of an example."""
+    """Load the config of an example."""
     return yaml.safe_load((EXAMPLES / name).read_text(encoding="utf-8"))
 
 
@@ -30,17 +30,17 @@ def test_axolotl_takes_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("AXOLOTL_DO_NOT_TRACK", "1")
     config = pytest.importorskip("axolotl.cli.config", reason="needs axolotl")
     here = {"base_model": str(save_checkpoint("qwen3", tmp_path)), "bf16": False}
-    given = recipe("axolotl.yaml") | here
+    settings = recipe("axolotl.yaml") | here
     loaded = config.load_cfg(str(EXAMPLES / "axolotl.yaml"), **here)
-    del given["datasets"]  # which axolotl fills with its defaults
-    assert {name: loaded[name] for name in given} == given
+    del settings["datasets"]  # axolotl fills these with its defaults
+    assert {name: loaded[name] for name in settings} == settings
 
 
 def test_llama_factory_takes_its_recipe(tmp_path: Path) -> None:
     hparams = pytest.importorskip("llamafactory.hparams", reason="needs LLaMA-Factory")
     here = {"model_name_or_path": str(save_checkpoint("qwen3", tmp_path)), "bf16": False, "use_cpu": True}
-    given = recipe("llama_factory.yaml")
-    found = {name: value for part in hparams.get_train_args(given | here) for name, value in vars(part).items()}
-    assert found["dataset"] == [given.pop("dataset")]
-    assert found["lora_rank"] == given["lora_rank"]
-    assert found["enable_liger_kernel"] is given["enable_liger_kernel"]
+    settings = recipe("llama_factory.yaml")
+    arguments = {name: value for part in hparams.get_train_args(settings | here) for name, value in vars(part).items()}
+    assert arguments["dataset"] == [settings.pop("dataset")]
+    assert arguments["lora_rank"] == settings["lora_rank"]
+    assert arguments["enable_liger_kernel"] is settings["enable_liger_kernel"]

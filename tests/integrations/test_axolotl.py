@@ -1,4 +1,4 @@
-"""The plugin is one that axolotl's own manager loads, and patches a model with the options of the config."""
+"""axolotl's plugin manager loads the plugin, which patches a model with the options of the config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "fused_norm.integrations.axolotl.FusedNormPlugin"
 
 @pytest.fixture
 def manager(monkeypatch) -> PluginManager:
-    """The plugins of a process that has loaded this one alone."""
+    """Return the plugins of a process that has loaded only this plugin."""
     monkeypatch.setattr(PluginManager, "_instance", None)
     manager = PluginManager.get_instance()
     manager.register(NAME)

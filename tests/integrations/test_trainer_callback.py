@@ -1,4 +1,4 @@
-"""The callback patches a Trainer's model before it is wrapped, and training is that of stock."""
+"""The callback patches a Trainer's model before it is wrapped, and training gives the results of stock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..patcher.models import counts, losses_of, rows_of, trainer_of
 
 
 def llama() -> nn.Module:
-    """A model of one layer."""
+    """Build a model of one layer."""
     return build(tiny_config("llama", num_hidden_layers=1), seed=0)
 
 
@@ -31,7 +31,7 @@ def fused_modules(model: nn.Module) -> int:
 
 
 class WatchedTrainer(Trainer):
-    """Counts the fused modules of the model that is handed to accelerate, and those when the optimizer is made."""
+    """Counts the fused modules of the models that accelerate and the optimizer get."""
 
     seen: tuple[int, ...] = ()
 
@@ -43,9 +43,9 @@ class WatchedTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         prepare = self.accelerator.prepare
 
-        def watched(*given: Any, **kwargs: Any) -> Any:
-            self.seen += tuple(fused_modules(one) for one in given if isinstance(one, nn.Module))
-            return prepare(*given, **kwargs)
+        def watched(*arguments: Any, **kwargs: Any) -> Any:
+            self.seen += tuple(fused_modules(argument) for argument in arguments if isinstance(argument, nn.Module))
+            return prepare(*arguments, **kwargs)
 
         self.accelerator.prepare = watched
 
@@ -53,8 +53,8 @@ class WatchedTrainer(Trainer):
 def trainer(model: nn.Module | None, folder: Path, callbacks: list[Any], **arguments: Any) -> Any:
     data = rows_of(torch.randint(0, 256, (4, 6), generator=torch.Generator().manual_seed(1)))
     model_init = None if model is not None else lambda: llama()
-    how = {"max_steps": 2, "callbacks": callbacks, "model_init": model_init, **arguments}
-    return trainer_of(model, folder, data, WatchedTrainer, **how)
+    settings = {"max_steps": 2, "callbacks": callbacks, "model_init": model_init, **arguments}
+    return trainer_of(model, folder, data, WatchedTrainer, **settings)
 
 
 def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path: Path, caplog) -> None:
@@ -79,15 +79,15 @@ def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path:
 def test_a_model_that_comes_later_is_patched_when_training_begins(way: str, tmp_path: Path) -> None:
     callback = FusedNormCallback()
     if way == "model_init":
-        one = trainer(None, tmp_path, [callback], max_steps=1)
-        before = one.model
-        one.train()
-        assert one.model is not before
+        hf_trainer = trainer(None, tmp_path, [callback], max_steps=1)
+        before = hf_trainer.model
+        hf_trainer.train()
+        assert hf_trainer.model is not before
     else:
-        one = trainer(llama(), tmp_path, [], max_steps=1)
-        one.add_callback(callback)
-        one.train()
-    assert fused_modules(one.model) > 0
+        hf_trainer = trainer(llama(), tmp_path, [], max_steps=1)
+        hf_trainer.add_callback(callback)
+        hf_trainer.train()
+    assert fused_modules(hf_trainer.model) > 0
 
 
 @pytest.mark.slow
@@ -133,8 +133,8 @@ def test_layers_are_compiled_by_themselves_after_they_are_fused(tmp_path: Path) 
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     assert compiled == list(model.get_base_model().model.layers)
     assert all(isinstance(layer, Fused) for layer in compiled)
-    trainer(other := llama(), tmp_path, [FusedNormCallback()])
-    assert not [module for module in other.modules() if module._compiled_call_impl is not None]
+    trainer(second_model := llama(), tmp_path, [FusedNormCallback()])
+    assert not [module for module in second_model.modules() if module._compiled_call_impl is not None]
     nameless = nn.Sequential(nn.RMSNorm(8, eps=1e-6))
     with pytest.raises(FusedNormError, match="does not say what its layers are"):
         trainer(nameless, tmp_path, [FusedNormCallback(compile_layers=True)])

@@ -1,4 +1,4 @@
-"""One call or several of every operator, for the contracts that all of them keep."""
+"""Calls of every operator, one or several each, for the contracts that all operators keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .numerics import BF16, FP16, FP32, in_layout
 
 
 class Call(NamedTuple):
-    """An operator, its tensors and its options, the first of which is the meaning of its norm if it has one."""
+    """An operator, its tensors and its options. If the operator has a norm, its spec is the first option."""
 
     name: str
     tensors: Sequence[Tensor | None]
@@ -27,32 +27,32 @@ class Call(NamedTuple):
 
     @property
     def spec(self) -> NormSpec | None:
-        """The meaning of the norm; None if there is none."""
+        """The spec of the norm; None if the operator has none."""
         return self.options[0] if OPERATORS[self.name].takes_spec else None
 
     def with_spec(self, **changes: Any) -> Call:
-        """The call with another meaning of the norm."""
+        """Return the call with a changed spec."""
         assert self.spec is not None
         return self._replace(options=(replace(self.spec, **changes), *self.options[1:]))
 
     @property
     def semantics(self) -> tuple[Any, ...]:
-        """What stands for the norm among the arguments of a registered operator."""
+        """The spec as the arguments of a registered operator."""
         spec = self.spec
         return () if spec is None else (spec.casting, spec.zero_centered, spec.eps, spec.casts_weight)
 
     @property
     def differentiated(self) -> int:
-        """The number of tensors, the first ones, that can have a gradient."""
+        """The number of leading tensors that can have a gradient."""
         return len(OPERATORS[self.name].gradients)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that can have a gradient, but for those that are absent."""
+        """The tensors that are present and can have a gradient."""
         return tuple(present(self.tensors[: self.differentiated]))
 
     def leaves(self) -> list[Tensor | None]:
-        """The tensors, those that can have a gradient as leaves that want one."""
+        """Return the tensors; those that can have a gradient become leaves that require one."""
         leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in self.tensors]
         leaves[self.differentiated :] = self.tensors[self.differentiated :]
         return leaves
@@ -60,12 +60,12 @@ class Call(NamedTuple):
     def outputs(
         self, tensors: Sequence[Tensor | None] | None = None, operator: Callable[..., Any] | None = None
     ) -> list[Tensor]:
-        """What the call returns, of other tensors and by another function if given."""
+        """Call the operator, or another function, with these tensors or the call's own, and return the outputs."""
         call = operator or OPERATORS[self.name]
         return present(call(*(self.tensors if tensors is None else tensors), *self.options))
 
     def results(self, operator: Callable[..., Any] | None = None) -> list[Tensor]:
-        """The outputs, and the gradients of all tensors that can have one; by the operator's call unless given."""
+        """Return the outputs and the gradients of all tensors that can have one."""
         leaves = self.leaves()
         outputs = self.outputs(leaves, operator)
         return [
@@ -74,45 +74,45 @@ class Call(NamedTuple):
         ]
 
     def converted(self, convert: Callable[[Tensor], Tensor]) -> Call:
-        """The call with every tensor converted."""
+        """Return the call with every tensor converted."""
         return self._replace(tensors=[None if tensor is None else convert(tensor) for tensor in self.tensors])
 
     def placed(self, place: int, tensor: Tensor) -> Call:
-        """The call with another tensor in one place."""
+        """Return the call with another tensor at this place."""
         return self._replace(tensors=[*self.tensors[:place], tensor, *self.tensors[place + 1 :]])
 
 
 def launches_of(call: Callable[[], Any]) -> list[Launch]:
-    """The launches that a call would make; none is made."""
-    # A GPU's backward has a thread of its own otherwise.
+    """Return the launches that a call would make, without making them."""
+    # Otherwise autograd runs the backward of GPU tensors in a thread of its own.
     with launches.by(noted := Noted()), torch.autograd.set_multithreading_enabled(False):
         call()
     return noted
 
 
 def present(outputs: Tensor | Sequence[Tensor | None]) -> list[Tensor]:
-    """Outputs as a list, without absent ones."""
+    """Return the outputs as a list, without those that are None."""
     return [outputs] if isinstance(outputs, Tensor) else [output for output in outputs if output is not None]
 
 
 def every_call(
     device: str, layout: str = "contiguous", rows: int = 3, width: int = 16, dtype: torch.dtype | None = None
 ) -> dict[str, Call]:
-    """Calls of every operator by their names, with tensors of several dtypes unless all are to have one."""
+    """Return calls of every operator by name. Their tensors have several dtypes unless ``dtype`` is given."""
 
-    def made(*shape: int, usual: torch.dtype = BF16) -> Tensor:
+    def rand(*shape: int, usual: torch.dtype = BF16) -> Tensor:
         tensor = torch.randn(shape, device=device).to(dtype or usual)
         return tensor if layout == "contiguous" or len(shape) < 4 else in_layout(layout, tensor)
 
-    x, r, w, inner = made(2, rows, 2, width), made(2, rows, 2, width, usual=FP16), made(width, usual=FP32), made(width)
-    packed = made(2, rows, 2, 2 * width)
+    x, r, w, inner = rand(2, rows, 2, width), rand(2, rows, 2, width, usual=FP16), rand(width, usual=FP32), rand(width)
+    packed = rand(2, rows, 2, 2 * width)
     llama, gemma, none = NormSpec("llama", True), NormSpec("gemma", eps=1e-5), NormSpec("none")
     rotary = max(width // 4 * 2, 2)
-    cos, sin = made(2, 2, rotary), made(2, 2, rotary)
-    whole_cos, whole_sin = (made(2, 2, rotary if width % 2 else width) for _ in range(2))
-    first, second = made(4, width, usual=FP32), made(width, 4)
+    cos, sin = rand(2, 2, rotary), rand(2, 2, rotary)
+    whole_cos, whole_sin = (rand(2, 2, rotary if width % 2 else width) for _ in range(2))
+    first, second = rand(4, width, usual=FP32), rand(width, 4)
     k = x[:, :1].contiguous()
-    sequence, taps = made(2, 2 * rows, width), made(width, 4)
+    sequence, taps = rand(2, 2 * rows, width), rand(width, 4)
     return {
         "norm": Call("rms_norm", (x, w), (llama, None)),
         "norm uncast": Call("rms_norm", (r, None), (none, "static_persistent")),
@@ -140,7 +140,7 @@ def every_call(
             "rope", (x, k, whole_cos.float(), whole_sin.float()), (1, False, "half", False, dtype or FP16)
         ),
         "conv": Call("causal_conv1d", (sequence, taps, inner), ("silu",)),
-        "conv alone": Call("causal_conv1d", (sequence, made(width, 3), None), (None,)),
+        "conv alone": Call("causal_conv1d", (sequence, rand(width, 3), None), (None,)),
         "expert gate": Call("expert_gate", (packed, None), ("silu", True, 1.5, 1.702)),
         "adapter": Call("lora_add", (r.to(dtype or FP32), x, first, second), (0.7,)),
     }

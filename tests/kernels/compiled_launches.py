@@ -1,4 +1,4 @@
-"""Compile what a launch would launch for a GPU that need not be there; for scripts, because tests run interpreted."""
+"""Compile launches for GPUs that are not present. Scripts use this, because tests run Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TYPES = {
 
 
 class Target(NamedTuple):
-    """An architecture, and the facts of a device that has it."""
+    """An architecture and the properties of a device that has it."""
 
     architecture: GPUTarget
     device: Device
@@ -41,18 +41,18 @@ TARGETS = {
     "sm_120": Target(GPUTarget("cuda", 120, 32), Device(170, shared_memory=101_376, overlaps=True)),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), Device(304, warp_size=64, shared_memory=65_536)),
 }
-"""An A100, an RTX A6000, an RTX 4090, an H100, a B200, an RTX 5090 and an MI300X."""
+"""One target for an A100, RTX A6000, RTX 4090, H100, B200, RTX 5090 and MI300X each."""
 
 
 class Noted(list[Launch]):
-    """The launches of a context, none of which is made."""
+    """Records the launches of a context and makes none of them."""
 
     def launched(self, launch: Launch) -> None:
         self.append(launch)
 
 
 def compiled(launch: Launch, target: Target = TARGETS["sm_90"]) -> Any:
-    """The kernel of a launch, for tensors at multiples of 16 bytes."""
+    """Return the compiled kernel of a launch whose tensors are 16-byte aligned."""
     kernel, arguments = launch.kernel, (*launch.tensors, *launch.numbers)
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}

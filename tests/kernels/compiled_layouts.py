@@ -24,7 +24,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def layout_of_the_sum(call: Callable[[], None]) -> tuple[str, str]:
-    """Shape and layout of what the first kernel that a call launches sums in fp32."""
+    """Return the shape and layout of the fp32 values that the first kernel of a call sums."""
     with launches.by(noted := Noted()):
         call()
     text = compiled(noted[0]).asm["ttgir"]
@@ -34,7 +34,7 @@ def layout_of_the_sum(call: Callable[[], None]) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Compare; return the exit status."""
+    """Compare the layouts and return the exit status."""
     for module in (norm_forward, kernels):
         module.device_props = lambda device: Device()  # type: ignore[attr-defined]
     spec, rows = norm_spec("llama", False, 1e-6), 4096
@@ -59,10 +59,10 @@ def main() -> int:
             r = None if r_dtype is None else torch.empty(rows, width, dtype=r_dtype)
             total = x if r is None else torch.empty(rows, width, dtype=torch.promote_types(x.dtype, r.dtype))
             expected = plain(total, None, w)
-            found = {} if r is None else {"add": plain(x, r, w)}
+            actual = {} if r is None else {"add": plain(x, r, w)}
             for name in ("tensorwise", "rowwise", "block128", "mxfp8") if width == 4096 else ("block128",):
-                found[name] = fp8(x, r, w, FORMATS[name])
-            for name, layout in found.items():
+                actual[name] = fp8(x, r, w, FORMATS[name])
+            for name, layout in actual.items():
                 if layout != expected:
                     sys.stdout.write(f"{name} {width} {x_dtype} {r_dtype}: {layout} instead of {expected}\n")
                     return 1

@@ -36,15 +36,16 @@ WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384, 40960)
 RANKS = (16, 64, 256)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SPILLED = {"sm_120": 56, "gfx942": 64}
-"""Bytes that a lane may spill, where it is more than ``FEW``: in two norms of 128 columns, and in rows too wide to hold
-that six linears read."""
+"""Bytes that a lane may spill if it is more than ``FEW``: in two norms of 128 columns, and in rows that are too wide to
+hold and have six linears as consumers.
+"""
 FEW = 48
 NARROW = 4
-"""Stores of fewer than 32 bits that a kernel may have: rows of numbers are written in wide ones."""
+"""The number of stores below 32 bits that a kernel may have: rows are written in wide stores."""
 LLAMA = norm_spec("llama", False, 1e-6)
 
 Called = tuple[str, str, Callable[[], Any]]
-"""The name of an operator, what tells a call of it from its others, and the call."""
+"""The name of an operator, a label of the call, and the call."""
 
 
 class Used(NamedTuple):
@@ -60,21 +61,21 @@ class Used(NamedTuple):
 
 
 def used_by(kernel: Any) -> Used:
-    """What the compiler says of a kernel."""
+    """What the compiler reports about a kernel."""
     shared = kernel.metadata.shared
     if "amdgcn" in kernel.asm:
-        said = dict(re.findall(r"^\s+\.(\w+):\s+(\d+)$", kernel.asm["amdgcn"], re.MULTILINE))
-        return Used(shared, int(said["vgpr_count"]), 4 * int(said["vgpr_spill_count"]), 0)
+        usage = dict(re.findall(r"^\s+\.(\w+):\s+(\d+)$", kernel.asm["amdgcn"], re.MULTILINE))
+        return Used(shared, int(usage["vgpr_count"]), 4 * int(usage["vgpr_spill_count"]), 0)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        said = dict(re.findall(r"(\w+):(\d+)", subprocess.run(command, capture_output=True, text=True).stdout))
+        usage = dict(re.findall(r"(\w+):(\d+)", subprocess.run(command, capture_output=True, text=True).stdout))
     narrow = re.findall(r"st\.global\.[bu](?:8|16)\b", kernel.asm["ptx"])
-    return Used(shared, int(said["REG"]), int(said["STACK"]), len(narrow))
+    return Used(shared, int(usage["REG"]), int(usage["STACK"]), len(narrow))
 
 
-def both(name: str, way: str, *arguments: Any) -> Called:
+def forward_backward(name: str, way: str, *arguments: Any) -> Called:
     """A call that launches an operator's forward and, if it has one of its own, its backward with all gradients.
 
     The forward is launched once more if it can copy its weights for the backward.
@@ -90,63 +91,65 @@ def both(name: str, way: str, *arguments: Any) -> Called:
             operator.forward(*arguments, training=True, copied=copied)
         if type(operator).backward is not Operator.backward:
             saved, facts = operator.save(arguments, results)
-            outputs: list[Any] = [arguments[0] if one is None else one for one in results[: len(operator.outputs)]]
+            outputs: list[Any] = [
+                arguments[0] if result is None else result for result in results[: len(operator.outputs)]
+            ]
             if "consumers" in operator.options:
                 args = operator.by_name(arguments, results)
                 wide = args.get("wide", 0)
                 y, narrow = outputs[0], args["narrow"] if wide else outputs[0]
                 outputs[0] = tuple(y if wide >> place & 1 else narrow for place in range(args["consumers"]))
-            needed = [one is not None for one in arguments[: len(operator.gradients)]]
+            needed = [argument is not None for argument in arguments[: len(operator.gradients)]]
             operator.backward(BackwardCall(outputs, saved, facts, needed))
 
     return name, way, call
 
 
 def rows_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
-    """Operators that sum rows of a width, but for those that give FP8."""
+    """Yield calls of operators that sum rows of a width, except those that write FP8."""
     x, w = torch.empty(64, width, dtype=dtype), torch.empty(width, dtype=dtype)
-    yield both("rms_norm", "", x, w, None)
-    yield both("add_rms_norm", "", x, x, w, None, 1.0)
-    yield both("norm_add", "", x, x, w)
-    yield both("norm_add_norm", "", x, x, w, w)
-    yield both("rms_norm_for_consumers", "", x, w, MOST_CONSUMERS, None, 0)
-    yield both("add_rms_norm_for_consumers", "", x, x, w, 1.0, MOST_CONSUMERS, None, 0)
-    yield both("norm_add_norm_for_consumers", "", x, x, w, w, MOST_CONSUMERS, None, 0)
+    yield forward_backward("rms_norm", "", x, w, None)
+    yield forward_backward("add_rms_norm", "", x, x, w, None, 1.0)
+    yield forward_backward("norm_add", "", x, x, w)
+    yield forward_backward("norm_add_norm", "", x, x, w, w)
+    yield forward_backward("rms_norm_for_consumers", "", x, w, MOST_CONSUMERS, None, 0)
+    yield forward_backward("add_rms_norm_for_consumers", "", x, x, w, 1.0, MOST_CONSUMERS, None, 0)
+    yield forward_backward("norm_add_norm_for_consumers", "", x, x, w, w, MOST_CONSUMERS, None, 0)
     if dtype is torch.float32:
         mixed = MOST_CONSUMERS, torch.bfloat16, 0b101010  # half of the consumers are dropouts
-        yield both("rms_norm_for_consumers", "in two dtypes", x, w, *mixed)
-        yield both("add_rms_norm_for_consumers", "in two dtypes", x, x, w, 1.0, *mixed)
-        yield both("norm_add_norm_for_consumers", "in two dtypes", x, x, w, w, *mixed)
-    yield both("recomputed_norm", "", x, w, torch.empty(64, 1), None)
+        yield forward_backward("rms_norm_for_consumers", "in two dtypes", x, w, *mixed)
+        yield forward_backward("add_rms_norm_for_consumers", "in two dtypes", x, x, w, 1.0, *mixed)
+        yield forward_backward("norm_add_norm_for_consumers", "in two dtypes", x, x, w, w, *mixed)
+    yield forward_backward("recomputed_norm", "", x, w, torch.empty(64, 1), None)
     if width <= WIDEST_GATED:
-        yield both("gated_rms_norm", "norm first", x, x, w, "silu", True, 1)
-        yield both("gated_rms_norm", "gate first", x, x, w, "silu", False, 1)
+        yield forward_backward("gated_rms_norm", "norm first", x, x, w, "silu", True, 1)
+        yield forward_backward("gated_rms_norm", "gate first", x, x, w, "silu", False, 1)
 
 
 def heads_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
-    """Operators on heads of a width, with angles as wide and half as wide."""
+    """Yield calls on heads of a width, with angles of the same width and of half of it."""
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
 
     w, q, k = empty(width), empty(1, 64, 32, width), empty(1, 64, 8, width)
     whole, part = empty(1, 64, width), empty(1, 64, width // 2)
-    yield both("qk_norm", "", q, k, w, w, None, None, 2, None)
-    yield both("qk_norm", "rotated", q, k, w, w, whole, whole, 2, None)
-    yield both("qk_norm", "rotated in part", q, k, w, w, part, part, 2, None)
-    yield both("rope", "", q, k, whole, whole, 2, False, "half", False, None)
-    yield both("rope", "one rounding", q, k, whole.float(), whole.float(), 2, True, "half", False, None)
+    yield forward_backward("qk_norm", "", q, k, w, w, None, None, 2, None)
+    yield forward_backward("qk_norm", "rotated", q, k, w, w, whole, whole, 2, None)
+    yield forward_backward("qk_norm", "rotated in part", q, k, w, w, part, part, 2, None)
+    yield forward_backward("rope", "", q, k, whole, whole, 2, False, "half", False, None)
+    yield forward_backward("rope", "one rounding", q, k, whole.float(), whole.float(), 2, True, "half", False, None)
     for layout in ("interleaved", "deinterleaved"):
         for name, by_pair in (("", False), (", angles by pair", True)):
             options = 2, False, layout, by_pair, None
-            yield both("rope", layout + name, q, k, whole, whole, *options)
-    yield both("rope", "interleaved in part", q, k, part, part, 2, False, "interleaved", True, None)
+            yield forward_backward("rope", layout + name, q, k, whole, whole, *options)
+    yield forward_backward("rope", "interleaved in part", q, k, part, part, 2, False, "interleaved", True, None)
     wide = whole.float()
-    yield both("rope", "interleaved, one rounding", q, k, wide, wide, 2, True, "interleaved", False, None)
+    yield forward_backward("rope", "interleaved, one rounding", q, k, wide, wide, 2, True, "interleaved", False, None)
 
 
 def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
-    """The head and its loss, plain and with all that may stand between them."""
+    """Yield calls of the head with its loss: plain, and with every option between the two."""
     x, weight, target = torch.zeros(8, 64, dtype=dtype), torch.zeros(20_000, 64, dtype=dtype), torch.arange(8)
 
     def call(*options: Any) -> Callable[[], Any]:
@@ -162,7 +165,7 @@ def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
 
 
 def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
-    """A linear of 4 bits with its adapter, its scales quantised and not, for common and for the largest blocks."""
+    """Yield 4-bit linears with an adapter: scales quantised or not, common and largest block sizes."""
     x, (a, b) = torch.zeros(64, 4096, dtype=dtype), (torch.zeros(16, 4096), torch.zeros(64, 16))
     mask = torch.zeros(64, 4096, dtype=torch.bool)
     code, packed = torch.zeros(16), torch.zeros(64 * 4096 // 2, dtype=torch.uint8)
@@ -179,71 +182,75 @@ def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
             options = block, 0.5, 1.1, 1.1, torch.bfloat16, dtype
             name = f"blocks of {block}{way}"
             for operator in ("lora_linear_4bit", "lora_summands_4bit"):
-                yield both(operator, name, x, x, a, b, code, packed, *weight, None, None, *options)
+                yield forward_backward(operator, name, x, x, a, b, code, packed, *weight, None, None, *options)
                 for rank in RANKS if block == 64 else ():
                     factors = torch.zeros(rank, 4096), torch.zeros(64, rank)
                     tensors = x, x, *factors, code, packed, *weight, None, mask
-                    yield both(operator, f"{name}, dropout, rank {rank}", *tensors, *options)
-            yield both("linear_4bit", name, x, code, packed, *weight, None, 64, block, torch.bfloat16, dtype)
+                    yield forward_backward(operator, f"{name}, dropout, rank {rank}", *tensors, *options)
+            yield forward_backward(
+                "linear_4bit", name, x, code, packed, *weight, None, 64, block, torch.bfloat16, dtype
+            )
 
 
 def conv_calls(dtype: torch.dtype) -> Iterator[Called]:
-    """Causal convolutions of every number of taps."""
+    """Yield causal convolutions with every number of taps."""
     x, bias = torch.empty(2, 100, 6144, dtype=dtype), torch.empty(6144, dtype=dtype)
     for taps in TAPS:
         weight = torch.empty(6144, taps, dtype=dtype)
-        yield both("causal_conv1d", f"{taps} taps", x, weight, None, "silu")
-        yield both("causal_conv1d", f"{taps} taps and bias", x, weight, bias, "silu")
-        yield both("causal_conv1d", f"{taps} taps alone", x, weight, None, None)
+        yield forward_backward("causal_conv1d", f"{taps} taps", x, weight, None, "silu")
+        yield forward_backward("causal_conv1d", f"{taps} taps and bias", x, weight, bias, "silu")
+        yield forward_backward("causal_conv1d", f"{taps} taps alone", x, weight, None, None)
 
 
 def expert_calls(dtype: torch.dtype) -> Iterator[Called]:
-    """What experts compute around their products, for 8 experts of a token and widths of published models."""
+    """Yield the operators around the products of experts, with 8 experts a token and widths of published models."""
     tokens, count = 64, 8
     position = torch.arange(tokens * count).view(tokens, count)
     absent = torch.zeros(tokens * count, dtype=torch.bool)
     for width in (768, 2880):
         x = torch.empty(tokens * count, 2 * width, dtype=dtype)
         for activation in ACTIVATIONS:
-            yield both("expert_gate", f"{activation} of {width}", x, absent, activation, False, None, None)
-        yield both("expert_gate", f"clamped, {width} wide", x, absent, "silu", True, 7.0, 1.702)
+            yield forward_backward("expert_gate", f"{activation} of {width}", x, absent, activation, False, None, None)
+        yield forward_backward("expert_gate", f"clamped, {width} wide", x, absent, "silu", True, 7.0, 1.702)
     for width in (2880, 5760):
         bias, ends = torch.empty(32, width, dtype=dtype), torch.zeros(32, dtype=torch.int32)
-        yield both("expert_bias", f"{width} wide", bias, torch.zeros(64, dtype=torch.int64), ends)
+        yield forward_backward("expert_bias", f"{width} wide", bias, torch.zeros(64, dtype=torch.int64), ends)
     for width in (2048, 2880, 7168):
         hidden, rows = (torch.empty(count, width, dtype=dtype) for count in (tokens, tokens * count))
         weights = torch.empty(tokens, count)
-        yield both("expert_permute", f"{width} wide", hidden, position, absent)
-        yield both("expert_unpermute", f"{width} wide", rows, weights, position, absent, dtype)
+        yield forward_backward("expert_permute", f"{width} wide", hidden, position, absent)
+        yield forward_backward("expert_unpermute", f"{width} wide", rows, weights, position, absent, dtype)
 
 
 def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
-    """Operators that give FP8, on rows of a width."""
+    """Yield operators that write FP8, on rows of a width."""
     x, w = torch.empty(256, width, dtype=dtype), torch.empty(width, dtype=dtype)
     codes, scales = torch.empty(256, width, dtype=torch.float8_e4m3fn), torch.empty(256, width // 16)
     for name in ("tensorwise", "rowwise", "block128", "mxfp8"):
-        yield both("norm_fp8", name, x, None, w, codes, scales, 1.0, name)
+        yield forward_backward("norm_fp8", name, x, None, w, codes, scales, 1.0, name)
 
 
 def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator[Called]:
-    """All operators that a target runs, with rows and, up to 256 elements, heads of these widths."""
+    """Yield all operators that a target runs, for rows and, up to 256 elements, heads of these widths."""
     x, kind = torch.empty(64, 4096, dtype=dtype), target.architecture
     for activation in GLU_ACTIVATIONS:  # all widths have the same kernels
-        yield both("glu", activation, x, x, activation)
-        yield both("glu", f"{activation} of halves", x, None, activation)
+        yield forward_backward("glu", activation, x, x, activation)
+        yield forward_backward("glu", f"{activation} of halves", x, None, activation)
         if dtype == torch.float32:
             summand = torch.empty(64, 4096, dtype=torch.bfloat16)
             for way, factors in (("", (x, x, None, None)), (" of sums", (summand,) * 4)):
                 for wide in (0, 2):
                     name = f"{activation}{way}{' in two dtypes' if wide else ''}"
-                    yield both("glu_for_consumers", name, *factors, activation, 2, torch.bfloat16, wide)
+                    yield forward_backward("glu_for_consumers", name, *factors, activation, 2, torch.bfloat16, wide)
     for rank in RANKS:
         a, b = torch.empty(rank, 4096, dtype=dtype), torch.empty(1024, rank, dtype=dtype)
         for rows in (64, 8192):  # tiles of few rows and of many
             base, x16 = torch.empty(rows, 1024, dtype=dtype), torch.empty(rows, 4096, dtype=torch.bfloat16)
-            yield both("lora_add", f"rank {rank}, {rows} rows", base, x16, a, b, 0.5)
+            yield forward_backward("lora_add", f"rank {rank}, {rows} rows", base, x16, a, b, 0.5)
             mask = torch.zeros(rows, 4096, dtype=torch.bool)
-            yield both("lora_add_dropped", f"rank {rank}, {rows} rows", base, x16, a, b, mask, 0.5, 1.1, 1.1)
+            yield forward_backward(
+                "lora_add_dropped", f"rank {rank}, {rows} rows", base, x16, a, b, mask, 0.5, 1.1, 1.1
+            )
     yield from four_bit_calls(dtype)
     yield from loss_calls(dtype)
     yield from conv_calls(dtype)
@@ -259,7 +266,7 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
 
 
 def plans_of(name: str, widths: Sequence[int]) -> Iterator[tuple[PlanTable, Sequence[int]]]:
-    """The rules for these widths, and the tables of devices of the same architecture for the widths that they name."""
+    """Return the rules for these widths, and the plan tables that devices of the same architecture have for them."""
     rules, *tables = TABLES
     yield rules, widths
     for table in tables:
@@ -268,7 +275,7 @@ def plans_of(name: str, widths: Sequence[int]) -> Iterator[tuple[PlanTable, Sequ
 
 
 def compile_all(name: str, only: Sequence[str], table: PlanTable, widths: Sequence[int], dtype: torch.dtype) -> bool:
-    """Compile for a target by a table, and print what each kernel uses; return whether all fit."""
+    """Compile for a target with a plan table, print what each kernel uses, and return whether all of them fit."""
     target, fit = TARGETS[name], True
     devices._hardware_of = lambda device: target.device
     for operator, way, call in calls(target, widths, dtype):
@@ -289,7 +296,7 @@ def compile_all(name: str, only: Sequence[str], table: PlanTable, widths: Sequen
 
 
 def main() -> int:
-    """Compile what the arguments ask for; return the exit status."""
+    """Compile what the arguments ask for and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", default=list(TARGETS), metavar="TARGET", help=", ".join(TARGETS))
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of rows and, up to 256, of heads")

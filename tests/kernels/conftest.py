@@ -16,18 +16,18 @@ from fused_norm.kernels.triton.launch import Launch
 OPERATORS: dict[str, Operator] = {
     name: operator for name, operator in ALL.items() if operator.gradients and not operator.not_differentiable
 }
-"""Those that every gradient flows through; norms that write FP8 have tests of their own."""
+"""The operators that every test of gradients covers; norms that write FP8 have tests of their own."""
 
 
 @pytest.fixture(autouse=True)
 def _nothing_recorded() -> None:
-    """What one test replaces for itself must not stay in the recordings of another."""
+    """Forget all recordings, so that a function that a test replaces is in no recording of the next test."""
     recording.forget_all()
 
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Fresh memory is NaN, so that an element no kernel writes, or one read from outside a tensor, shows."""
+    """Fill fresh memory with NaN, so that unwritten elements and reads out of bounds show."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
@@ -38,36 +38,36 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """Every launch of the test, in order; recordings make them by Triton's own way, where they are seen."""
-    found: list[Launch] = []
+    """Collect every launch of the test in order. Recordings launch through Triton, so their launches are seen too."""
+    recorded: list[Launch] = []
     monkeypatch.setattr(recording, "launch_backend", lambda device: None)
     recording.forget_all()
     run = Launch.run
 
     def noted(launch: Launch) -> Any:
-        found.append(launch)
+        recorded.append(launch)
         return run(launch)
 
     monkeypatch.setattr(Launch, "run", noted)
-    yield found
+    yield recorded
     recording.forget_all()
 
 
 @pytest.fixture
 def launched(launches: list[Launch]) -> Callable[[], list[str]]:
-    """Return the names of the kernels launched since the last look, in order."""
+    """Return the names of the kernels launched since the last call, in order."""
 
     def names() -> list[str]:
-        found = [one.name for one in launches]
+        kernel_names = [launch.name for launch in launches]
         launches.clear()
-        return found
+        return kernel_names
 
     return names
 
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[ForwardPlan | BackwardPlan], None]:
-    """Makes every forward or backward of a norm take one plan, whatever its shape."""
+    """Make every forward or backward of a norm use one plan, whatever its shape."""
 
     def force(plan: ForwardPlan | BackwardPlan) -> None:
         if isinstance(plan, ForwardPlan):
@@ -80,14 +80,14 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[ForwardPlan | Backward
 
 @pytest.fixture
 def in_chunks(planned: Callable[[ForwardPlan | BackwardPlan], None]) -> None:
-    """Norms read a row of more than 64 elements in pieces, as one that is too wide to hold."""
+    """Make norms read rows of more than 64 elements in chunks, as rows that are too wide to hold."""
     planned(ForwardPlan("multi_wave_reload", rows=1, block=64, warps=1))
     planned(BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True))
 
 
 @pytest.fixture
 def sandwich_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel holds rows of up to 50 elements in the directions named: "forward", "backward", "both" or "none"."""
+    """Let one kernel hold rows of up to 50 elements in the direction named: "forward", "backward", "both" or "none"."""
     named = getattr(request, "param", "both")
     for direction, module in (("forward", norm_forward), ("backward", norm_backward)):
         if named in (direction, "both"):
@@ -96,6 +96,6 @@ def sandwich_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(params=["held", "in chunks"])
 def held_or_in_chunks(request: pytest.FixtureRequest) -> None:
-    """Runs a test twice: with rows as their shape has them read, and ``in_chunks``."""
+    """Run a test twice: with the usual way to read rows, and ``in_chunks``."""
     if request.param == "in chunks":
         request.getfixturevalue("in_chunks")

@@ -11,7 +11,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def hard_rows(rows: int, width: int, dtype: torch.dtype, *, finite: bool = False) -> Tensor:
-    """Rows of many magnitudes, the first of them zero, tiny, subnormal and huge ones, with NaN and with inf."""
+    """Return rows of many magnitudes; the first ones are zero, tiny, subnormal, huge, with NaN and with inf."""
     values = torch.randn(rows, width) * torch.exp2(torch.randint(-12, 12, (rows, 1)).float())
     values = values.to(dtype)
     numbers = torch.finfo(dtype)
@@ -25,23 +25,23 @@ def hard_rows(rows: int, width: int, dtype: torch.dtype, *, finite: bool = False
 
 
 def in_bits(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor as integers, every NaN as the same one."""
+    """Return the bits of a tensor as integers; all NaNs become the same one."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
     nan = tensor.float().isnan()
     return tensor.contiguous().view(integers).masked_fill(nan, torch.iinfo(integers).max)
 
 
 def assert_same_bits(ours: Tensor, expected: Tensor) -> None:
-    """The same shape, dtype and bits; one NaN is as good as another."""
+    """Assert the same shape, dtype and bits; all NaNs are equal."""
     assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
     differing = in_bits(ours) != in_bits(expected)
     assert not differing.any(), (differing.sum(), ours.float()[differing][:4], expected.float()[differing][:4])
 
 
 def assert_same_codes(ours: Quantized, expected: Quantized) -> None:
-    """The same codes and scales, in the same layout."""
-    for one, other in ((ours.q, expected.q), (ours.scale, expected.scale)):
-        assert_same_bits(one, other)
-        if min(one.shape, default=0) > 1:  # other strides mean nothing
-            assert one.stride() == other.stride()
+    """Assert the same codes and scales, in the same layout."""
+    for a, b in ((ours.q, expected.q), (ours.scale, expected.scale)):
+        assert_same_bits(a, b)
+        if min(a.shape, default=0) > 1:  # otherwise strides do not matter
+            assert a.stride() == b.stride()
     assert ours.fp8_format == expected.fp8_format

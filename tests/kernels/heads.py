@@ -1,4 +1,4 @@
-"""q and k under test: normed, normed and rotated, and rotated alone, held against the stock code and float64."""
+"""q and k under test: normed, normed and rotated, and only rotated, compared with the stock code and float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .numerics import BF16, FP32, ROUND_RSTD, Norm, Scales, Tensors, assert_near
 
 @dataclass(frozen=True)
 class Heads:
-    """The norms of q and k under test, and what RoPE does behind them."""
+    """The norms of q and k under test, and the rotation after them."""
 
     norm: Norm
     rotary: int = 0
@@ -36,13 +36,13 @@ class Heads:
     def inputs(
         self, width: int, device: str, batch: int = 2, q_heads: int = 3, k_heads: int = 2, tokens: int = 5
     ) -> Tensors:
-        """q and k as [B, H, S, D], transposed views of [B, S, H, D]; cos and sin differ in their halves."""
+        """Return q and k as [B, H, S, D], views of [B, S, H, D]; the halves of cos and sin differ."""
         norm = self.norm
         dtype = norm.x if norm.w is None or norm.casting == "gemma" else torch.promote_types(norm.x, norm.w)
         if self.rotary:
             dtype = torch.promote_types(dtype, self.angles)
         q, k = ((batch, tokens, count, width) for count in (q_heads, k_heads))
-        found = drawn(
+        tensors = drawn(
             device,
             q=(q, norm.x, 1.5),
             k=(k, norm.x, 1.5),
@@ -52,10 +52,12 @@ class Heads:
             dq_out=(q, dtype, 1.0),
             dk_out=(k, dtype, 1.0),
         )
-        found = found.mapped(lambda one: one.transpose(1, 2) if one.dim() == 4 else one).but(unsqueeze_dim=1)
+        tensors = tensors.mapped(lambda tensor: tensor.transpose(1, 2) if tensor.dim() == 4 else tensor).but(
+            unsqueeze_dim=1
+        )
         if not self.rotary:
-            return found
-        return found.but(cos=found.cos.cos().to(self.angles), sin=found.cos.sin().to(self.angles))
+            return tensors
+        return tensors.but(cos=tensors.cos.cos().to(self.angles), sin=tensors.cos.sin().to(self.angles))
 
     def fused(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
         i, semantics = inputs, {"casting": self.norm.casting, "zero_centered": self.norm.zero_centered}
@@ -66,7 +68,7 @@ class Heads:
         )
 
     def rotated(self, q: Tensor, k: Tensor, inputs: Tensors) -> tuple[Tensor, Tensor]:
-        """q and k by transformers' own RoPE, where there is one."""
+        """Rotate q and k by transformers' own RoPE if there are angles."""
         if not self.rotary:
             return q, k
         rotate = rotate_whole if self.rotary == q.shape[-1] else rotate_part
@@ -76,11 +78,11 @@ class Heads:
         return self.rotated(norm(i.q, i.q_weight), norm(i.k, i.k_weight), i)
 
     def stock(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
-        """Norms as modelling code writes them, and transformers' own RoPE."""
+        """Compute the norms as modelling code does, and transformers' own RoPE."""
         return self._by(lambda x, w: self.norm.stock(x, None, w)[0], inputs)
 
     def rounded(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
-        """Stock with every rounding done once, see ``none_rounded_once``."""
+        """Compute the stock result with every step rounded once, see ``none_rounded_once``."""
         if self.norm.casting != "none":
             return self.stock(inputs)
         return self._by(lambda x, w: none_rounded_once(x, w, self.norm.eps, self.norm.zero_centered), inputs)
@@ -89,7 +91,7 @@ class Heads:
         return self._by(lambda x, w: self.norm.true(x, None, w)[0], inputs)
 
     def assert_right(self, inputs: Tensors) -> Tensors:
-        """The rule of ``numerics`` for every result, stock's strides and its rounding points for the outputs."""
+        """Assert the rule of ``numerics`` for every result, and stock's strides and rounding points for the outputs."""
         ours, stock = run(self.fused, inputs), run(self.stock, inputs)
         scale = scales(self, inputs)
         assert_near(ours, stock, run(self.true, inputs.mapped(Tensor.double)), scale)
@@ -106,7 +108,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Rotated(Heads):
-    """q and k that are rotated alone: in one of the layouts, rounded after each operation or ``once``."""
+    """q and k that are only rotated, in one of the layouts, rounded after each operation or ``once``."""
 
     layout: str = "half"
     by_pair: bool = False
@@ -117,8 +119,8 @@ class Rotated(Heads):
         return f"{self.norm.x}-{self.angles}-{self.rotary}-{' '.join(words)}".replace("torch.", "")
 
     def fused(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
-        how = {"single_rounding": self.once, "layout": self.layout, "angles_by_pair": self.by_pair}
-        return rope(inputs.q, inputs.k, inputs.cos, inputs.sin, unsqueeze_dim=inputs.unsqueeze_dim, **how)
+        options = {"single_rounding": self.once, "layout": self.layout, "angles_by_pair": self.by_pair}
+        return rope(inputs.q, inputs.k, inputs.cos, inputs.sin, unsqueeze_dim=inputs.unsqueeze_dim, **options)
 
     def rotated(self, q: Tensor, k: Tensor, inputs: Tensors) -> tuple[Tensor, Tensor]:
         is_part = self.rotary < q.shape[-1]
@@ -130,19 +132,19 @@ class Rotated(Heads):
             ("deinterleaved", True): rotate_deinterleaved_by_pair,
         }[self.layout, self.by_pair]
         if self.once and self.layout == "interleaved" and q.dtype != torch.float64:
-            rotate = rotate_neighbours_in_fp32  # as in Cohere, whose own would leave float64 in fp32
+            rotate = rotate_neighbours_in_fp32  # as in Cohere, whose own code would cast float64 to fp32
         return rotate(q, k, inputs.cos, inputs.sin, unsqueeze_dim=inputs.unsqueeze_dim)
 
     def stock(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
-        """transformers' own RoPE; rounded once, that of wide tensors, which in float64 is the truth."""
+        """Compute transformers' own RoPE; if rounded once, on float32 tensors, or on float64 ones for the reference."""
         if not self.once or self.layout != "half":
             return self.rotated(inputs.q, inputs.k, inputs)
-        wide = inputs.mapped(lambda one: one if one.dtype == torch.float64 else one.float())
+        wide = inputs.mapped(lambda tensor: tensor if tensor.dtype == torch.float64 else tensor.float())
         q, k = self.rotated(wide.q, wide.k, wide)
         return q.to(inputs.q.dtype), k.to(inputs.k.dtype)
 
     def assert_right(self, inputs: Tensors) -> Tensors:
-        """Outputs have stock's bits and strides; gradients are as near to float64 as stock's, and lie as q and k do."""
+        """Assert stock's bits and strides for outputs; gradients are as near to float64, with strides as q and k."""
         ours, stock = run(self.fused, inputs), run(self.stock, inputs)
         units = {f"d{side}": getattr(inputs, f"d{side}_out").double().abs().amax(-1, keepdim=True) for side in "qk"}
         assert_near(ours, stock, run(self.stock, inputs.mapped(Tensor.double)), units)
@@ -159,7 +161,7 @@ def rotated(rotary: int = 16, x: torch.dtype = BF16, angles: torch.dtype = BF16,
 
 
 def deinterleaved(x: Tensor) -> Tensor:
-    """First the elements at even places, then those at odd ones, as DeepSeek-V3 has them before it rotates halves."""
+    """Put the elements at even places before those at odd ones, as DeepSeek-V3 does before it rotates halves."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).reshape(x.shape)
 
 
@@ -175,20 +177,20 @@ def rotate_deinterleaved_by_pair(
 
 
 def scales(heads: Heads, inputs: Tensors) -> Scales:
-    """What errors are relative to: a row's largest normalised value, or the largest of the terms of a gradient."""
-    wide, found = inputs.mapped(Tensor.double), {}
+    """Return the units of errors: a row's largest normalised value, or the largest term of a gradient."""
+    wide, units = inputs.mapped(Tensor.double), {}
     for side in "qk":
         x, weight, d = (getattr(wide, name) for name in (side, f"{side}_weight", f"d{side}_out"))
         n = heads.norm.true(x, None, weight)[0].requires_grad_()
         dn = torch.autograd.grad(heads.rotated(n, n, wide)[0], n, d)[0].abs()
         rstd = (x.square().mean(-1, keepdim=True) + heads.norm.eps).rsqrt()
         gamma = torch.ones(()) if weight is None else (1 + weight if heads.norm.zero_centered else weight).abs()
-        found[f"{side}_out"] = n.detach().abs().amax(-1, keepdim=True)
-        found[f"d{side}"] = (dn * gamma * rstd).amax(-1, keepdim=True)
-        found[f"d{side}_weight"] = (dn * (x * rstd).abs()).sum((0, 1, 2))
-    return found
+        units[f"{side}_out"] = n.detach().abs().amax(-1, keepdim=True)
+        units[f"d{side}"] = (dn * gamma * rstd).amax(-1, keepdim=True)
+        units[f"d{side}_weight"] = (dn * (x * rstd).abs()).sum((0, 1, 2))
+    return units
 
 
 def steps(tensor: Tensor) -> list[int]:
-    """The strides that say anything."""
+    """Return the strides of dimensions with more than one element."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]

@@ -1,4 +1,4 @@
-"""What the results of the kernels are held against, and the rule they are held to.
+"""The stock code and float64 results that kernels are compared with, and the rule of the comparison.
 
 The rule: for every output and gradient, the distance to the float64 result is at most the stock code's own distance
 plus ``floor``. The stock code is what a modelling file says, run by autograd in the working dtype on the same device.
@@ -28,52 +28,52 @@ DTYPES = (FP32, BF16, FP16)
 
 WIDTHS = (1, 2, 3, 7, 64, 80, 123, 128, 130, 256, 409, 513, 1023, 1024, 1025, 2560)
 WIDE = (3571, 5120, 5121, 7001, 12288, 12289, 17001, WIDEST_FORWARD + 617)
-"""Rows on, above and below every limit of the launch plans, odd ones among them; the last two are read in chunks."""
+"""Widths at, above and below every limit of the launch plans, odd ones too; rows of the last two are read in chunks."""
 
 
 EVERY_WIDTH = (*WIDTHS, *slow(*WIDE))
 
 
 class Tensors(SimpleNamespace):
-    """Tensors by name, which are read as attributes; one that is not there is None."""
+    """Tensors by name, read as attributes; the attribute of an absent tensor is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
 
     def present(self) -> dict[str, Any]:
-        """Those that are there, by name."""
+        """Return the tensors that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def mapped(self, convert: Callable[[Tensor], Tensor]) -> Tensors:
-        """The same with every tensor converted."""
-        return Tensors(**{n: convert(one) if isinstance(one, Tensor) else one for n, one in vars(self).items()})
+        """Return a copy with every tensor converted."""
+        return Tensors(**{n: convert(var) if isinstance(var, Tensor) else var for n, var in vars(self).items()})
 
     def but(self, **others: Any) -> Tensors:
-        """The same but for those given."""
+        """Return a copy with some tensors replaced."""
         return Tensors(**vars(self) | others)
 
 
 def assert_same(
-    found: Tensors | Sequence[Tensor | None],
+    actual: Tensors | Sequence[Tensor | None],
     expected: Tensors | Sequence[Tensor | None],
     *,
     exact: bool = True,
     where: object = "",
 ) -> None:
-    """Assert equal dtypes and bits; not ``exact``, numbers as near as a row that a GPU adds up in another order.
+    """Assert equal dtypes and bits, or, if not ``exact``, values as close as sums in another order on a GPU.
 
-    Of tensors by name, those that are ``found``. ``where`` is said of a failure.
+    If the tensors have names, only the names in ``actual`` are compared. ``where`` is part of the message of a failure.
     """
-    if isinstance(found, Tensors):
-        triples = [(name, one, getattr(expected, name)) for name, one in found.present().items()]
+    if isinstance(actual, Tensors):
+        triples = [(name, a, getattr(expected, name)) for name, a in actual.present().items()]
     else:
-        triples = [(place, *both) for place, both in enumerate(zip(found, expected, strict=True))]
-    for name, one, other in triples:
-        assert (one is None) == (other is None), (name, where)
-        if one is not None:
+        triples = [(place, *pair) for place, pair in enumerate(zip(actual, expected, strict=True))]
+    for name, a, b in triples:
+        assert (a is None) == (b is None), (name, where)
+        if a is not None:
             tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {}
-            torch.testing.assert_close(one, other, **tolerance, msg=lambda text, name=name: f"{name} {where}: {text}")
+            torch.testing.assert_close(a, b, **tolerance, msg=lambda text, name=name: f"{name} {where}: {text}")
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -83,14 +83,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "gelu_new": NewGELUActivation(),
 }
-"""Of gates, as modelling code computes them."""
+"""The activations of gates, as modelling code computes them."""
 
 Scales = dict[str, Tensor]
-"""What errors are relative to, by the name of a result."""
+"""The units of errors, by the name of a result."""
 
 
 def drawn(device: str, seed: int = 0, **kinds: tuple[Sequence[int], torch.dtype | None, float]) -> Tensors:
-    """Normally distributed values by shape, dtype and scale, the same on every device; None where there is no dtype.
+    """Draw normal values by shape, dtype and scale, the same on every device; a tensor without a dtype is None.
 
     Arguments come first, and then ``dy`` for an output ``y``, in the order of outputs.
     """
@@ -113,11 +113,11 @@ class Norm:
     x: torch.dtype = FP32
     w: torch.dtype | None = FP32
     r: torch.dtype | None = None
-    """The residual's dtype; None is a norm without residual."""
+    """The residual's dtype; None for a norm without a residual."""
     eps: float = 1e-6
     mode: str | None = None
     scale: float = 1.0
-    """What the branch is multiplied by where there is a residual."""
+    """The factor of the branch, if there is a residual."""
 
     def __str__(self) -> str:
         names = [str(dtype).removeprefix("torch.") for dtype in (self.x, self.r, self.w) if dtype is not None]
@@ -140,7 +140,7 @@ class Norm:
         return self.w if self.casting == "weight_dtype" else torch.promote_types(self.sum_dtype, self.w)
 
     def inputs(self, shape: Sequence[int], device: str, seed: int = 0) -> Tensors:
-        """Arguments and incoming gradients, ``ds`` where there is a residual."""
+        """Draw arguments and incoming gradients; ``ds`` only if there is a residual."""
         r = None if self.r is None else self.sum_dtype
         return drawn(
             device,
@@ -153,19 +153,19 @@ class Norm:
         )
 
     def fused(self, x: Tensor, r: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The kernels' ``(y, s)``."""
+        """Run the kernels and return ``(y, s)``."""
         semantics = {"casting": self.casting, "zero_centered": self.zero_centered, "mode": self.mode}
         if r is None:
             return rms_norm(x, w, self.eps, **semantics), None
         return add_rms_norm(x, r, w, self.eps, **semantics, scale=self.scale)
 
     def stock(self, x: Tensor, r: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """``(y, s)`` as modelling code computes them."""
+        """Return ``(y, s)`` as modelling code computes them."""
         s = x if r is None else r + x * self.scale
         return STOCK[self.casting](s, w, self.eps, self.zero_centered), None if r is None else s
 
     def true(self, x: Tensor, r: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """``(y, s)`` of float64 arguments, by the definition of the norm."""
+        """Return ``(y, s)`` of float64 arguments, by the definition of the norm."""
         s = x if r is None else self.scale * x + r
         y = s / (s.square().mean(-1, keepdim=True) + self.eps).sqrt()
         if w is not None:
@@ -173,10 +173,10 @@ class Norm:
         return y, None if r is None else s
 
     def assert_right(self, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
-        """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
+        """Run the kernels and the stock code, assert the rule for every result, and return the kernels' results."""
         ours, stock = run(self.fused, inputs, frozen), run(self.stock, inputs, frozen)
-        truth = run_true(self, inputs, frozen)
-        assert_near(ours, stock, truth, scales(self, inputs, truth))
+        reference = run_true(self, inputs, frozen)
+        assert_near(ours, stock, reference, scales(self, inputs, reference))
         rounded = stock.y
         if self.casting == "none":
             total = inputs.x if stock.s is None else stock.s
@@ -239,9 +239,9 @@ def _stock_rounded_rstd(x: Tensor, weight: Tensor | None, eps: float, zero_cente
 
 
 def none_rounded_once(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
-    """``_stock_none`` with every step rounded once, as torch does on a GPU.
+    """Compute ``_stock_none`` with every step rounded once, as torch does on a GPU.
 
-    On a CPU torch rounds a 16-bit rsqrt twice and eps by itself, in the last elements of a tensor that fill no vector.
+    On a CPU torch rounds a 16-bit rsqrt twice and eps separately, in the last elements of a tensor that fill no vector.
     """
 
     def rounded(value: Tensor) -> Tensor:
@@ -263,13 +263,13 @@ STOCK = {
     "none": _stock_none,
 }
 BASE_CASTINGS = ("llama", "gemma", "none")
-"""What is tried in every combination where that takes long; the others differ from ``llama`` in a rounding or two."""
+"""The castings of tests that take long; the others differ from ``llama`` in a rounding or two."""
 ROUND_RSTD = ("rounded_rstd", "none")
-"""The castings that round a row's rstd: another order of its sum may move that, and with it the whole row."""
+"""The castings that round a row's rstd: another order of its sum may change it, and with it the whole row."""
 
 
 def squares_that_round_up(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-    """Values near 1.2 whose squares all gain a fifth of a unit or more when rounded, and with them their mean."""
+    """Return values near 1.2 whose squares all gain at least a fifth of a unit by rounding, and so does their mean."""
     values = torch.arange(1, 1.41, torch.finfo(dtype).eps).to(dtype)
     exact = values.double().square()
     values = values[exact.to(dtype).double() - exact > 0.2 * torch.finfo(dtype).eps]
@@ -280,10 +280,10 @@ def squares_that_round_up(shape: Sequence[int], dtype: torch.dtype, device: str)
 def run(
     function: Callable[..., Any], inputs: Tensors, frozen: Sequence[str] = (), used: Sequence[str] | None = None
 ) -> Tensors:
-    """Outputs and gradients by name, an input ``dy`` being the gradient that flows into the output ``y``.
+    """Return outputs and gradients by name; an input ``dy`` is the gradient of the output ``y``.
 
-    Arguments in ``frozen`` take no gradient, and gradients flow into the outputs in ``used`` alone if given. They are
-    those the autograd function returns: two may be one tensor, which the ``grad`` of leaves never are.
+    Arguments in ``frozen`` require no gradient. If ``used`` is given, only those outputs get a gradient. The gradients
+    are those the autograd function returns: two may be one tensor, which the ``grad`` of leaves never are.
     """
     leaves = {
         name: tensor.detach().requires_grad_(name not in frozen)
@@ -292,39 +292,41 @@ def run(
     }
     outputs = called(function, inputs.but(**leaves))
     into = {name: (y, inputs.present()[f"d{name}"]) for name, y in outputs.present().items() if y.requires_grad}
-    ys, dys = zip(*(both for name, both in into.items() if used is None or name in used), strict=True)
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    gradients = torch.autograd.grad(ys, tuple(wanted.values()), dys, allow_unused=used is not None)
-    found = {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
-    return Tensors(**{name: y.detach() for name, y in outputs.present().items()}, **found)
+    ys, dys = zip(*(pair for name, pair in into.items() if used is None or name in used), strict=True)
+    trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(ys, tuple(trained.values()), dys, allow_unused=used is not None)
+    grads = {f"d{name}": gradient for name, gradient in zip(trained, gradients, strict=True)}
+    return Tensors(**{name: y.detach() for name, y in outputs.present().items()}, **grads)
 
 
 def called(function: Callable[..., Any], inputs: Tensors) -> Tensors:
-    """The outputs by name; a function's arguments without a default are the tensors of that name, ``inputs`` is all."""
-    given = inputs.but(inputs=inputs)
+    """Call a function with the tensors that its parameters name (``inputs`` is all of them); return outputs by name."""
+    arguments = inputs.but(inputs=inputs)
     parameters = inspect.signature(function).parameters.values()
-    results = function(*(getattr(given, one.name) for one in parameters if one.default is one.empty))
-    outputs = [results] if isinstance(results, Tensor) else [one for one in results if one is not None]
+    results = function(
+        *(getattr(arguments, parameter.name) for parameter in parameters if parameter.default is parameter.empty)
+    )
+    outputs = [results] if isinstance(results, Tensor) else [result for result in results if result is not None]
     names = [name[1:] for name in inputs.present() if name.startswith("d")]
     return Tensors(**dict(zip(names, outputs, strict=True)))
 
 
 def run_true(norm: Any, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
-    """The float64 result of a norm under test, from exactly the values the kernels see."""
+    """Return the float64 result of a norm under test, from exactly the values that the kernels see."""
     return run(norm.true, inputs.mapped(Tensor.double), frozen)
 
 
 def floor(dtype: torch.dtype) -> float:
-    """What rounding alone may add, relative to ``scales``: one rounding to the result's dtype, eight in fp32.
+    """Return the error that rounding alone may add, in units of ``scales``: one rounding to the dtype, eight in fp32.
 
     The fp32 ones are a sum taken in another order, an approximate rsqrt (2 units) and the products that follow.
     """
     return torch.finfo(dtype).eps / 2 + 8 * torch.finfo(FP32).eps
 
 
-def scales(norm: Norm, inputs: Tensors, truth: Tensors) -> Scales:
-    """What errors are relative to: a row's largest value, or for a gradient the largest of the terms it is made of."""
-    s = inputs.x.double() if truth.s is None else truth.s
+def scales(norm: Norm, inputs: Tensors, reference: Tensors) -> Scales:
+    """Return the units of errors: a row's largest value, or the largest of the terms of a gradient."""
+    s = inputs.x.double() if reference.s is None else reference.s
     rstd = (s.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
     dy = inputs.dy.double().abs()
     g = dy
@@ -338,15 +340,15 @@ def scales(norm: Norm, inputs: Tensors, truth: Tensors) -> Scales:
 
 
 def assert_near(
-    ours: Tensors, stock: Tensors, truth: Tensors, scale: Scales, rounded_before: torch.dtype | None = None
+    ours: Tensors, stock: Tensors, reference: Tensors, scale: Scales, rounded_before: torch.dtype | None = None
 ) -> None:
-    """Asserts the rule, in units of ``scale`` or else of a row's largest value; dtypes and shapes are stock's.
+    """Assert the rule, in units of ``scale`` or else of a row's largest value, and stock's dtypes and shapes.
 
     ``rounded_before``: a dtype in which a result may be off by a rounding that comes before the last one.
     """
     assert ours.present().keys() == stock.present().keys()
     for name, value in ours.present().items():
-        expected, exact = getattr(stock, name), getattr(truth, name)
+        expected, exact = getattr(stock, name), getattr(reference, name)
         assert value.dtype == expected.dtype, f"{name} is {value.dtype}, stock's is {expected.dtype}"
         assert value.shape == expected.shape, name
         unit = scale.get(name, exact.abs().amax(-1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
@@ -356,22 +358,22 @@ def assert_near(
 
 
 def assert_rounded_once(
-    ours: Tensors, truth: Tensors, scale: Scales, names: Sequence[str], dtype: torch.dtype = BF16
+    ours: Tensors, reference: Tensors, scale: Scales, names: Sequence[str], dtype: torch.dtype = BF16
 ) -> None:
-    """Asserts fp32 arithmetic and one rounding: the error of each element is half a unit of that element."""
+    """Assert fp32 arithmetic and one rounding: the error of each element is half a unit of that element."""
     for name in names:
-        exact = getattr(truth, name)
+        exact = getattr(reference, name)
         error = (getattr(ours, name).double() - exact).abs()
         allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 16 * torch.finfo(FP32).eps * scale[name]
         assert (error <= allowed).all(), name
 
 
 def assert_same_rounding(norm: Norm, ours: Tensor, stock: Tensor) -> None:
-    """Asserts that y was rounded where stock rounds it.
+    """Assert that y is rounded at stock's rounding points.
 
-    Another order of the fp32 sum moves a value across a rounding boundary once in thousands of times, a missing or a
-    misplaced rounding one time in four. Where two roundings follow each other (x_hat, then y) such a value moves by two
-    units at most. Where rstd is rounded too, a move of that takes its whole row along.
+    Another order of the fp32 sum moves one value in thousands across a rounding boundary; a missing or misplaced
+    rounding moves one in four. If two roundings follow each other (x_hat, then y), such a value moves by at most two
+    units. If rstd is rounded too, a change of rstd moves its whole row.
     """
     ours, stock = ours.double(), stock.double()
     distance = (ours - stock).abs()
@@ -387,7 +389,7 @@ def assert_same_rounding(norm: Norm, ours: Tensor, stock: Tensor) -> None:
 
 
 def assert_same_row(value: Tensor, expected: Tensor) -> None:
-    """The same rows from other strides: bit for bit when interpreted; compiled, they may be summed in another order."""
+    """Assert equal rows from other strides: bit for bit when interpreted; compiled, sums may have another order."""
     if value.is_cuda:
         unit = torch.finfo(value.dtype).eps * (4 if value.dtype == FP32 else 1)
         torch.testing.assert_close(value, expected, rtol=unit, atol=unit)
@@ -403,26 +405,26 @@ def same_products(value: Tensor, expected: Tensor) -> bool:
 
 
 def within(dense: Tensor, shape: Sequence[int], view: Callable[[Tensor], Tensor]) -> Tensor:
-    """``dense`` as a view of a larger tensor, in which all else is NaN."""
+    """Return ``dense`` as a view of a larger tensor that is NaN elsewhere."""
     return view(dense.new_full(shape, float("nan"))).copy_(dense)
 
 
 def in_layout(layout: str, dense: Tensor) -> Tensor:
-    """``dense``, of four dimensions or one, in the named memory layout; what lies between its elements is NaN."""
+    """Return ``dense``, of four dimensions or one, in the named memory layout, with NaN between its elements."""
     *lead, width = dense.shape
     if layout == "padded rows":
-        return within(dense, (*lead, width + 3), lambda one: one[..., 1 : width + 1])
+        return within(dense, (*lead, width + 3), lambda tensor: tensor[..., 1 : width + 1])
     if layout == "half of a chunk":
-        return within(dense, (*lead, 2 * width), lambda one: one.chunk(2, dim=-1)[1])
+        return within(dense, (*lead, 2 * width), lambda tensor: tensor.chunk(2, dim=-1)[1])
     if layout == "every other column":
-        return within(dense, (*lead, 2 * width), lambda one: one[..., ::2])
+        return within(dense, (*lead, 2 * width), lambda tensor: tensor[..., ::2])
     if layout == "offset by one":
-        return within(dense, (dense.numel() + 1,), lambda one: one[1:].view(dense.shape))
+        return within(dense, (dense.numel() + 1,), lambda tensor: tensor[1:].view(dense.shape))
     batch, heads, tokens = lead
     shape, view = {
-        "transposed heads": ((batch, tokens, heads, width), lambda one: one.transpose(1, 2)),
-        "a slice of tokens": ((batch, heads, tokens + 2, width), lambda one: one[:, :, 1:-1]),
-        "columns first": ((batch, heads, width, tokens), lambda one: one.transpose(2, 3)),
+        "transposed heads": ((batch, tokens, heads, width), lambda tensor: tensor.transpose(1, 2)),
+        "a slice of tokens": ((batch, heads, tokens + 2, width), lambda tensor: tensor[:, :, 1:-1]),
+        "columns first": ((batch, heads, width, tokens), lambda tensor: tensor.transpose(2, 3)),
     }[layout]
     return within(dense, shape, view)
 
@@ -438,11 +440,11 @@ ROW_LAYOUTS = (
 WEIGHT_LAYOUTS = ("every other column", "offset by one")
 
 FAR = 2**30
-"""Elements between rows, of which the third begins where a 32-bit offset ends."""
+"""The distance between rows, in elements; the third row begins where 32-bit offsets end."""
 
 
 def far_apart(dense: Tensor) -> Tensor:
-    """``dense``, its rows ``FAR`` apart; on a CPU what lies between them is never touched and takes no memory."""
+    """Return ``dense`` with its rows ``FAR`` apart; on a CPU the memory between them is untouched and costs nothing."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     memory = dense.new_empty((len(dense) - 1) * FAR + dense[0].numel())
@@ -451,16 +453,16 @@ def far_apart(dense: Tensor) -> Tensor:
 
 
 class Guarded:
-    """Makes tensors like others, between guard bands, and tells whether anything was written there."""
+    """Makes tensors like others between guard bands, and tells whether the bands were written to."""
 
     _BYTES = 16384
-    """Of a band."""
+    """The size of a band."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
     def __call__(self, like: Tensor | None) -> Any:
-        """Return a tensor of the shape, strides and dtype of one that is dense, filled with NaN; None for None."""
+        """Return a tensor with the shape, strides and dtype of a dense one, filled with NaN; None for None."""
         if like is None:
             return None
         inside = slice(self._BYTES, -self._BYTES)
@@ -472,7 +474,7 @@ class Guarded:
 
     @property
     def count(self) -> int:
-        """The number of tensors made."""
+        """The number of tensors so far."""
         return len(self._buffers)
 
     def intact(self) -> bool:

@@ -28,7 +28,7 @@ from .numerics import (
 
 @dataclass(frozen=True)
 class Sandwich:
-    """Dtypes and meaning of both norms; not ``closed``, it is norm_add, which has no second norm, y or dy."""
+    """Dtypes and spec of both norms. If not ``closed``, it is norm_add, which has no second norm, y or dy."""
 
     casting: str = "llama"
     zero_centered: bool = False
@@ -46,7 +46,7 @@ class Sandwich:
 
     @property
     def opened(self) -> Sandwich:
-        """norm_add of the same meaning."""
+        """The norm_add with the same spec."""
         return replace(self, closed=False, w=None)
 
     @property
@@ -66,7 +66,7 @@ class Sandwich:
         return self.outer_norm.y_dtype
 
     def inputs(self, shape: tuple[int, ...], device: str) -> Tensors:
-        """Arguments and the gradients that flow in; weights lie far from one and from zero, on both sides."""
+        """Draw arguments and incoming gradients; weights lie far from one and from zero, on both sides."""
         return drawn(
             device,
             x=(shape, self.x, 3.0),
@@ -78,7 +78,7 @@ class Sandwich:
         )
 
     def fused(self, x: Tensor, r: Tensor, inner: Tensor | None, w: Tensor | None) -> tuple[Tensor, ...]:
-        """``(y, s)``, or ``(s,)``."""
+        """Return ``(y, s)``, or ``(s,)``."""
         semantics = {"casting": self.casting, "zero_centered": self.zero_centered}
         if self.closed:
             return norm_add_norm(x, r, inner, w, self.eps, **semantics)
@@ -95,9 +95,9 @@ class Sandwich:
         return (self.outer_norm.true(s, None, w)[0], s) if self.closed else (s,)
 
     def assert_right(self, inputs: Tensors, frozen: Sequence[str] = ()) -> Tensors:
-        """Runs the kernels and the stock code, asserts the rule for every result, and returns the kernels' results."""
+        """Run the kernels and the stock code, assert the rule for every result, and return the kernels' results."""
         ours, stock = (run(function, inputs, frozen) for function in (self.fused, self.stock))
-        # A row's rstd that is rounded too may be the neighbour of the stock code's.
+        # A row's rstd that is rounded too may differ from the stock code's by one unit.
         rounded_before = self.x if self.casting in ROUND_RSTD else None
         assert_near(ours, stock, run_true(self, inputs, frozen), scales(self, inputs), rounded_before)
         assert_rounded_as_stock(self, inputs, ours)
@@ -105,35 +105,35 @@ class Sandwich:
 
 
 def scales(sandwich: Sandwich, inputs: Tensors) -> Scales:
-    """What errors are relative to: a row's largest value, or for a gradient the largest of the terms it is made of."""
+    """Return the units of errors: a row's largest value, or the largest of the terms of a gradient."""
     wide = inputs.mapped(Tensor.double)
     x, ds = wide.x, wide.ds
-    one = 1.0 if sandwich.zero_centered else 0.0
+    offset = 1.0 if sandwich.zero_centered else 0.0
     rstd = (x.square().mean(-1, keepdim=True) + sandwich.eps).rsqrt()
     x_hat = (x * rstd).abs()
-    inner_gamma = torch.ones_like(x) if wide.inner is None else (wide.inner + one).abs()
+    inner_gamma = torch.ones_like(x) if wide.inner is None else (wide.inner + offset).abs()
     s = sandwich.true(x, wide.r, wide.inner, wide.w)[-1]
-    found = {"s": torch.maximum(s.abs(), x_hat * inner_gamma)}
+    units = {"s": torch.maximum(s.abs(), x_hat * inner_gamma)}
     terms = ds.abs()
     if sandwich.closed:
         outer_rstd = (s.square().mean(-1, keepdim=True) + sandwich.eps).rsqrt()
-        gamma = torch.ones_like(s) if wide.w is None else (wide.w + one).abs()
+        gamma = torch.ones_like(s) if wide.w is None else (wide.w + offset).abs()
         s_hat = (s * outer_rstd).abs()
         g = wide.dy.abs() * gamma
-        found["dw"] = wide.dy.abs() * s_hat
+        units["dw"] = wide.dy.abs() * s_hat
         terms = terms + outer_rstd * (g + s_hat * (g * s_hat).mean(-1, keepdim=True))
-    found |= {"dr": terms, "dx": terms * inner_gamma * rstd, "dinner": terms * x_hat}
+    units |= {"dr": terms, "dx": terms * inner_gamma * rstd, "dinner": terms * x_hat}
     rows = tuple(range(x.dim() - 1))
     return {
         name: value.sum(rows) if name in ("dw", "dinner") else value.amax(-1, keepdim=True)
-        for name, value in found.items()
+        for name, value in units.items()
     }
 
 
 def assert_rounded_as_stock(sandwich: Sandwich, inputs: Tensors, ours: Tensors) -> None:
-    """Asserts that both norms and the sum were rounded where stock rounds them, each given what came before it.
+    """Assert that both norms and the sum are rounded at stock's rounding points, each given its own input.
 
-    As in ``numerics.assert_same_rounding``; the sum of a branch that moved by units of its own moves as far.
+    As in ``numerics.assert_same_rounding``; if the branch moves by a unit of its own, so does the sum.
     """
     branch = _rounded_once(sandwich.inner_norm, inputs.x, inputs.inner)
     expected = (inputs.r + branch).double()

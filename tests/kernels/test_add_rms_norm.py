@@ -19,7 +19,7 @@ GEMMA = Norm("gemma", zero_centered=True, x=BF16, w=FP32, r=FP32)
 
 @pytest.mark.parametrize("norm", [LLAMA, GEMMA, Norm("none", x=FP16, r=FP16, w=FP16)], ids=str)
 def test_the_rounded_sum_is_normalised(norm: Norm, device: str) -> None:
-    """In 16 bits half of the branch vanishes in its residual, and y must not know of it."""
+    """In 16 bits half of the branch is lost in the sum with its residual, and y must be the norm of that sum."""
     inputs = norm.inputs((5, 130), device)
     inputs.x[:, ::2] = inputs.x[:, ::2].sign() * 1e-3
     inputs.r[:, ::2] = inputs.x[:, ::2].sign().to(norm.r) * 256
@@ -32,12 +32,12 @@ def test_the_rounded_sum_is_normalised(norm: Norm, device: str) -> None:
 @pytest.mark.parametrize("norm", [LLAMA, GEMMA], ids=str)
 @pytest.mark.usefixtures("held_or_in_chunks")
 def test_only_the_norm_is_used(norm: Norm, device: str) -> None:
-    """No gradient flows into the sum beside the norm's own, as after the last layer."""
+    """Only the norm's gradient flows into the sum, as after the last layer."""
     inputs = norm.inputs((5, 145), device)
     inputs.ds = torch.zeros_like(inputs.ds)
     zeros = run(norm.fused, inputs)
-    found = run(norm.fused, inputs, used="y")
-    assert_same(found, zeros)
+    actual = run(norm.fused, inputs, used="y")
+    assert_same(actual, zeros)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_only_the_norm_is_used(norm: Norm, device: str) -> None:
 )
 def test_only_the_sum_is_used(norm: Norm, device: str) -> None:
     inputs = norm.inputs((5, 123), device)
-    found = run(norm.fused, inputs, used="s")
-    assert (found.dx.dtype, found.dr.dtype, found.dw) == (norm.x, norm.r, None)
-    assert torch.equal(found.dx, (inputs.ds * norm.scale).to(norm.x))
-    assert torch.equal(found.dr, inputs.ds.to(norm.r))
+    actual = run(norm.fused, inputs, used="s")
+    assert (actual.dx.dtype, actual.dr.dtype, actual.dw) == (norm.x, norm.r, None)
+    assert torch.equal(actual.dx, (inputs.ds * norm.scale).to(norm.x))
+    assert torch.equal(actual.dr, inputs.ds.to(norm.r))
 
 
 def test_gradients_have_the_dtype_of_their_input(device: str) -> None:
@@ -72,13 +72,13 @@ def test_dw_is_summed_in_fp32(device: str) -> None:
     norm = Norm("gemma", x=FP32, r=FP32, w=BF16)
     inputs = norm.inputs((1030, 33), device)
     inputs.dy = inputs.dy.abs() * inputs.x.sign()
-    ours, truth = run(norm.fused, inputs), run_true(norm, inputs)
-    assert_rounded_once(ours, truth, scales(norm, inputs, truth), ["dw"])
+    ours, reference = run(norm.fused, inputs), run_true(norm, inputs)
+    assert_rounded_once(ours, reference, scales(norm, inputs, reference), ["dw"])
 
 
 @pytest.mark.parametrize("norm", [LLAMA, GEMMA, replace(LLAMA, scale=0.22)], ids=str)
 def test_only_gradients_that_are_alike_share_memory(norm: Norm, device: str) -> None:
-    """As PyTorch's add, which hands its one gradient to both."""
+    """PyTorch's add returns one gradient for both operands too."""
     inputs = norm.inputs((5, 130), device)
     ours = run(norm.fused, inputs)
     alike = norm.x == norm.r and norm.scale == 1
@@ -88,7 +88,7 @@ def test_only_gradients_that_are_alike_share_memory(norm: Norm, device: str) -> 
 
 
 GRADIENTS_FLOW_IN = pytest.mark.parametrize("used", ["both", "norm", "sum"])
-"""To both outputs or to one of them: where the sum alone is used no kernel runs."""
+"""Both outputs are used, or one of them; if only the sum is used no kernel runs."""
 
 
 def _backward(used: str, outputs: tuple[Tensor, Tensor], inputs: Tensors, **options: bool) -> None:
@@ -115,9 +115,9 @@ def test_the_grad_of_a_leaf_is_its_own(used: str, device: str) -> None:
 
 @GRADIENTS_FLOW_IN
 def test_retained_and_replaced_gradients_stay_with_their_tensor(used: str, device: str) -> None:
-    """As after stock's add: what a hook on one of them returns is nobody else's."""
+    """As after stock's add: the result of a hook on one of them does not change the other."""
     inputs = LLAMA.inputs((5, 64), device)
-    found = []
+    residual_gradients = []
     for function in (LLAMA.fused, LLAMA.stock):
         leaves = [tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.r)]
         x, r = (leaf * 1 for leaf in leaves)
@@ -137,8 +137,8 @@ def test_retained_and_replaced_gradients_stay_with_their_tensor(used: str, devic
         _backward(used, outputs, inputs)
         assert torch.equal(leaves[0].grad, 5 * plain)
         assert torch.equal(leaves[1].grad, 3 * plain)
-        found.append(plain)
-    torch.testing.assert_close(*found, rtol=2**-6, atol=2**-6)
+        residual_gradients.append(plain)
+    torch.testing.assert_close(*residual_gradients, rtol=2**-6, atol=2**-6)
 
 
 def _leaves(device: str) -> list[Tensor]:
@@ -154,11 +154,11 @@ def test_gradients_made_on_another_stream_are_whole(device: str) -> None:
     side.wait_stream(torch.cuda.current_stream())
     for _ in range(20):
         with torch.cuda.stream(side):
-            incoming = [torch.randn(5, 64, device=device).mul_(0).add_(one) for one in (y.sin(), s.cos())]
-            found = torch.autograd.grad((y, s), (x, r, w), incoming, retain_graph=True)
-            doubled = torch._foreach_mul(found, 2.0)
+            incoming = [torch.randn(5, 64, device=device).mul_(0).add_(dy) for dy in (y.sin(), s.cos())]
+            actual = torch.autograd.grad((y, s), (x, r, w), incoming, retain_graph=True)
+            doubled = torch._foreach_mul(actual, 2.0)
         torch.cuda.current_stream().wait_stream(side)
-        assert all(torch.equal(one, 2 * other) for one, other in zip(doubled, expected, strict=True))
+        assert all(torch.equal(a, 2 * b) for a, b in zip(doubled, expected, strict=True))
 
 
 @pytest.mark.gpu
@@ -185,7 +185,7 @@ def test_a_captured_backward_whose_addresses_were_read_replays(device: str) -> N
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("held_or_in_chunks")
 def test_the_scaled_branch_is_rounded_before_it_is_added(dtype: torch.dtype, device: str) -> None:
-    """A fused multiply-add would round the sum alone."""
+    """A fused multiply-add would round the sum only, and not the product."""
     norm = Norm(x=dtype, r=dtype, w=dtype, scale=0.22)
     inputs = norm.inputs((5, 145), device)
     x, r = inputs.x, inputs.r
@@ -197,7 +197,7 @@ def test_the_scaled_branch_is_rounded_before_it_is_added(dtype: torch.dtype, dev
 
 @pytest.mark.usefixtures("held_or_in_chunks")
 def test_the_branch_gets_the_scaled_gradient_and_the_residual_the_plain_one(device: str) -> None:
-    """Scaled by a power of two nothing is rounded that was not without it."""
+    """A scale that is a power of two adds no rounding."""
     inputs = LLAMA.inputs((5, 145), device)
     halves = inputs.but(x=2 * inputs.x)
     plain, scaled = run(LLAMA.fused, inputs), run(replace(LLAMA, scale=0.5).fused, halves)

@@ -1,4 +1,4 @@
-"""Bad input: each is refused in front of everything else, in words that name the thing, the value and the way out."""
+"""Bad input is refused before anything else, by a message with the argument, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ R, INDEX, EXPERT, ENDS = torch.ones(6, 8), torch.arange(6).view(3, 2), torch.zer
 
 
 def loss(**changes: Any) -> torch.Tensor:
-    """The loss of a good call, but for these arguments."""
+    """Return the loss of a good call with some arguments replaced."""
     good = {"input": torch.zeros(2, 3, 4), "linear_weight": torch.zeros(5, 4), "target": torch.zeros(2, 3).long()}
     return linear_cross_entropy(**(good | changes))
 
@@ -191,7 +191,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "target elsewhere": (lambda: loss(target=torch.zeros(2, 3, device="meta").long()), "target is on meta"),
     },
 }
-"""By functions: calls, what is said of them, and the error unless it is a ``ValueError``."""
+"""Calls by function, with the message and the error if it is no ``ValueError``."""
 TENSORS: dict[str, tuple[Callable[..., object], dict[str, torch.Tensor]]] = {
     "rms_norm": (rms_norm, {"x": X, "weight": W}),
     "add_rms_norm": (add_rms_norm, {"x": X, "residual": X, "weight": W}),
@@ -209,14 +209,14 @@ TENSORS: dict[str, tuple[Callable[..., object], dict[str, torch.Tensor]]] = {
 CALLS = {
     name: partial(function, *tensors.values())
     for name, (function, tensors) in TENSORS.items()
-    if name not in ("glu", "lora_add", "rope", "causal_conv1d")  # which have no norm
+    if name not in ("glu", "lora_add", "rope", "causal_conv1d")  # these have no norm
 }
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in BAD.items() for case in cases])
 def test_refuses(name: str, case: str) -> None:
-    call, says, *error = BAD[name][case]
-    with pytest.raises(*error or [ValueError], match=f"^(?={name}: ).*{says}"):
+    call, message, *error = BAD[name][case]
+    with pytest.raises(*error or [ValueError], match=f"^(?={name}: ).*{message}"):
         call()
 
 
@@ -234,13 +234,13 @@ def test_casting_and_centering_are_named_not_counted(name: str) -> None:
         CALLS[name](1e-6, "llama")
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, known: bool) -> None:
-    """Beside a call with good ones as well, whose recording may be repeated."""
-    if known:
+def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, is_recorded: bool) -> None:
+    """It is refused too after a good call, whose recording might be repeated."""
+    if is_recorded:
         CALLS[name](zero_centered=True, eps=1e-6)
-    for bad, error, says in (
+    for bad, error, message in (
         ({"zero_centered": "no"}, TypeError, "zero_centered must be True or False, not 'no'"),
         ({"zero_centered": 1}, TypeError, "zero_centered must be True or False, not 1"),
         ({"eps": -1e-6}, ValueError, "eps must be finite and at least 0, not -1e-06"),
@@ -249,12 +249,12 @@ def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, known: bo
         ({"eps": "1e-6"}, TypeError, "eps must be a Python float, not str"),
         ({"eps": None}, TypeError, "eps must be a Python float, not NoneType"),
     ):
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=message):
             CALLS[name](**bad)
 
 
 def nested(layout: torch.layout) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda one: torch.nested.nested_tensor([one, one], layout=layout)
+    return lambda tensor: torch.nested.nested_tensor([tensor, tensor], layout=layout)
 
 
 OTHER_SORTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
@@ -263,7 +263,7 @@ OTHER_SORTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
         for dtype in (torch.int32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
     },
     "a list": (torch.Tensor.tolist, "a tensor, not list"),
-    "a float": (lambda one: 1.0, "a tensor, not float"),
+    "a float": (lambda tensor: 1.0, "a tensor, not float"),
     "an array": (torch.Tensor.numpy, "a tensor, not ndarray"),
     "sparse": (torch.Tensor.to_sparse, "a dense tensor, not torch.sparse_coo"),
     "MKL-DNN": (torch.Tensor.to_mkldnn, "a dense tensor, not torch._mkldnn"),
@@ -277,9 +277,9 @@ OTHER_SORTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_what_is_no_dense_tensor_of_floating_point_is_refused_by_its_name(name: str, sort: str) -> None:
     function, tensors = TENSORS[name]
-    convert, says = OTHER_SORTS[sort]
+    convert, message = OTHER_SORTS[sort]
     for argument, tensor in tensors.items():
-        with pytest.raises(TypeError, match=f"^{name}: {argument} must be {says}"):
+        with pytest.raises(TypeError, match=f"^{name}: {argument} must be {message}"):
             function(**{**tensors, argument: convert(tensor)})
 
 
@@ -308,13 +308,13 @@ def test_a_tensor_that_has_to_be_there_is_refused_by_its_name(name: str) -> None
 def test_zeros_without_memory_are_zeros(name: str) -> None:
     function, tensors = TENSORS[name]
     for argument, tensor in tensors.items():
-        given = {key: one.clone() for key, one in tensors.items()}
-        expected = function(**{**given, argument: torch.zeros_like(tensor)})
-        actual = function(**{**given, argument: torch._efficientzerotensor(tensor.shape)})
-        for one, other in zip(
-            *(made if isinstance(made, tuple) else (made,) for made in (actual, expected)), strict=True
+        clones = {key: tensor.clone() for key, tensor in tensors.items()}
+        expected = function(**{**clones, argument: torch.zeros_like(tensor)})
+        actual = function(**{**clones, argument: torch._efficientzerotensor(tensor.shape)})
+        for a, b in zip(
+            *(output if isinstance(output, tuple) else (output,) for output in (actual, expected)), strict=True
         ):
-            assert torch.equal(one, other)
+            assert torch.equal(a, b)
 
 
 def test_without_a_weight_there_is_nothing_to_centre() -> None:

@@ -42,21 +42,21 @@ def values(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def assert_invariant(call: Callable[..., Outputs], rows: tuple[Tensor, ...], dim: int = 0) -> None:
-    """Rows alone, in chunks of odd sizes, elsewhere and with gradients have the bits that they have among all."""
+    """Assert that rows alone, in chunks of odd sizes, elsewhere and with gradients have the bits of the whole batch."""
     with torch.no_grad():
         whole = call(*rows)
     count = rows[0].shape[dim]
     for start, some in ((0, 1), (count - 1, 1), (1, 3), (count // 3, count // 2), (0, count - 1)):
         with torch.no_grad():
-            parts = call(*(one.narrow(dim, start, some) for one in rows))
+            parts = call(*(row.narrow(dim, start, some) for row in rows))
         for part, expected in zip(parts, whole, strict=True):
             assert_same_bits(part, expected.narrow(dim, start, some))
     with torch.no_grad():
-        turned = call(*(one.roll(2, dim) for one in rows))
+        turned = call(*(row.roll(2, dim) for row in rows))
     for part, expected in zip(turned, whole, strict=True):
         codes = expected.view(torch.uint8) if expected.element_size() == 1 else expected
         assert_same_bits(part, codes.roll(2, dim).view(expected.dtype))
-    for part, expected in zip(call(*(one.detach().requires_grad_() for one in rows)), whole, strict=True):
+    for part, expected in zip(call(*(row.detach().requires_grad_() for row in rows)), whole, strict=True):
         assert_same_bits(part.detach(), expected)
 
 
@@ -90,7 +90,7 @@ def test_a_norm_of_a_sum_has_the_bits_of_the_norm_fused_with_its_add(
 @pytest.mark.parametrize("dim", [0, pytest.param(1, marks=() if GPU else pytest.mark.slow)])
 @pytest.mark.parametrize("width", (64, 96, 128, 256) if GPU else (64,))
 def test_a_token_has_the_same_bits_in_any_batch(width: int, dim: int, device: str) -> None:
-    """Among the tokens of a sequence (dim 1), or one of many sequences (dim 0)."""
+    """The batch is the tokens of one sequence (dim 1) or many sequences (dim 0)."""
     lead = (1, ROWS) if dim else (ROWS, 1)
     q, k = values(device, *lead, 5, width), values(device, *lead, 2, width)
     cos, sin = values(device, *lead, width).cos(), values(device, *lead, width).sin()
@@ -122,16 +122,16 @@ def test_a_sequence_has_the_same_bits_in_any_batch(case: str, device: str) -> No
     call = every_call(device, width=32)[case]
     if call.name == "lora_add":
         pytest.skip("its tiles depend on the number of rows")
-    batched = [place for place, one in enumerate(call.tensors) if one is not None and one.dim() > 2]
+    batched = [place for place, tensor in enumerate(call.tensors) if tensor is not None and tensor.dim() > 2]
 
     def outputs(*tensors: Tensor) -> Outputs:
-        given = dict(zip(batched, tensors, strict=True))
-        return tuple(call.outputs([given.get(place, one) for place, one in enumerate(call.tensors)]))
+        by_place = dict(zip(batched, tensors, strict=True))
+        return tuple(call.outputs([by_place.get(place, tensor) for place, tensor in enumerate(call.tensors)]))
 
     if GPU and case == "sandwich uncast":
         pytest.skip("compiled with gradients it contracts products and sums of fp32 in another way")
     rows = [call.tensors[place] for place in batched]
-    assert_invariant(outputs, tuple(one.repeat(3, *[1] * (one.dim() - 1)) for one in rows))
+    assert_invariant(outputs, tuple(row.repeat(3, *[1] * (row.dim() - 1)) for row in rows))
 
 
 def test_a_result_that_depends_on_the_number_of_rows_is_seen(device: str) -> None:
@@ -143,11 +143,11 @@ def test_a_result_that_depends_on_the_number_of_rows_is_seen(device: str) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [128, 4096, 5120])
 def test_repeats_give_the_same_bits_forward_and_backward(width: int, device: str) -> None:
-    """A weight's gradient too: each program sums its share, and shares are summed in a fixed order."""
+    """Weight gradients too: each program sums its own rows, and the partial sums are added in a fixed order."""
     x, r, w = values(device, 4099, width), values(device, 4099, width), values(device, width)
 
     def results() -> list[Tensor]:
-        leaves = [one.detach().requires_grad_() for one in (x, r, w)]
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, r, w)]
         outputs = [rms_norm(leaves[0], leaves[2]), *add_rms_norm(*leaves), norm_add(*leaves), glu(*leaves[:2])]
         outputs += norm_add_norm(*leaves, leaves[2])
         incoming = [torch.cos(output.detach()) for output in outputs]

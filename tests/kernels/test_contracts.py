@@ -1,4 +1,4 @@
-"""What every operator promises, whatever it computes and however its kernels read a row."""
+"""The contracts of every operator, whatever it computes and however its kernels read a row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
 """Rows of 33 to 48 elements in tiles of two rows."""
 
 SIZES = {"held": (3, 16), "two pieces": (3, 47), "in chunks": (1, 145), "both norms apart": (3, 63)}
-"""Ways to read a row, with rows and a width for each; other held rows are named by rows and width."""
+"""Ways to read a row, each with rows and a width; other held rows are named by rows and width."""
 READ = [
     *((case, "held") for case in NAMES),
     *(("add in gemma", "two pieces"), ("norm", "in chunks"), ("add in gemma", "in chunks")),
@@ -33,7 +33,7 @@ READ = [
 
 @pytest.fixture
 def call(request: pytest.FixtureRequest, device: str) -> Call:
-    """A call of an operator, whose rows are read in one of the ways."""
+    """A call of an operator, with rows that are read in one of the ways."""
     case, way = request.param
     if way == "two pieces":
         request.getfixturevalue("planned")(IN_TWO_PIECES)
@@ -45,15 +45,15 @@ def call(request: pytest.FixtureRequest, device: str) -> Call:
     return every_call(device, rows=rows, width=width)[case]
 
 
-def every_way(*further: Any) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("call", [*READ, *further], indirect=True, ids=" ".join)
+def every_way(*extra: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("call", [*READ, *extra], indirect=True, ids=" ".join)
 
 
 EVERY_WAY = every_way()
 
 
 def incoming(call: Call) -> list[Tensor]:
-    """Gradients for the outputs of a call, the same at every look."""
+    """Return gradients for the outputs of a call, the same ones every time."""
     with torch.no_grad():
         outputs = call.outputs()
     generator = torch.Generator().manual_seed(1)
@@ -63,16 +63,16 @@ def incoming(call: Call) -> list[Tensor]:
 def run(
     call: Call, gradients: Sequence[Tensor], frozen: Sequence[int] = (), operator: Callable[..., object] | None = None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The outputs, and the gradient of each tensor: None where there is no tensor, or it is among the ``frozen``."""
+    """Return the outputs and the gradient of each tensor; None for an absent or ``frozen`` tensor."""
     leaves = call.leaves()
     for place in frozen:
         leaves[place] = call.tensors[place]
     outputs = call.outputs(leaves, operator)
-    wanted = [leaf if leaf is not None and leaf.requires_grad else None for leaf in leaves[: call.differentiated]]
+    with_grad = [leaf if leaf is not None and leaf.requires_grad else None for leaf in leaves[: call.differentiated]]
     pairs = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad]
     ys, dys = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(ys, present(wanted), dys))
-    return [output.detach() for output in outputs], [None if leaf is None else next(found) for leaf in wanted]
+    grads = iter(torch.autograd.grad(ys, present(with_grad), dys))
+    return [output.detach() for output in outputs], [None if leaf is None else next(grads) for leaf in with_grad]
 
 
 def assert_equal(
@@ -82,19 +82,19 @@ def assert_equal(
     but_for_order: bool = False,
     at_other_strides: bool = False,
 ) -> None:
-    """Bit for bit; ``but_for_order``: sums over rows, which weights' gradients are, may be taken in another order.
+    """Assert equal bits. ``but_for_order``: sums over rows, as in weight gradients, may have another order.
 
-    ``at_other_strides``: so may these, and on a GPU the sums within rows that are not held in one piece.
+    ``at_other_strides``: so may these, and on a GPU sums within rows that are not held in one piece.
     """
-    for one, other in zip(ours, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            if (but_for_order or at_other_strides) and one.dim() < 3:
-                torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7)
-            elif at_other_strides and one.shape[-1] != SIZES["held"][1]:
-                assert_same_row(one, other)
+    for a, b in zip(ours, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            if (but_for_order or at_other_strides) and a.dim() < 3:
+                torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
+            elif at_other_strides and a.shape[-1] != SIZES["held"][1]:
+                assert_same_row(a, b)
             else:
-                assert torch.equal(one, other)
+                assert torch.equal(a, b)
 
 
 @EVERY_WAY
@@ -108,49 +108,49 @@ def test_nothing_handed_over_changes_and_repeats_are_equal(call: Call) -> None:
 
 
 HANDED_ON = {("add_rms_norm", 1), ("norm_add", 1), ("lora_add", 0)}
-"""The gradients of an add are those that arrive, as PyTorch's own hands them on."""
+"""The gradients that an operator passes through, as PyTorch's add does."""
 
 
 @EVERY_WAY
 def test_results_have_memory_of_their_own(call: Call) -> None:
     gradients = incoming(call)
-    outputs, found = run(call, gradients)
-    results = [*outputs, *(one for place, one in enumerate(found) if (call.name, place) not in HANDED_ON)]
-    memory = [one.untyped_storage().data_ptr() for one in (*present(results), *present(call.tensors), *gradients)]
+    outputs, grads = run(call, gradients)
+    results = [*outputs, *(grad for place, grad in enumerate(grads) if (call.name, place) not in HANDED_ON)]
+    memory = [tensor.untyped_storage().data_ptr() for tensor in (*present(results), *present(call.tensors), *gradients)]
     assert len(set(memory)) == len(memory)
 
 
 @every_way(*itertools.product(NAMES, ("17x3", "3x81")), *slow(*itertools.product(NAMES, ("1x409", "1x2500"))))
 def test_every_element_is_written_and_nothing_beside(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a call allocates, what it shares between launches too, lies between guard bands and begins as NaN."""
+    """All memory of a call, workspace included, lies between guard bands and starts as NaN."""
     gradients = incoming(call)
     expected = run(call, gradients)
     guarded = Guarded()
     empty_strided, empty_like = torch.empty_strided, torch.empty_like
-    monkeypatch.setattr(torch, "empty_strided", lambda *how, **kind: guarded(empty_strided(*how, **kind)))
-    monkeypatch.setattr(torch, "empty_like", lambda *how, **kind: guarded(empty_like(*how, **kind)))
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **kwargs: guarded(empty_strided(*args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: guarded(empty_like(*args, **kwargs)))
     new_empty = Tensor.new_empty
-    monkeypatch.setattr(Tensor, "new_empty", lambda *how, **kind: guarded(new_empty(*how, **kind)))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kwargs: guarded(new_empty(*args, **kwargs)))
     recording.forget_all()
-    found = run(call, gradients)
-    assert guarded.count >= len(present([*found[0], *found[1]])) - 1, "an add hands on a gradient"
+    actual = run(call, gradients)
+    assert guarded.count >= len(present([*actual[0], *actual[1]])) - 1, "an add hands on a gradient"
     assert guarded.intact()
-    for ours, other in zip(found, expected, strict=True):
-        assert_equal(ours, other)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_equal(ours, theirs)
 
 
 @CALLS
 def test_outputs_need_a_gradient_if_the_references_do(case: str, device: str) -> None:
     call = every_call(device, rows=1)[case]
-    places = [place for place, one in enumerate(call.tensors[: call.differentiated]) if one is not None]
+    places = [place for place, tensor in enumerate(call.tensors[: call.differentiated]) if tensor is not None]
     for needed in itertools.product((False, True), repeat=len(places)):
-        leaves = [None if one is None else one.detach() for one in call.tensors]
+        leaves = [None if tensor is None else tensor.detach() for tensor in call.tensors]
         for place, is_needed in zip(places, needed, strict=True):
             leaves[place] = leaves[place].requires_grad_(is_needed)
         ours, stock = call.outputs(leaves), call.outputs(leaves, OPERATORS[call.name].reference)
-        assert [one.requires_grad for one in ours] == [one.requires_grad for one in stock], needed
+        assert [output.requires_grad for output in ours] == [output.requires_grad for output in stock], needed
         with torch.no_grad():
-            assert not any(one.requires_grad for one in call.outputs(leaves))
+            assert not any(output.requires_grad for output in call.outputs(leaves))
 
 
 @CALLS
@@ -158,12 +158,12 @@ def test_a_retained_graph_gives_the_same_gradients_again_and_no_other_does(case:
     call = every_call(device)[case]
     gradients = incoming(call)
     leaves = call.leaves()
-    wanted = present(leaves[: call.differentiated])
+    inputs = present(leaves[: call.differentiated])
     outputs = call.outputs(leaves)
-    first = torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
-    assert_equal(torch.autograd.grad(outputs, wanted, gradients), first)
+    first = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
+    assert_equal(torch.autograd.grad(outputs, inputs, gradients), first)
     with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(outputs, wanted, gradients)
+        torch.autograd.grad(outputs, inputs, gradients)
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
@@ -174,7 +174,7 @@ def test_what_a_backward_reads_must_not_change_before_a_second_one(
     call = every_call(device)[case]
     operator = OPERATORS[call.name]
     if device == "cpu":
-        monkeypatch.setattr(Launch, "run", lambda launch: None)  # the values are no matter
+        monkeypatch.setattr(Launch, "run", lambda launch: None)  # the values do not matter
 
     read = 0
     for place in range(len(call.tensors) + len(operator.outputs)):
@@ -184,12 +184,12 @@ def test_what_a_backward_reads_must_not_change_before_a_second_one(
         if tensor is None or not is_among(tensor, outputs[0].grad_fn.saved_tensors):
             continue
         read += 1
-        wanted = present(leaves[: call.differentiated])
-        torch.autograd.grad(outputs, wanted, incoming(call), retain_graph=True)
+        inputs = present(leaves[: call.differentiated])
+        torch.autograd.grad(outputs, inputs, incoming(call), retain_graph=True)
         with torch.no_grad():
             tensor.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(outputs, wanted, incoming(call))
+            torch.autograd.grad(outputs, inputs, incoming(call))
     assert read
 
 
@@ -205,11 +205,11 @@ EACH_WAY: dict[str, tuple[str, Sequence[int], int, int]] = {
     "gated_rms_norm": ("_gated_{}_kernel", (0, 1, 2), 0, 1),
     "causal_conv1d": ("_conv_{}_kernel", (0, 1, 2), 0, 0),
 }
-"""The kernel of each direction, and what is kept for the backward: arguments by place, outputs, numbers of a row."""
+"""The kernel of each direction, and what is saved: arguments by place, numbers of outputs and of scalars per row."""
 
 
 def is_among(tensor: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-    return tensor.data_ptr() in {one.data_ptr() for one in present(tensors)}
+    return tensor.data_ptr() in {saved.data_ptr() for saved in present(tensors)}
 
 
 @pytest.mark.parametrize("case", [case for case in NAMES if case != "adapter"])
@@ -220,28 +220,28 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
     kernel, places, outputs_kept, numbers_kept = EACH_WAY[call.name]
     gradients, leaves = incoming(call), call.leaves()
     launches.clear()
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         outputs = call.outputs(leaves)
-    assert [one.name for one in launches] == [kernel.format("forward")]
+    assert [launch.name for launch in launches] == [kernel.format("forward")]
     torch.autograd.grad(outputs, present(leaves[: call.differentiated]), gradients)
-    weights = [tensor for tensor in call.inputs if tensor.dim() < 3]  # those of norms are as wide as each other
+    weights = [tensor for tensor in call.inputs if tensor.dim() < 3]  # weights of norms have equal widths
     sums = ["_reduce_kernel"] * len({tensor.numel() for tensor in weights})
-    assert [one.name for one in launches[1:]] == [kernel.format("backward"), *sums]
+    assert [launch.name for launch in launches[1:]] == [kernel.format("backward"), *sums]
 
     def among(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        return [tensor for tensor in kept if is_among(tensor, tensors)]
+        return [tensor for tensor in saved if is_among(tensor, tensors)]
 
-    operator, wanted = OPERATORS[call.name], present([leaves[place] for place in places])
+    operator, expected = OPERATORS[call.name], present([leaves[place] for place in places])
     copied = [leaves[operator.tensor_names.index(name)] for name in operator.copied((*leaves, *call.options))]
-    copies = [one for one in kept if not is_among(one, [*leaves, *outputs]) and one.dim() == 1]
-    assert len(among(wanted)) == len(wanted) - len(copied)
-    assert [one.tolist() for one in copies] == [one.tolist() for one in present(copied)]
+    copies = [tensor for tensor in saved if not is_among(tensor, [*leaves, *outputs]) and tensor.dim() == 1]
+    assert len(among(expected)) == len(expected) - len(copied)
+    assert [copy.tolist() for copy in copies] == [copy.tolist() for copy in present(copied)]
     assert len(among(outputs)) == outputs_kept
-    numbers = [tensor for tensor in kept if tensor.shape[:-1] == outputs[0].shape[:-1] and tensor.shape[-1] <= 2]
+    numbers = [tensor for tensor in saved if tensor.shape[:-1] == outputs[0].shape[:-1] and tensor.shape[-1] <= 2]
     assert len(numbers) == numbers_kept
-    assert len(kept) == len(among([*leaves, *outputs])) + numbers_kept + len(copies)
-    assert len(among(leaves)) == len(among(wanted))
+    assert len(saved) == len(among([*leaves, *outputs])) + numbers_kept + len(copies)
+    assert len(among(leaves)) == len(among(expected))
 
 
 @pytest.mark.gpu
@@ -249,9 +249,9 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
 def test_another_number_of_rows_compiles_no_kernel_again(case: str, launches: list[Launch], device: str) -> None:
     def compiled(rows: int) -> int:
         call = every_call(device, rows=rows, width=96)[case]
-        call = call.converted(lambda one: one[:1, :, :1].contiguous() if one.dim() == 4 else one)
+        call = call.converted(lambda tensor: tensor[:1, :, :1].contiguous() if tensor.dim() == 4 else tensor)
         run(call, incoming(call))
-        kernels = {one.kernel for one in launches}
+        kernels = {launch.kernel for launch in launches}
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     before = compiled(64)
@@ -268,21 +268,21 @@ def test_frozen_arguments_get_no_gradient_cost_nothing_and_change_no_other(
     outputs, whole = run(call, gradients)
 
     def read_and_written() -> int:
-        count = sum(tensor is not None for one in launches for tensor in one.tensors)
+        count = sum(tensor is not None for launch in launches for tensor in launch.tensors)
         launches.clear()
         return count
 
     everything = read_and_written()
-    there = [place for place in range(call.differentiated) if call.tensors[place] is not None]
-    for place in there if len(there) > 1 else ():
-        others = [one for one in there if one != place]
+    places = [place for place in range(call.differentiated) if call.tensors[place] is not None]
+    for place in places if len(places) > 1 else ():
+        others = [index for index in places if index != place]
         for frozen in ([place], others):
             same, part = run(call, gradients, frozen)
-            costs_nothing = all((call.name, one) in HANDED_ON | {("add_rms_norm", 0)} for one in frozen)
+            costs_nothing = all((call.name, index) in HANDED_ON | {("add_rms_norm", 0)} for index in frozen)
             assert read_and_written() < everything + costs_nothing
             assert_equal(same, outputs)
-            rest = [None if one in frozen else gradient for one, gradient in enumerate(whole)]
-            # A kernel that sums no gradient of a weight is compiled by itself: on a GPU with other multiply-adds.
+            rest = [None if index in frozen else gradient for index, gradient in enumerate(whole)]
+            # Kernels without weight gradients are compiled separately, on a GPU with other multiply-adds.
             assert_equal(part, rest, but_for_order=device == "cuda")
 
 
@@ -296,16 +296,16 @@ def test_rows_have_any_leading_dimensions(case: str, shape: tuple[int, ...], dev
     def shaped(tensor: Tensor) -> Tensor:
         return tensor if tensor.dim() < 4 else tensor.flatten(0, -2)[:rows].reshape(*shape[:-1], tensor.shape[-1])
 
-    found, expected = run(call.converted(shaped), [shaped(one) for one in gradients]), run(call, gradients)
-    assert_equal(found[0], [shaped(one) for one in expected[0]])
-    for tensor, ours, whole in zip(call.tensors, found[1], expected[1], strict=False):
+    actual, expected = run(call.converted(shaped), [shaped(gradient) for gradient in gradients]), run(call, gradients)
+    assert_equal(actual[0], [shaped(y) for y in expected[0]])
+    for tensor, ours, whole in zip(call.tensors, actual[1], expected[1], strict=False):
         if tensor is not None and (tensor.dim() == 4 or rows == 12):
             assert_equal([ours], [shaped(whole)], but_for_order=tensor.dim() < 4)
 
 
 @EVERY_WAY
 def test_arguments_are_read_in_any_layout(call: Call) -> None:
-    """Each argument and gradient has another one, and each comes to all of them."""
+    """Each argument and gradient has another layout, and each of them goes through all layouts."""
     gradients = incoming(call)
     dense = run(call, gradients)
 
@@ -314,8 +314,10 @@ def test_arguments_are_read_in_any_layout(call: Call) -> None:
         return in_layout(layouts[turn % len(layouts)], tensor)
 
     for turn in range(len(ROW_LAYOUTS)):
-        tensors = [one if one is None else turned(turn + place, one) for place, one in enumerate(call.tensors)]
-        spread = [turned(turn + 1 + place, one) for place, one in enumerate(gradients)]
+        tensors = [
+            tensor if tensor is None else turned(turn + place, tensor) for place, tensor in enumerate(call.tensors)
+        ]
+        spread = [turned(turn + 1 + place, gradient) for place, gradient in enumerate(gradients)]
         for ours, expected in zip(run(call._replace(tensors=tensors), spread), dense, strict=True):
             assert_equal(ours, expected, at_other_strides=True)
 
@@ -323,23 +325,23 @@ def test_arguments_are_read_in_any_layout(call: Call) -> None:
 @pytest.mark.parametrize("case", [case for case in NAMES if case not in SEQUENCES])
 def test_results_lie_in_the_memory_order_of_their_tensor(case: str, device: str) -> None:
     call = every_call(device, "transposed heads")[case]
-    gradients = [in_layout("columns first", one) for one in incoming(call)]
-    outputs, found = run(call, gradients)
-    if case in (*IN_PART, "adapter"):  # stock puts a row of which a part is rotated, or a product, together anew
-        assert all(one.is_contiguous() for one in outputs)
+    gradients = [in_layout("columns first", dy) for dy in incoming(call)]
+    outputs, grads = run(call, gradients)
+    if case in (*IN_PART, "adapter"):  # stock allocates a new tensor for rows rotated in part and for products
+        assert all(output.is_contiguous() for output in outputs)
     else:
-        assert all(one.transpose(1, 2).is_contiguous() for one in outputs)
-    for place, one in enumerate(found):
-        if one is not None and one.dim() > 2 and (call.name, place) not in HANDED_ON:
-            assert (one if case == "adapter" else one.transpose(1, 2)).is_contiguous()
+        assert all(output.transpose(1, 2).is_contiguous() for output in outputs)
+    for place, grad in enumerate(grads):
+        if grad is not None and grad.dim() > 2 and (call.name, place) not in HANDED_ON:
+            assert (grad if case == "adapter" else grad.transpose(1, 2)).is_contiguous()
 
 
 @CALLS
 def test_gradients_of_a_sum_are_read_where_all_elements_are_one(case: str, device: str) -> None:
-    """``.sum().backward()`` hands over such gradients."""
+    """``.sum().backward()`` passes such gradients."""
     call = every_call(device)[case]
-    ones = [torch.ones_like(one) for one in incoming(call)]
-    expanded = [one.new_ones(()).expand(one.shape) for one in ones]
+    ones = [torch.ones_like(dy) for dy in incoming(call)]
+    expanded = [tensor.new_ones(()).expand(tensor.shape) for tensor in ones]
     for ours, expected in zip(run(call, expanded), run(call, ones), strict=True):
         assert_equal(ours, expected, but_for_order=True)
 
@@ -350,20 +352,20 @@ def test_rows_beyond_32_bits(call: Call, device: str, launches: list[Launch]) ->
         pytest.skip("a GPU's memory is not made of untouched pages")
     # Kernels of rows take one stride for all leading dimensions, and a copy of tensors that have several.
     inner = slice(None) if call.name in ("qk_norm", "rope", "causal_conv1d") else slice(1)
-    call = call.converted(lambda one: one if one.dim() < 3 else one[[0, 1, 0]][:, inner, inner])
+    call = call.converted(lambda tensor: tensor if tensor.dim() < 3 else tensor[[0, 1, 0]][:, inner, inner])
     gradients = incoming(call)
-    outputs, found = run(call, gradients)
+    outputs, grads = run(call, gradients)
     for place, tensor in enumerate(call.tensors):
         if tensor is not None and tensor.dim() > 2:
             launches.clear()
             ours = run(call.placed(place, far_apart(tensor)), gradients)
             is_added_by_pytorch = (call.name, place, tensor.shape[-1]) == ("norm_add", 1, SIZES["both norms apart"][1])
-            assert is_added_by_pytorch or any(FAR in one.numbers for one in launches), "the kernels read a copy"
+            assert is_added_by_pytorch or any(FAR in launch.numbers for launch in launches), "the kernels read a copy"
             assert_equal(ours[0], outputs, at_other_strides=True)
-            assert_equal(ours[1], found, at_other_strides=True)
+            assert_equal(ours[1], grads, at_other_strides=True)
     launches.clear()
-    assert_equal(run(call, [far_apart(one) for one in gradients])[1], found, at_other_strides=True)
-    assert any(FAR in one.numbers for one in launches), "the kernels read a copy"
+    assert_equal(run(call, [far_apart(gradient) for gradient in gradients])[1], grads, at_other_strides=True)
+    assert any(FAR in launch.numbers for launch in launches), "the kernels read a copy"
 
 
 @every_way(
@@ -371,14 +373,13 @@ def test_rows_beyond_32_bits(call: Call, device: str, launches: list[Launch]) ->
     *itertools.product(("norm", "add", "sandwich"), ["3x1000"]),
 )
 def test_a_row_does_not_depend_on_its_neighbours(call: Call) -> None:
-    """The second of two blocks of rows, which ends in the middle of a tile, gives by itself what it gives behind the
-    first."""
+    """The second of two blocks of rows ends in the middle of a tile; alone it gives the same as after the first one."""
     gradients = incoming(call)
     whole = run(call, gradients)
-    part = call.converted(lambda one: one[1:] if one.dim() > 2 else one)
-    for ours, expected in zip(run(part, [one[1:] for one in gradients]), whole, strict=True):
-        for one, other in zip(ours, expected, strict=True):
-            assert one is None or one.dim() < 3 or torch.equal(one, other[1:])
+    part = call.converted(lambda tensor: tensor[1:] if tensor.dim() > 2 else tensor)
+    for ours, expected in zip(run(part, [gradient[1:] for gradient in gradients]), whole, strict=True):
+        for a, b in zip(ours, expected, strict=True):
+            assert a is None or a.dim() < 3 or torch.equal(a, b[1:])
 
 
 @EVERY_WAY
@@ -401,7 +402,7 @@ Run = tuple[list[Tensor], list[Tensor | None]]
 
 
 def assert_stays_in_its_row(call: Call, gradients: list[Tensor], value: float, clean: Run, healthy: Run) -> None:
-    """``clean`` and ``healthy``: what kernels and stock make where all is finite."""
+    """Compare runs with ``value`` in some rows; ``clean`` and ``healthy`` are kernel and stock runs without it."""
     reference = OPERATORS[call.name].reference
 
     def infected(place: int, tensor: Tensor) -> Tensor:
@@ -412,17 +413,17 @@ def assert_stays_in_its_row(call: Call, gradients: list[Tensor], value: float, c
     sick = call
     for place, tensor in enumerate(call.tensors[:2]):
         sick = sick if tensor is None or tensor.dim() < 4 else sick.placed(place, infected(place, tensor))
-    incoming_sick = [infected(2, one) for one in gradients]
+    incoming_sick = [infected(2, gradient) for gradient in gradients]
     ours, stock = run(sick, incoming_sick), run(sick, incoming_sick, operator=reference)
-    assert all(torch.equal(one.isinf(), other.isinf()) for one, other in zip(ours[0], stock[0], strict=True))
-    for one, whole, expected, well in zip(
-        *(present([*each[0], *each[1]]) for each in (ours, clean, stock, healthy)), strict=True
+    assert all(torch.equal(a.isinf(), b.isinf()) for a, b in zip(ours[0], stock[0], strict=True))
+    for actual, whole, expected, well in zip(
+        *(present([*result[0], *result[1]]) for result in (ours, clean, stock, healthy)), strict=True
     ):
-        assert torch.equal(one.isnan(), expected.isnan())
-        if one.dim() == 4:
+        assert torch.equal(actual.isnan(), expected.isnan())
+        if actual.dim() == 4:
             same = (expected == well).all(-1)
             assert same.any()
-            assert torch.equal(one[same], whole[same])
+            assert torch.equal(actual[same], whole[same])
 
 
 @pytest.mark.parametrize("empty", ["batch", "rows", "width"])
@@ -430,12 +431,12 @@ def assert_stays_in_its_row(call: Call, gradients: list[Tensor], value: float, c
 def test_empty_tensors_give_empty_results_and_zero_gradients(case: str, empty: str, device: str) -> None:
     call = every_call(device, rows=0 if empty == "rows" else 3, width=0 if empty == "width" else 16)[case]
     if empty == "batch":
-        call = call.converted(lambda one: one[:0] if one.dim() > 2 else one)
+        call = call.converted(lambda tensor: tensor[:0] if tensor.dim() > 2 else tensor)
     if empty == "width" and (case == "gated in groups" or (case in HEADS and case != "heads")):
         pytest.skip("nothing to rotate, or to group")
-    outputs, found = run(call, incoming(call), operator=OPERATORS[call.name].checked)
-    assert all(one.numel() == 0 for one in outputs)
-    for tensor, gradient in zip(call.tensors, found, strict=False):
+    outputs, grads = run(call, incoming(call), operator=OPERATORS[call.name].checked)
+    assert all(output.numel() == 0 for output in outputs)
+    for tensor, gradient in zip(call.tensors, grads, strict=False):
         assert (tensor is None) == (gradient is None)
         assert tensor is None or torch.equal(gradient, torch.zeros_like(tensor))
 
@@ -447,14 +448,14 @@ def test_float64_takes_the_reference(case: str, launches: list[Launch], device: 
     for ours, expected in zip(call.results(operator.checked), call.results(operator.reference), strict=True):
         assert ours.dtype == torch.float64
         assert torch.equal(ours, expected)
-    # Clones, for each is moved by itself.
+    # Clones, because each is moved separately.
     small = every_call(device, rows=1, width=4, dtype=torch.float64)[case].converted(Tensor.clone)
     leaves = small.leaves()
     places = [place for place in range(small.differentiated) if leaves[place] is not None]
 
     def outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = dict(zip(places, tensors, strict=True))
-        return tuple(small.outputs([given.get(place, leaf) for place, leaf in enumerate(leaves)], operator.checked))
+        by_place = dict(zip(places, tensors, strict=True))
+        return tuple(small.outputs([by_place.get(place, leaf) for place, leaf in enumerate(leaves)], operator.checked))
 
     assert torch.autograd.gradcheck(outputs, [leaves[place] for place in places])
     assert not launches

@@ -24,7 +24,7 @@ def parts_of(codes: Tensor, state: bnb.QuantState) -> PackedWeight:
 
 
 def formula(weight: PackedWeight, block: int, like: Tensor) -> Tensor:
-    """The weight by PyTorch's operators."""
+    """Dequantise the weight by PyTorch's operators."""
     scale = weight.scale
     if weight.scale_code is not None:
         outer = weight.outer_scale.repeat_interleave(256)[: len(scale)]
@@ -45,9 +45,9 @@ def test_a_weight_has_the_bits_that_bitsandbytes_gives(
         codes, state = bnb.quantize_4bit(weight, blocksize=block, quant_type=kind, compress_statistics=double)
         w = torch.full(shape, torch.nan, dtype=dtype, device=device)
         launch_dequantize(parts_of(codes, state), block, w)
-        truths = [formula(parts_of(codes, state), block, weight)]
+        references = [formula(parts_of(codes, state), block, weight)]
         if weight.is_cuda or shape[1] % block == 0:  # bitsandbytes is wrong on a CPU if a block has parts of two rows
-            truths.append(bnb.dequantize_4bit(codes, state))
-        for truth in truths:
-            different = (w != truth).sum().item()
+            references.append(bnb.dequantize_4bit(codes, state))
+        for reference in references:
+            different = (w != reference).sum().item()
             assert different == 0, f"{dtype}, blocks of {block}: {different} of {w.numel()} differ"

@@ -1,4 +1,4 @@
-"""Where kernels run, and what plans are told of a device."""
+"""On which devices kernels run, and which device properties the plans get."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from fused_norm.patcher.adapter_dropout import dropout_factors, mask_of_dropout
 from .numerics import BF16, FP16, FP32, same_products
 
 SCALE, FACTORS = 0.7, (1 / 0.95, 1 / 0.9)
-"""The scale of an adapter, and the factors of numbers and gradients, which differ more than PyTorch's do."""
+"""The scale of an adapter, and the dropout factors of values and gradients, which differ more than PyTorch's."""
 
 
 def tensors(device: str, *rows: int, k: int = 64, n: int = 48, r: int = 4, dtype: torch.dtype = BF16) -> list[Tensor]:
-    """base, x, a, b, the mask, and the gradient of the output."""
+    """Draw base, x, a, b, the mask, and the gradient of the output."""
     shapes = ((*rows, n), dtype), ((*rows, k), dtype), ((r, k), FP32), ((n, r), FP32)
     leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape, dtype in shapes]
     return [*leaves, torch.rand(*rows, k, device=device) < 0.9, torch.randn(*rows, n, device=device).to(dtype)]
@@ -43,18 +43,18 @@ def test_it_has_the_bits_of_dropout_and_of_lora_add(
     y, dbase, d, da, db = results(LORA_ADD(base, dropped, a, b, SCALE), [base, dropped, a, b], dy)
     expected = y, dbase, reference.dropped(d, mask, FACTORS[1]), da, db
     for _ in range(2):  # recorded, and repeated
-        found = results(LORA_ADD_DROPPED(base, x, a, b, mask, SCALE, *FACTORS), leaves, dy)
-        for name, one, other in zip(("y", "dbase", "dx", "da", "db"), found, expected, strict=True):
-            assert one.dtype == other.dtype, name
-            assert same_products(one, other), name
+        actual = results(LORA_ADD_DROPPED(base, x, a, b, mask, SCALE, *FACTORS), leaves, dy)
+        for name, result, expected_result in zip(("y", "dbase", "dx", "da", "db"), actual, expected, strict=True):
+            assert result.dtype == expected_result.dtype, name
+            assert same_products(result, expected_result), name
 
 
 def test_rows_apart_in_memory_are_read_where_they_are(device: str) -> None:
     base, x, a, b, mask, dy = tensors(device, 6)
-    apart = torch.zeros(6, 100, device=device, dtype=BF16)[:, :64].copy_(x.detach()).requires_grad_()
-    found = results(LORA_ADD_DROPPED(base, apart, a, b, mask, SCALE, *FACTORS), [base, apart, a, b], dy)
+    spaced = torch.zeros(6, 100, device=device, dtype=BF16)[:, :64].copy_(x.detach()).requires_grad_()
+    actual = results(LORA_ADD_DROPPED(base, spaced, a, b, mask, SCALE, *FACTORS), [base, spaced, a, b], dy)
     expected = results(LORA_ADD_DROPPED(base, x, a, b, mask, SCALE, *FACTORS), [base, x, a, b], dy)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_what_is_dropped_is_not_hidden_if_it_is_nan(device: str) -> None:
@@ -70,12 +70,12 @@ def test_a_gradient_is_differentiated_again(device: str) -> None:
     *leaves, mask, dy = tensors(device, 4)
     dy.requires_grad_()
     _, dx, *_ = torch.autograd.grad(LORA_ADD_DROPPED(*leaves, mask, SCALE, *FACTORS), leaves, dy, create_graph=True)
-    found = torch.autograd.grad(dx.float().square().sum(), [leaves[2], leaves[3], dy])
+    actual = torch.autograd.grad(dx.float().square().sum(), [leaves[2], leaves[3], dy])
     *again, _, dy = (tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in (*leaves, mask, dy))
     dx = reference.dropped(dy * SCALE @ again[3].to(BF16) @ again[2].to(BF16), mask, FACTORS[1])
     expected = torch.autograd.grad(dx.float().square().sum(), [again[2], again[3], dy])
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * other.abs().max().item())
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * b.abs().max().item())
 
 
 def test_registered_operators_make_the_same_gradients(device: str) -> None:
@@ -84,7 +84,7 @@ def test_registered_operators_make_the_same_gradients(device: str) -> None:
     for mode in (nullcontext(), FlopCounterMode(display=False)):
         with mode:
             by_mode.append(results(LORA_ADD_DROPPED(*leaves, mask, SCALE, *FACTORS), leaves, dy))
-    assert all(torch.equal(one, other) for one, other in zip(*by_mode, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*by_mode, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_registered_operators_make_the_same_gradients(device: str) -> None:
     [
         (torch.ones(2, 64), "mask must be a tensor of torch.bool"),
         (torch.ones(64, 2) > 0, "mask must have x's shape (2, 64), not (64, 2)"),
-        ((torch.ones(64, 2) > 0).t(), ""),  # which the reference computes
+        ((torch.ones(64, 2) > 0).t(), ""),  # computed by the reference
     ],
 )
 def test_a_wrong_mask_is_named(mask: Any, message: str, device: str) -> None:
@@ -121,13 +121,13 @@ def test_on_a_gpu_a_mask_is_the_one_that_dropout_between_casts_draws(shape: tupl
         y = dropout(x.float()).to(dtype)
         return [y, *torch.autograd.grad(y, [x], dy)]
 
-    found = []
+    results = []
     for way in (by_mask, by_dropout):
         torch.manual_seed(3)
-        found.append([*way(), *way(), torch.rand(4, device="cuda")])
-    for one, other in zip(*found, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+        results.append([*way(), *way(), torch.rand(4, device="cuda")])
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
 
 
 def test_on_a_cpu_pytorchs_dropout_runs() -> None:

@@ -30,7 +30,7 @@ EVERY_GATE = pytest.mark.parametrize("gate", [*GATES[:3], *slow(*GATES[3:])], id
 
 
 def stock_gate(x: Tensor, absent: Tensor | None, activation: str, interleaved: bool, limit: Any, alpha: Any) -> Tensor:
-    """What modelling code says, with the rows of absent experts filled as transformers fills them."""
+    """Compute the gate as modelling code does, with the rows of absent experts filled as in transformers."""
     x = x if absent is None else x.masked_fill(absent.unsqueeze(-1), 0.0)
     gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     if limit is not None:
@@ -40,23 +40,23 @@ def stock_gate(x: Tensor, absent: Tensor | None, activation: str, interleaved: b
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
-def rows_of_experts(device: str, tokens: int, count: int, gone: int = 0) -> tuple[Tensor, Tensor]:
-    """``position`` of tokens that go to ``count`` experts each, and ``absent`` with the last rows gone."""
+def rows_of_experts(device: str, tokens: int, count: int, num_absent: int = 0) -> tuple[Tensor, Tensor]:
+    """Return ``position`` for tokens that go to ``count`` experts each, and ``absent``, which marks the last rows."""
     order = torch.randperm(tokens * count, generator=torch.Generator().manual_seed(3))
-    absent = torch.arange(tokens * count) >= tokens * count - gone
+    absent = torch.arange(tokens * count) >= tokens * count - num_absent
     return order.view(tokens, count).to(device), absent.to(device)
 
 
-def sorted_experts(device: str, rows: Sequence[int], gone: int = 0) -> tuple[Tensor, Tensor]:
-    """The expert of each row, and ``ends``, for experts with so many ``rows``; the last rows are nobody's."""
+def sorted_experts(device: str, rows: Sequence[int], num_absent: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the expert of each row and ``ends`` for experts with these ``rows``; the last rows belong to no expert."""
     counts = torch.tensor(rows)
     expert = torch.arange(len(rows)).repeat_interleave(counts)
-    expert = torch.cat([expert, torch.full((gone,), len(rows) - 1)])
+    expert = torch.cat([expert, torch.full((num_absent,), len(rows) - 1)])
     return expert.to(device), counts.cumsum(0).int().to(device)
 
 
 def poisoned(tensor: Tensor, absent: Tensor) -> Tensor:
-    """The tensor as a grouped product leaves it: rows of absent experts hold anything."""
+    """Return the tensor as a grouped product leaves it: rows of absent experts are undefined."""
     return tensor.masked_fill(absent.unsqueeze(-1), torch.nan)
 
 
@@ -74,11 +74,13 @@ def weighted_inputs(device: str, tokens: int, count: int, width: int, x: torch.d
 
 
 def assert_gate_right(device: str, rows: int, width: int, dtype: torch.dtype, gate: tuple[Any, ...]) -> None:
-    given = gate_inputs(device, rows, width, dtype)
+    inputs = gate_inputs(device, rows, width, dtype)
     activation, interleaved, limit, alpha = gate
-    ours = run(lambda x: expert_gate(x, None, activation, interleaved=interleaved, limit=limit, alpha=alpha), given)
-    theirs, truth = (run(lambda x: stock_gate(x, None, *gate), one) for one in (given, given.mapped(Tensor.double)))
-    assert_near(ours, theirs, truth, {})
+    ours = run(lambda x: expert_gate(x, None, activation, interleaved=interleaved, limit=limit, alpha=alpha), inputs)
+    theirs, float64 = (
+        run(lambda x: stock_gate(x, None, *gate), tensors) for tensors in (inputs, inputs.mapped(Tensor.double))
+    )
+    assert_near(ours, theirs, float64, {})
 
 
 @EVERY_GATE
@@ -105,14 +107,14 @@ def test_each_operation_of_a_gate_is_rounded(gate: tuple[Any, ...], dtype: torch
 
 @EVERY_GATE
 def test_rows_of_absent_experts_are_not_read(gate: tuple[Any, ...], device: str) -> None:
-    given = gate_inputs(device, 9, 24, BF16)
+    inputs = gate_inputs(device, 9, 24, BF16)
     absent = torch.arange(9, device=device) >= 6
-    expected = run(lambda x: EXPERT_GATE(x, absent, *gate), given)
-    sick = given.but(x=poisoned(given.x, absent), dy=poisoned(given.dy, absent))
+    expected = run(lambda x: EXPERT_GATE(x, absent, *gate), inputs)
+    sick = inputs.but(x=poisoned(inputs.x, absent), dy=poisoned(inputs.dy, absent))
     ours = run(lambda x: EXPERT_GATE(x, absent, *gate), sick)
-    alone = run(lambda x: EXPERT_GATE(x, None, *gate), given.mapped(lambda one: one[:6]))
+    alone = run(lambda x: EXPERT_GATE(x, None, *gate), inputs.mapped(lambda tensor: tensor[:6]))
     assert_same(ours, expected)
-    assert_same(ours.mapped(lambda one: one[:6]), alone)
+    assert_same(ours.mapped(lambda tensor: tensor[:6]), alone)
     assert not any(value[6:].any() for value in ours.present().values())
 
 
@@ -133,16 +135,16 @@ def test_a_limit_is_inside_and_what_is_beyond_has_no_gradient(device: str) -> No
 def test_rows_go_to_experts_and_their_gradients_are_summed_once(
     dtype: torch.dtype, tokens: int, count: int, width: int, device: str
 ) -> None:
-    position, absent = rows_of_experts(device, tokens, count, gone=2)
-    given = drawn(device, x=((tokens, width), dtype, 1.0), dy=((tokens * count, width), dtype, 1.0))
-    given = given.but(dy=poisoned(given.dy, absent))
-    ours = run(lambda x: expert_permute(x, position, absent), given)
-    expected = torch.empty_like(given.dy)
+    position, absent = rows_of_experts(device, tokens, count, num_absent=2)
+    inputs = drawn(device, x=((tokens, width), dtype, 1.0), dy=((tokens * count, width), dtype, 1.0))
+    inputs = inputs.but(dy=poisoned(inputs.dy, absent))
+    ours = run(lambda x: expert_permute(x, position, absent), inputs)
+    expected = torch.empty_like(inputs.dy)
     for token, places in enumerate(position.tolist()):
         for place in places:
-            expected[place] = 0 if absent[place] else given.x[token]
+            expected[place] = 0 if absent[place] else inputs.x[token]
     assert torch.equal(ours.y, expected)
-    present, total = given.dy.masked_fill(absent.unsqueeze(-1), 0).float(), torch.zeros(tokens, width, device=device)
+    present, total = inputs.dy.masked_fill(absent.unsqueeze(-1), 0).float(), torch.zeros(tokens, width, device=device)
     for k in range(count):
         total += present[position[:, k]]
     assert torch.equal(ours.dx, total.to(dtype)), "in fp32, in the order of k, rounded once"
@@ -155,18 +157,18 @@ def test_rows_go_to_experts_and_their_gradients_are_summed_once(
 def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
     dtype: torch.dtype, rows: tuple[int, ...], width: int, device: str
 ) -> None:
-    expert, ends = sorted_experts(device, rows, gone=3)
-    given = drawn(device, bias=((len(rows), width), dtype, 1.0), dy=((len(expert), width), dtype, 1.0))
+    expert, ends = sorted_experts(device, rows, num_absent=3)
+    inputs = drawn(device, bias=((len(rows), width), dtype, 1.0), dy=((len(expert), width), dtype, 1.0))
     is_after = torch.arange(len(expert), device=device) >= ends[-1]
-    ours = run(lambda bias: expert_bias(bias, expert, ends), given.but(dy=poisoned(given.dy, is_after)))
-    assert torch.equal(ours.y, given.bias[expert].masked_fill(is_after.unsqueeze(-1), 0))
-    whole = given.mapped(lambda one: one.mul(4).round())  # sums in fp32 are exact
+    ours = run(lambda bias: expert_bias(bias, expert, ends), inputs.but(dy=poisoned(inputs.dy, is_after)))
+    assert torch.equal(ours.y, inputs.bias[expert].masked_fill(is_after.unsqueeze(-1), 0))
+    whole = inputs.mapped(lambda tensor: tensor.mul(4).round())  # sums in fp32 are exact
     summed = run(lambda bias: expert_bias(bias, expert, ends), whole)
-    truth = torch.stack([part.double().sum(0) for part in whole.dy[: sum(rows)].split(rows)])
-    assert torch.equal(summed.dbias, truth.to(dtype)), "in fp32, rounded once"
-    truth = torch.stack([part.double().sum(0) for part in given.dy[: sum(rows)].split(rows)])
+    exact = torch.stack([part.double().sum(0) for part in whole.dy[: sum(rows)].split(rows)])
+    assert torch.equal(summed.dbias, exact.to(dtype)), "in fp32, rounded once"
+    exact = torch.stack([part.double().sum(0) for part in inputs.dy[: sum(rows)].split(rows)])
     near = {FP32: 1e-5, FP16: 1e-3, BF16: 6e-3}[dtype]
-    torch.testing.assert_close(ours.dbias.double(), truth, rtol=near, atol=near)
+    torch.testing.assert_close(ours.dbias.double(), exact, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize(("tokens", "count", "width"), [(5, 3, 37), (4, 1, 16), (2, 8, 130), *slow_rows((9, 4, 5000))])
@@ -176,46 +178,46 @@ def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
 def test_weighted_sums_are_as_accurate_as_stock(
     x: torch.dtype, weights: torch.dtype, tokens: int, count: int, width: int, device: str
 ) -> None:
-    position, absent = rows_of_experts(device, tokens, count, gone=2)
-    given = weighted_inputs(device, tokens, count, width, x, weights)
-    clean = given.but(x=given.x.masked_fill(absent.unsqueeze(-1), 0))
+    position, absent = rows_of_experts(device, tokens, count, num_absent=2)
+    inputs = weighted_inputs(device, tokens, count, width, x, weights)
+    clean = inputs.but(x=inputs.x.masked_fill(absent.unsqueeze(-1), 0))
 
     def stock(x: Tensor, weights: Tensor) -> Tensor:
         present = x.masked_fill(absent.unsqueeze(-1), 0.0)
         weighted = present[position.flatten()] * weights.reshape(-1, 1)
         return weighted.view(tokens, count, width).sum(dim=1).to(x.dtype)
 
-    sick = given.but(x=poisoned(given.x, absent))
+    sick = inputs.but(x=poisoned(inputs.x, absent))
     ours = run(lambda x, weights: expert_unpermute(x, weights, position, absent), sick)
-    theirs, truth = run(stock, clean), run(stock, clean.mapped(Tensor.double))
-    terms = (clean.x.double().abs()[position] * given.dy.double().abs()[:, None]).sum(-1).amax(-1, keepdim=True)
-    assert_near(ours, theirs, truth, {"dweights": terms, "dx": torch.ones_like(truth.dx[:, :1])})
+    theirs, float64 = run(stock, clean), run(stock, clean.mapped(Tensor.double))
+    terms = (clean.x.double().abs()[position] * inputs.dy.double().abs()[:, None]).sum(-1).amax(-1, keepdim=True)
+    assert_near(ours, theirs, float64, {"dweights": terms, "dx": torch.ones_like(float64.dx[:, :1])})
 
 
 def test_weighted_rows_and_their_sum_are_rounded(device: str) -> None:
     position, _ = rows_of_experts(device, 8, 4)
-    given = weighted_inputs(device, 8, 4, 64, BF16, BF16)
-    ours = expert_unpermute(given.x, given.weights, position)
-    weighted = given.x[position] * given.weights[..., None]
+    inputs = weighted_inputs(device, 8, 4, 64, BF16, BF16)
+    ours = expert_unpermute(inputs.x, inputs.weights, position)
+    weighted = inputs.x[position] * inputs.weights[..., None]
     total = torch.zeros(8, 64, device=device)
     for k in range(4):
         total += weighted[:, k].float()
     assert torch.equal(ours, total.to(BF16))
-    unrounded = (given.x.float()[position] * given.weights.float()[..., None]).sum(1).to(BF16)
+    unrounded = (inputs.x.float()[position] * inputs.weights.float()[..., None]).sum(1).to(BF16)
     assert (ours != unrounded).double().mean() > 0.05
-    wide = expert_unpermute(given.x, given.weights, position, dtype=FP32)
+    wide = expert_unpermute(inputs.x, inputs.weights, position, dtype=FP32)
     assert wide.dtype == FP32
     assert torch.equal(wide, ours.float()), "the sum is rounded before it is cast"
 
 
 def calls(device: str, dtype: torch.dtype = FP32) -> dict[str, tuple[Operator, tuple[Any, ...]]]:
-    position, absent = rows_of_experts(device, 4, 3, gone=2)
-    x, rows, both = (torch.randn(shape, device=device).to(dtype) for shape in ((4, 10), (12, 10), (12, 20)))
+    position, absent = rows_of_experts(device, 4, 3, num_absent=2)
+    x, rows, gate_up = (torch.randn(shape, device=device).to(dtype) for shape in ((4, 10), (12, 10), (12, 20)))
     weights = torch.rand(4, 3, device=device)
-    expert, ends = sorted_experts(device, (5, 0, 4, 1), gone=2)
+    expert, ends = sorted_experts(device, (5, 0, 4, 1), num_absent=2)
     return {
         "bias": (EXPERT_BIAS, (torch.randn(4, 10, device=device).to(dtype), expert, ends)),
-        "gate": (EXPERT_GATE, (both, absent, "silu", True, 1.5, 1.702)),
+        "gate": (EXPERT_GATE, (gate_up, absent, "silu", True, 1.5, 1.702)),
         "permute": (EXPERT_PERMUTE, (x, position, absent)),
         "unpermute": (EXPERT_UNPERMUTE, (rows, weights, position, absent, dtype)),
     }
@@ -226,7 +228,7 @@ EACH = pytest.mark.parametrize("name", ["bias", "gate", "permute", "unpermute"])
 
 def leaves_of(operator: Operator, arguments: tuple[Any, ...]) -> tuple[list[Any], list[Tensor]]:
     count = len(operator.gradients)
-    leaves = [one.detach().clone().requires_grad_() for one in arguments[:count]]
+    leaves = [argument.detach().clone().requires_grad_() for argument in arguments[:count]]
     return [*leaves, *arguments[count:]], leaves
 
 
@@ -244,57 +246,60 @@ def test_each_is_a_registered_operator(name: str, device: str) -> None:
 @EACH
 def test_kernels_and_formula_agree_in_every_form_of_a_call(name: str, device: str) -> None:
     operator, arguments = calls(device)[name]
-    (given, leaves), found = leaves_of(operator, arguments), []
+    (args, leaves), results = leaves_of(operator, arguments), []
     for call in (operator, operator.reference):
-        y = call(*given)
+        y = call(*args)
         first = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
-        second = torch.autograd.grad(sum(one.square().sum() for one in first), leaves)
-        repeated = torch.autograd.grad(call(*given).sin().sum(), leaves)
-        found.append([y, *first, *second, *repeated])
-    for ours, expected in zip(*found, strict=True):
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in first), leaves)
+        repeated = torch.autograd.grad(call(*args).sin().sum(), leaves)
+        results.append([y, *first, *second, *repeated])
+    for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-    exact = tuple(one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in arguments)
+    exact = tuple(
+        argument.double() if isinstance(argument, Tensor) and argument.is_floating_point() else argument
+        for argument in arguments
+    )
     assert operator.checked(*exact).dtype in (torch.float64, FP32), "float64 takes the reference"
 
 
 @EACH
 def test_a_call_repeats_its_bits_in_any_layout_and_writes_to_nothing(name: str, device: str) -> None:
     operator, arguments = calls(device, BF16)[name]
-    before = [one.clone() for one in arguments if isinstance(one, Tensor)]
+    before = [argument.clone() for argument in arguments if isinstance(argument, Tensor)]
 
     def results(arguments: tuple[Any, ...]) -> list[Tensor]:
-        given, leaves = leaves_of(operator, arguments)
-        y = operator(*given)
+        args, leaves = leaves_of(operator, arguments)
+        y = operator(*args)
         return [y, *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel(), device=device).view_as(y).to(y))]
 
     first, second = results(arguments), results(arguments)
 
-    def spread(one: Any) -> Any:
-        return one.repeat_interleave(2, -1)[..., ::2] if isinstance(one, Tensor) else one
+    def spread(argument: Any) -> Any:
+        return argument.repeat_interleave(2, -1)[..., ::2] if isinstance(argument, Tensor) else argument
 
     spaced = results(tuple(map(spread, arguments)))
-    for one, *others in zip(first, second, spaced, strict=True):
-        assert all(torch.equal(one, other) for other in others)
-    after = [one for one in arguments if isinstance(one, Tensor)]
+    for result, *repeats in zip(first, second, spaced, strict=True):
+        assert all(torch.equal(result, again) for again in repeats)
+    after = [argument for argument in arguments if isinstance(argument, Tensor)]
     assert_same(before, after)
 
 
 @EACH
 def test_no_rows_are_no_launch(name: str, device: str) -> None:
     operator, arguments = calls(device)[name]
-    empty = tuple(one[:0] if isinstance(one, Tensor) else one for one in arguments)
-    given, leaves = leaves_of(operator, empty)
-    y = operator.checked(*given)
+    empty = tuple(argument[:0] if isinstance(argument, Tensor) else argument for argument in arguments)
+    args, leaves = leaves_of(operator, empty)
+    y = operator.checked(*args)
     assert y.shape[0] == 0
-    assert all(one.shape[0] == 0 for one in torch.autograd.grad(y.sum(), leaves))
+    assert all(grad.shape[0] == 0 for grad in torch.autograd.grad(y.sum(), leaves))
 
 
 def test_references_have_the_bits_of_stock(device: str) -> None:
-    position, absent = rows_of_experts(device, 6, 2, gone=3)
+    position, absent = rows_of_experts(device, 6, 2, num_absent=3)
     order = torch.argsort(position.flatten())
     for dtype, gate in product((FP32, BF16), GATES):
-        both = gate_inputs(device, 12, 24, dtype).x
-        found = reference.expert_gate(both, absent, *gate, act=ACTIVATIONS[gate[0]])
-        assert torch.equal(found, stock_gate(both, absent, *gate))
+        gate_up = gate_inputs(device, 12, 24, dtype).x
+        actual = reference.expert_gate(gate_up, absent, *gate, act=ACTIVATIONS[gate[0]])
+        assert torch.equal(actual, stock_gate(gate_up, absent, *gate))
         x = torch.randn(6, 24, device=device).to(dtype)
         assert torch.equal(reference.expert_permute(x, position, None), x[order // 2])

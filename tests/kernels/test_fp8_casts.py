@@ -25,7 +25,7 @@ VALUES = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(scope="module")
 def torchao() -> Any:
-    """torchao's casts."""
+    """Cast as torchao does."""
     pytest.importorskip("torchao")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -35,7 +35,7 @@ def torchao() -> Any:
         from torchao.prototype.mx_formats import mx_tensor
 
     def casts(name: str, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and the scale that codes are multiplied by."""
+        """Return codes and the factor that values were multiplied by."""
         if name == "block128":
             return kernels.torch_blockwise_scale_act_quant_lhs(y)
         if name == "mxfp8":
@@ -88,7 +88,7 @@ def test_numbers_come_back_as_near_as_codes_are(name: str) -> None:
     y = torch.randn(37, 256) + torch.arange(37.0)[:, None] + torch.arange(256.0) / 7
     back = dequantize(quantize(y, name))
     assert back.dtype == FP32
-    # Half of the last of four bits; what saturates under the largest power of two below amax loses up to an eighth.
+    # Half a unit of four bits; values that saturate under the largest power of two below amax lose up to an eighth.
     bound = 1 / 8 if name == "mxfp8" else 1 / 16
     assert ((back - y).abs() <= bound * y.abs() + 1e-3 * y.abs().max()).all()
     assert ((back - y).abs() > 1e-3).any()
@@ -109,22 +109,22 @@ def test_what_is_beyond_the_largest_code_becomes_it() -> None:
 
 def test_gradients_go_straight_through_a_cast() -> None:
     y = torch.randn(5, 128, dtype=BF16, requires_grad=True)
-    made = quantize(y, "rowwise")
-    assert made.placeholder.shape == y.shape
-    assert made.placeholder.dtype == BF16
-    assert made.placeholder.isnan().all()
-    assert made.placeholder.untyped_storage().nbytes() == 2
-    assert not made.q.requires_grad
+    quantized = quantize(y, "rowwise")
+    assert quantized.placeholder.shape == y.shape
+    assert quantized.placeholder.dtype == BF16
+    assert quantized.placeholder.isnan().all()
+    assert quantized.placeholder.untyped_storage().nbytes() == 2
+    assert not quantized.q.requires_grad
     dy = torch.randn(5, 128, dtype=BF16)
-    made.placeholder.backward(dy)
+    quantized.placeholder.backward(dy)
     assert torch.equal(y.grad, dy)
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128), (1, 128), (128,), (3, 0)], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_empty_and_single_rows(name: str, shape: tuple[int, ...]) -> None:
-    made = quantize(torch.randn(shape), name)
-    assert made.q.shape == dequantize(made).shape == shape
+    quantized = quantize(torch.randn(shape), name)
+    assert quantized.q.shape == dequantize(quantized).shape == shape
 
 
 def test_formats_and_shapes_that_do_not_go_together_are_refused() -> None:
@@ -166,7 +166,7 @@ def _decode_kernel(q_ptr, y_ptr):
 
 
 def _cast_in_triton(y: Tensor, amax: Tensor, fp8_format: FP8Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales of fp32 values, each with an amax of its own, all of them numbers of ``dtype``."""
+    """Return codes and scales of fp32 values, each with its own amax; all values are representable in ``dtype``."""
     block = 16384
     q = y.new_empty(y.shape, dtype=E4M3)
     scale = y.new_empty(y.shape, dtype=torch.uint8 if fp8_format.swizzled else FP32)
@@ -177,7 +177,7 @@ def _cast_in_triton(y: Tensor, amax: Tensor, fp8_format: FP8Format, dtype: torch
 
 
 def _beside(values: Tensor, places: int = 3) -> Tensor:
-    """fp32 values and their neighbours."""
+    """Return fp32 values and their neighbours."""
     bits = values.view(torch.int32)[:, None] + torch.arange(-places, places + 1, device=values.device)
     return bits.to(torch.int32).view(FP32).flatten()
 
@@ -203,7 +203,7 @@ def test_kernels_round_to_every_code(device: str) -> None:
 @VALUES
 @pytest.mark.parametrize("name", FORMATS)
 def test_kernels_scale_as_pytorch_does(name: str, dtype: torch.dtype, device: str) -> None:
-    if dtype == FP32:  # where logarithms round to those of a power of two
+    if dtype == FP32:  # their logarithms round to those of a power of two
         powers = torch.exp2(torch.arange(-100.0, 120.0))
         amax = torch.cat([_beside(powers * factor) for factor in (1.0, 1.5, 1.75)])
         amax = torch.cat((amax, torch.tensor([0.0, 1e-40, 1e-12, 1e-10, 1e-4, float("nan"), float("inf")])))
@@ -218,7 +218,7 @@ def test_kernels_scale_as_pytorch_does(name: str, dtype: torch.dtype, device: st
 
 
 def test_kernels_raise_what_is_below_the_floor_by_less_than_fp32_tells(device: str) -> None:
-    """PyTorch compares with the floor in fp64; of two fp32 numbers around it, the lower one is raised to it."""
+    """PyTorch compares with the floor in fp64: of the two fp32 numbers around it, the lower one is raised to it."""
     fp8_format = replace(FORMATS["tensorwise"], floor=1.5e-8)
     amax = _beside(torch.tensor([1.5e-8], device=device))
     (q, scale), expected = _cast_in_triton(amax, amax, fp8_format, FP32), cast_groups(amax, amax, fp8_format)

@@ -27,22 +27,24 @@ Names = list[str]
 
 
 def tensors_of(norm: Norm, shape: tuple[int, ...], device: str, *, finite: bool = True) -> list[Tensor | None]:
-    """x, the residual and the weight, None where there is none; the first rows are hard ones."""
+    """Draw x, the residual and the weight, None for an absent one; the first rows are hard to cast."""
     x = hard_rows(torch.Size(shape[:-1]).numel(), shape[-1], norm.x, finite=finite).view(shape)
     r = None if norm.r is None else (2 * torch.randn(shape)).to(norm.r)
     if r is not None:
         r.view(-1, shape[-1])[0] = 0
     w = None if norm.w is None else (1.5 * torch.randn(shape[-1])).to(norm.w)
-    return [None if one is None else one.to(device) for one in (x, r, w)]
+    return [None if tensor is None else tensor.to(device) for tensor in (x, r, w)]
 
 
 def usual_tensors_of(norm: Norm, device: str) -> list[Tensor | None]:
-    """Without the rows that are hard."""
-    return [one if one is None or one.dim() < 2 else one[6:] for one in tensors_of(norm, (9, 128), device)]
+    """Draw tensors without hard rows."""
+    return [
+        tensor if tensor is None or tensor.dim() < 2 else tensor[6:] for tensor in tensors_of(norm, (9, 128), device)
+    ]
 
 
 def fused(norm: Norm, fp8_format: str, tensors: Sequence[Tensor | None]) -> tuple[Quantized, Tensor | None]:
-    """The sum is None if there is no residual."""
+    """Return the codes and the sum, which is None if there is no residual."""
     x, r, w = tensors
     meaning: dict[str, Any] = {"casting": norm.casting, "zero_centered": norm.zero_centered}
     if r is None:
@@ -67,23 +69,23 @@ CASES = [
 def assert_unfused_codes(
     norm: Norm, fp8_format: str, shape: tuple[int, ...], device: str, *, finite: bool = True
 ) -> None:
-    """Codes, scales and sum of a norm are those of the casts of the 16-bit operator's result."""
+    """Assert that codes, scales and sum are those of the 16-bit operator followed by the cast."""
     tensors = tensors_of(norm, shape, device, finite=finite)
-    (made, s), (y, expected_s) = fused(norm, fp8_format, tensors), norm.fused(*tensors)
-    assert_same_codes(made, quantize(y, fp8_format))
-    assert (made.placeholder.shape, made.placeholder.dtype) == (y.shape, y.dtype)
-    assert made.placeholder.untyped_storage().nbytes() == y.element_size()
-    assert made.placeholder.isnan().all()
+    (output, s), (y, expected_s) = fused(norm, fp8_format, tensors), norm.fused(*tensors)
+    assert_same_codes(output, quantize(y, fp8_format))
+    assert (output.placeholder.shape, output.placeholder.dtype) == (y.shape, y.dtype)
+    assert output.placeholder.untyped_storage().nbytes() == y.element_size()
+    assert output.placeholder.isnan().all()
     if s is not None:
         assert_same_bits(s, expected_s)
 
 
 CENTERED = Norm("gemma", True, x=FP32, w=BF16, r=BF16)
 LAYOUTS = ("tensorwise", "rowwise", "block128", "mxfp8")
-"""A format for each way of laying out scales."""
+"""A format for each layout of scales."""
 
 FAST_CODES = [
-    (NONE, "tensorwise", (7, 128)),  # the norm uses another rstd than it keeps
+    (NONE, "tensorwise", (7, 128)),  # the norm uses another rstd than the one it saves
     *((LLAMA, name, (7, 128)) for name in FORMATS),
     *((CENTERED, name, (7, 128)) for name in ("tensorwise", "mxfp8")),
     (LLAMA, "tensorwise", (131, 37)),
@@ -115,38 +117,38 @@ def test_nan_and_inf_take_with_them_what_shares_their_scale(name: str, device: s
 
 
 def gradients(outputs: list[Tensor], incoming: list[Tensor], tensors: list[Tensor | None]) -> list[Tensor | None]:
-    wanted = [one for one in tensors if one is not None and one.requires_grad]
-    return list(torch.autograd.grad(outputs, wanted, incoming, retain_graph=True, allow_unused=True))
+    inputs = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    return list(torch.autograd.grad(outputs, inputs, incoming, retain_graph=True, allow_unused=True))
 
 
 FAST_CASES = [norm for norm in CASES if norm in (LLAMA, ADDED) or norm.casting == "gemma"]
 
 
-@pytest.mark.parametrize("norm", [*FAST_CASES, *slow(*(one for one in CASES if one not in FAST_CASES))], ids=str)
+@pytest.mark.parametrize("norm", [*FAST_CASES, *slow(*(norm for norm in CASES if norm not in FAST_CASES))], ids=str)
 def test_gradients_are_those_of_the_16_bit_operator(norm: Norm, device: str) -> None:
-    leaves = [None if one is None else one.requires_grad_() for one in usual_tensors_of(norm, device)]
-    (y, s), (made, fused_s) = norm.fused(*leaves), fused(norm, "block128", leaves)
-    assert [one.requires_grad for one in (made.q, made.scale, made.rstd)] == [False] * 3
-    assert made.placeholder.requires_grad
-    outputs, ours_of = [y], [made.placeholder]
+    leaves = [None if tensor is None else tensor.requires_grad_() for tensor in usual_tensors_of(norm, device)]
+    (y, s), (output, fused_s) = norm.fused(*leaves), fused(norm, "block128", leaves)
+    assert [tensor.requires_grad for tensor in (output.q, output.scale, output.rstd)] == [False] * 3
+    assert output.placeholder.requires_grad
+    outputs, ours_of = [y], [output.placeholder]
     if s is not None:
-        outputs, ours_of = [y, s], [made.placeholder, fused_s]
-    incoming = [torch.randn_like(one) for one in outputs]
+        outputs, ours_of = [y, s], [output.placeholder, fused_s]
+    incoming = [torch.randn_like(output) for output in outputs]
     for count in range(1, len(outputs) + 1):
         ours, expected = (gradients(some[:count], incoming[:count], leaves) for some in (ours_of, outputs))
         assert_same(ours, expected)
     if s is not None:
         ours, expected = (gradients(some[1:], incoming[1:], leaves) for some in (ours_of, outputs))
-        for one, other in zip(ours, expected, strict=True):
-            assert one is other is None or torch.equal(one, other)
+        for a, b in zip(ours, expected, strict=True):
+            assert a is b is None or torch.equal(a, b)
 
 
 def test_a_frozen_weight_costs_no_gradient(device: str, launched: Callable[[], Names]) -> None:
     x, r, w = tensors_of(ADDED, (7, 128), device)
     x.requires_grad_()
-    made, _ = add_rms_norm_fp8(x, r, w, fp8_format="rowwise")
+    output, _ = add_rms_norm_fp8(x, r, w, fp8_format="rowwise")
     assert launched() == ["_rows_kernel"]
-    made.placeholder.backward(torch.randn_like(r))
+    output.placeholder.backward(torch.randn_like(r))
     assert launched() == ["_backward_kernel"]
     assert x.grad is not None
 
@@ -155,7 +157,7 @@ def test_a_frozen_weight_costs_no_gradient(device: str, launched: Callable[[], N
 def test_what_was_made_in_inference_mode_trains_as_in_the_16_bit_operator(norm: Norm, device: str) -> None:
     tensors = usual_tensors_of(norm, device)
     for place in (0, 1) if norm.r else (0,):
-        leaves = [None if one is None else one.detach().requires_grad_() for one in tensors]
+        leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in tensors]
         with torch.inference_mode():
             leaves[place] = tensors[place].clone()
         outputs = norm.fused(*leaves)[0], fused(norm, "block128", leaves)[0].placeholder
@@ -165,14 +167,14 @@ def test_what_was_made_in_inference_mode_trains_as_in_the_16_bit_operator(norm: 
 
 
 def test_without_gradients_nothing_is_differentiable(device: str) -> None:
-    tensors = [one.requires_grad_() for one in tensors_of(ADDED, (7, 128), device)]
+    tensors = [tensor.requires_grad_() for tensor in tensors_of(ADDED, (7, 128), device)]
     with torch.no_grad():
-        made, s = fused(ADDED, "block128", tensors)
-    assert not made.placeholder.requires_grad
+        output, s = fused(ADDED, "block128", tensors)
+    assert not output.placeholder.requires_grad
     assert not s.requires_grad
     again, _ = fused(ADDED, "block128", tensors)
-    assert_same_codes(made, again)
-    assert torch.equal(in_bits(made.rstd), in_bits(again.rstd))
+    assert_same_codes(output, again)
+    assert torch.equal(in_bits(output.rstd), in_bits(again.rstd))
 
 
 def test_second_derivatives_are_those_of_the_formula(device: str) -> None:
@@ -184,12 +186,12 @@ def test_second_derivatives_are_those_of_the_formula(device: str) -> None:
         return torch.autograd.grad(dx.sin().sum(), (x, w, dy))
 
     ours = second(lambda x, w: rms_norm_fp8(x, w, fp8_format="rowwise").placeholder)
-    for one, other in zip(ours, second(rms_norm), strict=True):
-        torch.testing.assert_close(one, other)
+    for a, b in zip(ours, second(rms_norm), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def coat(x: Tensor, x_scale: Tensor, w: Tensor, dy: Tensor, eps: float) -> dict[str, Tensor]:
-    """COAT's norm in plain PyTorch: x from codes in groups of 16, fp32 until y, one scale for y as it is written."""
+    """Compute COAT's norm in PyTorch: x from codes in groups of 16, fp32 up to y, one scale for y after rounding."""
     x = (x.float().unflatten(-1, (-1, 16)) * x_scale.float()[..., None]).flatten(-2)
     rstd = 1 / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
     y = (x * rstd * w.float()).to(dy.dtype).float()
@@ -208,16 +210,16 @@ def test_norms_of_codes_are_coats(shape: tuple[int, ...], scale_dtype: torch.dty
     dy = torch.randn(shape, device=device).to(BF16)
     x = quantize(h, "coat_input")
     x_scale = x.scale.to(scale_dtype)
-    made = rms_norm_fp8(replace(x, scale=x_scale), w, 1e-5, fp8_format="coat", casting="gemma")
-    dx, dw = torch.autograd.grad(made.placeholder, (h, w), dy)
+    output = rms_norm_fp8(replace(x, scale=x_scale), w, 1e-5, fp8_format="coat", casting="gemma")
+    dx, dw = torch.autograd.grad(output.placeholder, (h, w), dy)
     seed = coat(x.q, x_scale, w.detach(), dy, 1e-5)
-    torch.testing.assert_close(made.rstd, seed["rstd"], rtol=1e-6, atol=0)
-    torch.testing.assert_close(made.scale, seed["scale"], rtol=2**-7, atol=0)
-    # y may differ from the seed's in its last place, where a code may then be the next one.
-    assert (made.q.view(torch.uint8) == seed["q"].view(torch.uint8)).float().mean() > 0.98
+    torch.testing.assert_close(output.rstd, seed["rstd"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(output.scale, seed["scale"], rtol=2**-7, atol=0)
+    # y may differ from the seed's by one unit, so its code may be the next one.
+    assert (output.q.view(torch.uint8) == seed["q"].view(torch.uint8)).float().mean() > 0.98
     torch.testing.assert_close(dx, seed["dx"], rtol=2**-7, atol=1e-3)
     torch.testing.assert_close(dw, seed["dw"], rtol=2**-7, atol=1e-2)
-    assert made.placeholder.dtype == BF16
+    assert output.placeholder.dtype == BF16
 
 
 @pytest.mark.parametrize("name", ["coat", "block128", "rowwise"])
@@ -225,16 +227,16 @@ def test_norms_of_codes_are_coats(shape: tuple[int, ...], scale_dtype: torch.dty
 def test_norms_of_codes_are_norms_of_their_numbers(casting: Any, name: str, device: str) -> None:
     x = quantize(torch.randn(3, 128, device=device), "coat_input")
     w = torch.randn(128, device=device, requires_grad=True)
-    placeholder = torch.randn(3, 128, device=device, requires_grad=True)  # fp32: nothing is rounded on the way
-    made = rms_norm_fp8(replace(x, placeholder=placeholder), w, fp8_format=name, casting=casting)
+    placeholder = torch.randn(3, 128, device=device, requires_grad=True)  # fp32, so that nothing else is rounded
+    output = rms_norm_fp8(replace(x, placeholder=placeholder), w, fp8_format=name, casting=casting)
     numbers = dequantize(x).requires_grad_()
     expected = rms_norm_fp8(numbers, w, fp8_format=name, casting=casting)
-    assert_same_codes(made, expected)
+    assert_same_codes(output, expected)
     dy = torch.randn(3, 128, device=device)
-    ours = torch.autograd.grad(made.placeholder, (placeholder, w), dy)
+    ours = torch.autograd.grad(output.placeholder, (placeholder, w), dy)
     theirs = torch.autograd.grad(expected.placeholder, (numbers, w), dy)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     frozen = rms_norm_fp8(replace(x, placeholder=None), w.detach().to(BF16), fp8_format=name, casting=casting)
     assert frozen.placeholder.dtype == BF16
     assert not frozen.placeholder.requires_grad
@@ -244,11 +246,11 @@ def test_rows_are_counted_in_the_order_of_dimensions(device: str) -> None:
     x = torch.randn(5, 3, 128, device=device, dtype=BF16).transpose(0, 1)
     r, w = torch.randn(3, 5, 256, device=device, dtype=BF16)[..., ::2], torch.randn(256, device=device)[::2]
     assert not x.is_contiguous()
-    made, s = add_rms_norm_fp8(x, r, w, fp8_format="block128")
+    output, s = add_rms_norm_fp8(x, r, w, fp8_format="block128")
     expected, expected_s = add_rms_norm_fp8(x.contiguous(), r.contiguous(), w.contiguous(), fp8_format="block128")
-    assert_same_codes(made, expected)
+    assert_same_codes(output, expected)
     assert torch.equal(s, expected_s)
-    assert made.q.is_contiguous()
+    assert output.q.is_contiguous()
     assert s.is_contiguous()
 
 
@@ -257,9 +259,9 @@ def test_empty_tensors(shape: tuple[int, ...], device: str) -> None:
     x = torch.randn(shape, device=device, requires_grad=True)
     w = torch.randn(shape[-1], device=device, requires_grad=True)
     for name in FORMATS:
-        made = rms_norm_fp8(x, w, fp8_format=name)
-        assert_same_codes(made, quantize(x, name))
-        dx, dw = torch.autograd.grad(made.placeholder, (x, w), torch.randn(shape, device=device))
+        output = rms_norm_fp8(x, w, fp8_format=name)
+        assert_same_codes(output, quantize(x, name))
+        dx, dw = torch.autograd.grad(output.placeholder, (x, w), torch.randn(shape, device=device))
         assert dx.shape == shape
         assert torch.equal(dw, torch.zeros_like(w))
 
@@ -282,7 +284,7 @@ def test_kernels_write_every_element_and_nothing_beside(name: str, device: str) 
 def test_offsets_of_64_bits_give_the_same(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = tensors_of(ADDED, (7, 128), device)
     expected = fused(ADDED, name, tensors)[0]
-    for module in (sys.modules[one.__module__] for one in (launch_norm_fp8, memory.is_long)):
+    for module in (sys.modules[function.__module__] for function in (launch_norm_fp8, memory.is_long)):
         monkeypatch.setattr(module, "INT32_LIMIT", 1)
     assert_same_codes(fused(ADDED, name, tensors)[0], expected)
 
@@ -291,12 +293,12 @@ def test_what_no_kernel_takes_is_computed_by_pytorch(device: str, launched: Call
     for x in (torch.randn(3, 128, dtype=torch.float64), torch.randn(2, 2 * WIDEST_FORWARD)):
         x = x.to(device).requires_grad_()
         w = torch.randn(x.shape[-1], dtype=x.dtype, device=device)
-        made = rms_norm_fp8(x, w, fp8_format="rowwise")
+        output = rms_norm_fp8(x, w, fp8_format="rowwise")
         y = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6) * w
-        torch.testing.assert_close(dequantize(made), y.detach().float(), rtol=1 / 15, atol=1e-2)
+        torch.testing.assert_close(dequantize(output), y.detach().float(), rtol=1 / 15, atol=1e-2)
         dy = torch.randn_like(x)
-        for one, other in zip(torch.autograd.grad(made.placeholder, x, dy), torch.autograd.grad(y, x, dy), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        for a, b in zip(torch.autograd.grad(output.placeholder, x, dy), torch.autograd.grad(y, x, dy), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert launched() == []
 
 
@@ -323,7 +325,7 @@ def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
         return rms_norm_fp8, replace(codes_of_x, **wrong), None
 
     codes_of_x = quantize(torch.randn(3, 112, device=device), "coat_input")
-    for (norm, *arguments), fp8_format, how, error, message in (
+    for (norm, *arguments), fp8_format, options, error, message in (
         (plain, "block128", {}, ValueError, "rms_norm_fp8: rows of 100 elements cannot be divided into groups of 128"),
         (added, "mxfp8", {}, ValueError, "add_rms_norm_fp8: rows of 100"),
         (plain, "fp8", {}, ValueError, "fp8_format must be one of tensorwise"),
@@ -341,7 +343,7 @@ def test_arguments_that_do_not_go_together_are_refused(device: str) -> None:
         (of_codes(), "coat", {"casting": "none"}, ValueError, "which codes have not"),
     ):
         with pytest.raises(error, match=message):
-            norm(*arguments, fp8_format=fp8_format, **how)
+            norm(*arguments, fp8_format=fp8_format, **options)
 
 
 @pytest.mark.slow
@@ -358,7 +360,7 @@ def test_opcheck(name: str, device: str) -> None:
     spec = norm_spec("llama", False, 1e-6)
     meaning, options = (spec.casting, spec.zero_centered, spec.eps, spec.casts_weight), (scale, name)
     forward, backward = (getattr(torch.ops.fused_norm, f"norm_fp8_{way}") for way in ("forward", "backward"))
-    # What else opcheck looks at takes no FP8, or takes one NaN for another number than the next.
+    # The other checks of opcheck do not take FP8, or compare NaNs.
     checks = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(forward, (*meaning, *tensors, *options, True), test_utils=checks)
     if tensors[3] is None:
@@ -374,7 +376,7 @@ def test_opcheck(name: str, device: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_as_one_graph_with_equal_results(backend: str, device: str) -> None:
     torch._dynamo.reset()
-    leaves = [one.detach().requires_grad_() for one in usual_tensors_of(ADDED, device)]
+    leaves = [tensor.detach().requires_grad_() for tensor in usual_tensors_of(ADDED, device)]
 
     def layer(x: Tensor, r: Tensor, w: Tensor) -> tuple[Quantized, Tensor, tuple[Tensor, ...]]:
         blocks, s = add_rms_norm_fp8(x, r, w, fp8_format="block128", scale=0.5)
@@ -384,8 +386,8 @@ def test_compiles_as_one_graph_with_equal_results(backend: str, device: str) -> 
     def results(layer: Callable[..., Any]) -> list[Tensor]:
         blocks, s, whole = layer(*leaves)
         dy = torch.ones_like(s)
-        found = torch.autograd.grad((blocks.placeholder, s, whole[-1]), leaves, (dy, dy, dy))
-        return [blocks.q, blocks.scale, blocks.rstd, s, *whole[:-1], *found]
+        grads = torch.autograd.grad((blocks.placeholder, s, whole[-1]), leaves, (dy, dy, dy))
+        return [blocks.q, blocks.scale, blocks.rstd, s, *whole[:-1], *grads]
 
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     for ours, expected in zip(results(compiled), results(layer), strict=True):

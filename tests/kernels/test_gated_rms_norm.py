@@ -18,7 +18,7 @@ from .numerics import ACTIVATIONS, BF16, FP16, FP32, Scales, Tensors, assert_nea
 
 @dataclass(frozen=True)
 class Gated:
-    """One gated norm under test: what it means, and the dtypes of its arguments."""
+    """One gated norm under test: its options and the dtypes of its arguments."""
 
     casting: str = "llama"
     norm_before_gate: bool = True
@@ -37,7 +37,7 @@ class Gated:
         return "-".join([self.casting, order, self.activation, f"{self.groups}", *dtypes, *centered])
 
     def inputs(self, device: str, *shape: int) -> Tensors:
-        """Arguments and the gradient that flows in; weights lie far from one and from zero, on both sides."""
+        """Draw arguments and the incoming gradient; weights lie far from one and from zero, on both sides."""
         y_dtype = self.x
         if self.w is not None and self.casting == "llama" and not self.norm_before_gate:
             y_dtype = torch.promote_types(self.x, self.w)
@@ -50,12 +50,12 @@ class Gated:
         )
 
     def fused(self, x: Tensor, gate: Tensor, w: Tensor | None) -> Tensor:
-        """The kernels' output."""
+        """Run the kernels."""
         meaning = {name: value for name, value in vars(self).items() if name not in ("x", "gate", "w")}
         return gated_rms_norm(x, gate, w, **meaning)
 
     def stock(self, x: Tensor, gate: Tensor, w: Tensor | None) -> Tensor:
-        """The output as modelling code computes it; of float64 arguments, the definition."""
+        """Compute the output as modelling code does; for float64 arguments this is the definition."""
         wide = torch.promote_types(x.dtype, FP32)
         rows = x.to(wide)
         act = ACTIVATIONS[self.activation](gate.to(wide))
@@ -73,9 +73,9 @@ class Gated:
         return rows.to(x.dtype) if self.norm_before_gate or self.casting == "gemma" else rows
 
 
-def scales(norm: Gated, given: Tensors, truth: Tensors) -> Scales:
-    """What errors are relative to: a row's largest value, or for a gradient the largest of the terms it is made of."""
-    exact = given.mapped(Tensor.double)
+def scales(norm: Gated, inputs: Tensors, float64: Tensors) -> Scales:
+    """Return the units of errors: a row's largest value, or the largest of the terms of a gradient."""
+    exact = inputs.mapped(Tensor.double)
     gamma = torch.ones_like(exact.x[..., :1]) if exact.w is None else exact.w + norm.zero_centered
     act = ACTIVATIONS[norm.activation](exact.gate)
     rows = exact.x if norm.norm_before_gate else exact.x * act
@@ -83,21 +83,21 @@ def scales(norm: Gated, given: Tensors, truth: Tensors) -> Scales:
     rstd = (parts.square().mean(-1, keepdim=True) + norm.eps).rsqrt().expand_as(parts).reshape(rows.shape)
     normed = exact.dy * act if norm.norm_before_gate else exact.dy
     terms = (normed * gamma * rstd).abs()
-    found = {
+    units = {
         "dx": (terms if norm.norm_before_gate else terms * act.abs()).amax(-1, keepdim=True),
-        "dgate": truth.dgate.abs().amax(-1, keepdim=True),
+        "dgate": float64.dgate.abs().amax(-1, keepdim=True),
         "dw": (normed * rows * rstd).abs().flatten(0, -2).sum(0),
     }
     if not norm.norm_before_gate:
-        found["dgate"] = torch.maximum(found["dgate"], (terms * exact.x.abs()).amax(-1, keepdim=True))
-    return found
+        units["dgate"] = torch.maximum(units["dgate"], (terms * exact.x.abs()).amax(-1, keepdim=True))
+    return units
 
 
-def assert_right(norm: Gated, given: Tensors) -> Tensors:
-    """No further from float64 than stock code is, but for rounding; and y is rounded where stock rounds it."""
-    ours, stock = run(norm.fused, given), run(norm.stock, given)
-    truth = run(norm.stock, given.mapped(Tensor.double))
-    assert_near(ours, stock, truth, scales(norm, given, truth))
+def assert_right(norm: Gated, inputs: Tensors) -> Tensors:
+    """Assert errors at most stock's plus rounding, and that y is rounded at stock's rounding points."""
+    ours, stock = run(norm.fused, inputs), run(norm.stock, inputs)
+    float64 = run(norm.stock, inputs.mapped(Tensor.double))
+    assert_near(ours, stock, float64, scales(norm, inputs, float64))
     distance = (ours.y.double() - stock.y.double()).abs()
     near = 16 * torch.finfo(FP32).eps * stock.y.double().abs()
     assert (distance > near).double().mean().item() <= 0.01 + 1 / distance.numel(), "rounded elsewhere than in stock"
@@ -135,9 +135,9 @@ def test_as_accurate_as_the_stock_code_and_rounded_where_it_rounds(norm: Gated, 
 
 @ORDERS
 def test_where_the_stock_code_rounds_is_told_from_one_rounding(norm: Gated, device: str) -> None:
-    given = norm.inputs(device, 20, 512)
-    apart = run(norm.fused, given).y != run(replace(norm, casting="gemma").stock, given).y
-    assert apart.double().mean() > 0.05
+    inputs = norm.inputs(device, 20, 512)
+    differs = run(norm.fused, inputs).y != run(replace(norm, casting="gemma").stock, inputs).y
+    assert differs.double().mean() > 0.05
 
 
 @ORDERS
@@ -151,25 +151,25 @@ def test_every_width_of_a_group(width: int, norm: Gated, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 700])
 def test_any_number_of_rows(rows: int, device: str) -> None:
-    """More than one tile for every program of the interpreter's grid, and fewer."""
+    """Programs of the interpreter's grid have several tiles, or most of them have none."""
     assert_right(MAMBA, MAMBA.inputs(device, rows, 2 * 64))
 
 
 @ORDERS
 def test_what_is_not_finite_stays_in_its_group(norm: Gated, device: str) -> None:
     norm = replace(norm, groups=2)
-    given = norm.inputs(device, 4, 16)
-    given.x[1, 2], given.gate[2, 9], given.gate[3, 0] = float("nan"), float("nan"), float("inf")
-    ours, stock = run(norm.fused, given), run(norm.stock, given)
+    inputs = norm.inputs(device, 4, 16)
+    inputs.x[1, 2], inputs.gate[2, 9], inputs.gate[3, 0] = float("nan"), float("nan"), float("inf")
+    ours, stock = run(norm.fused, inputs), run(norm.stock, inputs)
     for name in ("y", "dx", "dgate"):
         assert torch.equal(getattr(ours, name).isnan(), getattr(stock, name).isnan()), name
 
 
 def test_a_closed_gate_passes_nothing_on(device: str) -> None:
     for norm in (QWEN, MAMBA, replace(QWEN, activation="sigmoid")):
-        given = norm.inputs(device, 2, 16)
-        given.gate.fill_(-1e30)
-        for name, value in run(norm.fused, given).present().items():
+        inputs = norm.inputs(device, 2, 16)
+        inputs.gate.fill_(-1e30)
+        for name, value in run(norm.fused, inputs).present().items():
             assert torch.equal(value, torch.zeros_like(value)), name
 
 
@@ -181,6 +181,6 @@ def test_groups_too_wide_for_a_program_take_the_reference(launches: list[Launch]
 
 @pytest.mark.slow
 def test_the_weights_gradient_has_the_same_bits_every_time(device: str) -> None:
-    given = MAMBA.inputs(device, 3 * backward_plan(64, section="gated_backward").programs, 128)
-    first, second = run(MAMBA.fused, given), run(MAMBA.fused, given)
+    inputs = MAMBA.inputs(device, 3 * backward_plan(64, section="gated_backward").programs, 128)
+    first, second = run(MAMBA.fused, inputs), run(MAMBA.fused, inputs)
     assert torch.equal(first.dw, second.dw)

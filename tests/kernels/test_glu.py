@@ -24,22 +24,22 @@ def stock(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
-def inputs(device: str, *shape: int, gate: torch.dtype = BF16, up: torch.dtype | None = BF16) -> Tensors:
-    """gate and up, and the gradient of the product; without up a gate of twice the width."""
+def draw_inputs(device: str, *shape: int, gate: torch.dtype = BF16, up: torch.dtype | None = BF16) -> Tensors:
+    """Draw gate and up, and the gradient of the product; without up, gate has twice the width."""
     wide = (*shape[:-1], shape[-1] * (1 if up else 2))
     y_dtype = torch.promote_types(gate, up) if up else gate
     return drawn(device, gate=(wide, gate, 2.0), up=(shape, up, 1.0), dy=(shape, y_dtype, 1.0))
 
 
 def by(function: Callable[..., Tensor], activation: str) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """``glu`` or ``stock`` of one activation."""
+    """Return ``glu`` or ``stock`` with one activation."""
     return lambda gate, up: function(gate, up, activation)
 
 
-def assert_right(given: Tensors, activation: str) -> None:
-    """No further from float64 than stock code is, and one rounding; units are the largest of a row."""
-    ours, theirs = run(by(glu, activation), given), run(by(stock, activation), given)
-    assert_near(ours, theirs, run(by(stock, activation), given.mapped(Tensor.double)), {})
+def assert_right(inputs: Tensors, activation: str) -> None:
+    """Assert errors at most stock's plus one rounding, in units of a row's largest value."""
+    ours, theirs = run(by(glu, activation), inputs), run(by(stock, activation), inputs)
+    assert_near(ours, theirs, run(by(stock, activation), inputs.mapped(Tensor.double)), {})
 
 
 @EVERY
@@ -48,11 +48,11 @@ def assert_right(given: Tensors, activation: str) -> None:
 def test_every_dtype_is_as_accurate_as_the_stock_code(
     gate: torch.dtype, up: torch.dtype | None, activation: str, device: str
 ) -> None:
-    assert_right(inputs(device, 5, 3, 40, gate=gate, up=up), activation)
+    assert_right(draw_inputs(device, 5, 3, 40, gate=gate, up=up), activation)
 
 
 def _rounded(x: Tensor, activation: str) -> Tensor:
-    """The activation, computed in fp32 and rounded.
+    """Compute the activation in fp32 and round it.
 
     On a CPU the erf of torch's gelu is off by 18 roundings, and the last bit of fp32's erf depends on the processor.
     """
@@ -60,7 +60,7 @@ def _rounded(x: Tensor, activation: str) -> Tensor:
         wide = x.float()
         erf = torch.erf((wide * 0.5**0.5).double()).float()
         return (wide * (0.5 * (1 + erf))).to(x.dtype)
-    if activation == "gelu_new" and not x.is_cuda:  # pow of fp16 is rounded once there
+    if activation == "gelu_new" and not x.is_cuda:  # there, pow of fp16 is rounded once
         return 0.5 * x * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * (x * x * x))))
     return ACTIVATIONS[activation](x)
 
@@ -68,11 +68,11 @@ def _rounded(x: Tensor, activation: str) -> Tensor:
 @EVERY
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_the_activation_is_rounded_before_the_product(dtype: torch.dtype, activation: str, device: str) -> None:
-    given = inputs(device, 20, 1024, gate=dtype, up=dtype)
-    gate, up = given.gate, given.up
-    apart = glu(gate, up, activation) != _rounded(gate, activation) * up
-    # The last bit of erf is CUDA's or Triton's, and near -1 one is added to it.
-    assert apart.double().mean() < (2e-2 if (activation, device) == ("gelu", "cuda") else 1e-3)
+    inputs = draw_inputs(device, 20, 1024, gate=dtype, up=dtype)
+    gate, up = inputs.gate, inputs.up
+    differs = glu(gate, up, activation) != _rounded(gate, activation) * up
+    # CUDA and Triton differ in the last bit of erf, to which one is added near -1.
+    assert differs.double().mean() < (2e-2 if (activation, device) == ("gelu", "cuda") else 1e-3)
     unrounded = (ACTIVATIONS[activation](gate.float()) * up.float()).to(dtype)
     assert (glu(gate, up, activation) != unrounded).double().mean() > 0.05, "one rounding is told from two"
 
@@ -82,15 +82,15 @@ def test_activations_agree_with_torch_in_fp32_over_their_whole_range(activation:
     near = torch.logspace(-30, 2.5, 400, device=device)
     x = torch.cat((near, -near, torch.linspace(-12, 12, 1001, device=device), torch.zeros(3, device=device)))
     ones = torch.ones_like(x)
-    given = Tensors(gate=x, up=ones, dy=ones)
-    exact = run(by(stock, activation), given.mapped(Tensor.double)).present()
-    for name, value in run(by(glu, activation), given).present().items():
-        # Where the factor is small PyTorch adds one to what is rounded next to -1.
-        truth = exact[name]
-        assert ((value - truth).abs() <= 4e-7 * truth.abs() + 2e-7 * x.abs().clamp(max=10)).all()
+    inputs = Tensors(gate=x, up=ones, dy=ones)
+    exact = run(by(stock, activation), inputs.mapped(Tensor.double)).present()
+    for name, value in run(by(glu, activation), inputs).present().items():
+        # If the factor is small, PyTorch adds one to a rounded number next to -1.
+        expected = exact[name]
+        assert ((value - expected).abs() <= 4e-7 * expected.abs() + 2e-7 * x.abs().clamp(max=10)).all()
     small = near[near < 1e-4]
-    found = glu(small, torch.ones_like(small), activation)
-    torch.testing.assert_close(found, ACTIVATIONS[activation](small), rtol=3e-7, atol=0)
+    actual = glu(small, torch.ones_like(small), activation)
+    torch.testing.assert_close(actual, ACTIVATIONS[activation](small), rtol=3e-7, atol=0)
 
 
 @EVERY
@@ -98,42 +98,42 @@ def test_what_is_not_finite_stays_what_it_is_in_torch(activation: str, device: s
     x = torch.tensor([float("inf"), -float("inf"), float("nan"), 1e38, -1e38, 200.0, -200.0], device=device)
     ones = torch.ones_like(x)
     torch.testing.assert_close(glu(x, ones, activation), _rounded(x, activation), equal_nan=True)
-    one = torch.tensor([2.0], device=device)
-    assert glu(one, one * float("nan"), activation).isnan()
+    two = torch.tensor([2.0], device=device)
+    assert glu(two, two * float("nan"), activation).isnan()
 
 
 @pytest.mark.parametrize("width", [1, 17, 2049, *slow(2, 3, 7, 16, 40, 130, 1023, 5000)])
 def test_every_width(width: int, device: str) -> None:
-    assert_right(inputs(device, 3, width), "silu")
-    assert_right(inputs(device, 3, width, up=None), "gelu_tanh")
+    assert_right(draw_inputs(device, 3, width), "silu")
+    assert_right(draw_inputs(device, 3, width, up=None), "gelu_tanh")
 
 
 @pytest.mark.parametrize("rows", [1, 33, *slow(3, 700)])
 def test_any_number_of_rows(rows: int, device: str) -> None:
-    """One row after the other they are cut anywhere, halves of rows into tiles."""
+    """Whole rows are cut anywhere, as one long row; halves of rows are cut into tiles."""
     for width in (6, 40):
-        assert_right(inputs(device, rows, width), "silu")
-        assert_right(inputs(device, rows, width, up=None), "silu")
+        assert_right(draw_inputs(device, rows, width), "silu")
+        assert_right(draw_inputs(device, rows, width, up=None), "silu")
 
 
 def test_one_row_for_all(device: str) -> None:
-    given = inputs(device, 4, 16)
-    one = given.up[:1].expand(4, 16)
-    assert_same(*(run(by(glu, "gelu"), given.but(up=up)) for up in (one, one.contiguous())))
+    inputs = draw_inputs(device, 4, 16)
+    expanded = inputs.up[:1].expand(4, 16)
+    assert_same(*(run(by(glu, "gelu"), inputs.but(up=up)) for up in (expanded, expanded.contiguous())))
 
 
 def summands(form: str, dtype: torch.dtype, device: str, width: int) -> tuple[Tensors, list[Tensor]]:
-    """The gradient of a product, and gate and up as leaves: in float32, in the ``dtype``, or as two sums of such."""
+    """Draw the gradient of a product, and gate and up as leaves: in float32, in ``dtype``, or as two summands each."""
     kind = (2, 5, width), FP32 if form == "float32" else dtype, 1.0
-    given = drawn(device, **dict.fromkeys(("a", "b", "c", "d", "dy"), kind))
-    leaves = [given.a, given.b, given.c, given.d][: 4 if form == "sums" else 2]
-    return given, [one.requires_grad_() for one in leaves]
+    inputs = drawn(device, **dict.fromkeys(("a", "b", "c", "d", "dy"), kind))
+    leaves = [inputs.a, inputs.b, inputs.c, inputs.d][: 4 if form == "sums" else 2]
+    return inputs, [leaf.requires_grad_() for leaf in leaves]
 
 
 def wide_product(leaves: list[Tensor], activation: str) -> Tensor:
-    """Their product in float32, by the operator that has one output."""
+    """Return their product in float32, by the operator with one output."""
     if len(leaves) == 2:
-        return GLU(*(one.float() for one in leaves), activation)
+        return GLU(*(leaf.float() for leaf in leaves), activation)
     a, b, c, d = leaves
     return GLU(a.float() + c, b.float() + d, activation)
 
@@ -152,45 +152,47 @@ FORMS = pytest.mark.parametrize("form", ["float32", "16 bits", "sums"])
 def test_for_consumers_it_has_the_bits_of_their_casts(
     dtype: torch.dtype, wide: int, used: str, form: str, activation: str, device: str
 ) -> None:
-    """``wide``: a bit for each of two consumers, 1 if it reads float32; ``used``: those that anything depends on."""
-    of_each = [FP32 if wide >> place & 1 else dtype for place in range(2)]
+    """``wide`` has a bit for each of two consumers, 1 for float32; ``used`` names the consumers that are used."""
+    dtypes = [FP32 if wide >> place & 1 else dtype for place in range(2)]
     for width in (40, 7):
-        given, leaves = summands(form, dtype, device, width)
-        dys = given.dy.to(of_each[0]), (given.dy * 3).sin().to(of_each[1])
+        inputs, leaves = summands(form, dtype, device, width)
+        dys = inputs.dy.to(dtypes[0]), (inputs.dy * 3).sin().to(dtypes[1])
 
         def results(ys: Sequence[Tensor], leaves: list[Tensor] = leaves, dys: Sequence[Tensor] = dys) -> list[Tensor]:
-            assert [y.dtype for y in ys] == of_each
+            assert [y.dtype for y in ys] == dtypes
             outputs, incoming = zip(*[(ys[int(place)], dys[int(place)]) for place in used], strict=True)
             return [*ys, *torch.autograd.grad(outputs, leaves, incoming)]
 
         y = wide_product(leaves, activation)
-        expected = results([y.to(one) for one in of_each])
+        expected = results([y.to(dtype) for dtype in dtypes])
         for _ in range(2):  # recorded, and repeated
             computed = results(for_consumers(leaves, activation, dtype, wide))
             assert (computed[0].data_ptr() == computed[1].data_ptr()) == (wide in (0, 3))
             assert_same(computed, expected, where=width)
         with torch.no_grad():
-            found = for_consumers(leaves, activation, dtype, wide)
+            outputs = for_consumers(leaves, activation, dtype, wide)
         # Without a gradient one output serves all consumers that read one dtype.
-        for one, other in zip(found if wide else [found], expected, strict=False):
-            assert torch.equal(one, other)
-        assert len(found) == 2 or not wide
+        for a, b in zip(outputs if wide else [outputs], expected, strict=False):
+            assert torch.equal(a, b)
+        assert len(outputs) == 2 or not wide
 
 
 @FORMS
 def test_for_consumers_its_gradients_are_differentiated_again(form: str, device: str) -> None:
     _, leaves = summands(form, BF16, device, 8)
-    found = []
+    results = []
     for fused in (True, False):
-        y, other = for_consumers(leaves, "silu", BF16) if fused else 2 * [wide_product(leaves, "silu").to(BF16)]
-        first = torch.autograd.grad((y.float() * other.float()).sum(), leaves, create_graph=True)
-        found.append([*first, *torch.autograd.grad(first[0].float().square().sum(), leaves[-1])])
-    for one, other in zip(*found, strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert (one - other).norm() < 1e-2 * other.norm()
+        first_output, second_output = (
+            for_consumers(leaves, "silu", BF16) if fused else 2 * [wide_product(leaves, "silu").to(BF16)]
+        )
+        first = torch.autograd.grad((first_output.float() * second_output.float()).sum(), leaves, create_graph=True)
+        results.append([*first, *torch.autograd.grad(first[0].float().square().sum(), leaves[-1])])
+    for a, b in zip(*results, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert (a - b).norm() < 1e-2 * b.norm()
 
 
 def test_two_dtypes_are_left_to_glu(device: str) -> None:
-    given = inputs(device, 3, 8)
-    factors = given.gate.bfloat16(), given.up.float(), None, None
+    inputs = draw_inputs(device, 3, 8)
+    factors = inputs.gate.bfloat16(), inputs.up.float(), None, None
     assert GLU_FOR_CONSUMERS.differs_from_eager(*factors, "silu", 2, BF16, 0) is not None

@@ -30,7 +30,7 @@ ROPE = Heads(Norm("llama", x=BF16, w=BF16), 16)
 PARTIAL = Heads(Norm("gemma", True, x=BF16, w=BF16), 8)
 EXACT = Heads(Norm("gemma", True, x=FP32, w=FP32), 16, FP32)
 WAYS = [("half", False), *(itertools.product(("interleaved", "deinterleaved"), (False, True)))]
-"""How rows are rotated alone: by layout, and if their angles are given by pair."""
+"""The rotations under test: a layout, and whether angles are given by pair."""
 NORMS = [
     *(Norm(c, z, x=BF16, w=BF16) for c in ("llama", "gemma", "none") for z in (False, True)),
     *(Norm(c, x=BF16, w=FP32) for c in ("llama", "gemma", "none")),
@@ -58,7 +58,7 @@ def test_every_meaning_is_as_accurate_as_the_stock_code(norm: Norm, device: str)
 def test_rotated_alone_they_have_the_bits_of_stock(
     layout: str, by_pair: bool, x: torch.dtype, angles: torch.dtype, device: str
 ) -> None:
-    """Rounded after each operation, or once, as halves and neighbours are in some models; rows whole or in part."""
+    """Rounded after each operation, or once in two of the layouts; rows are rotated whole or in part."""
     for rotary in (16, 8) if (layout, by_pair) in (("half", False), ("interleaved", True)) else (16,):
         heads = rotated(rotary, x, angles, layout=layout, by_pair=by_pair)
         inputs = heads.inputs(16, device)
@@ -72,7 +72,7 @@ def test_rotated_alone_they_have_the_bits_of_stock(
 
 @pytest.mark.parametrize("width", [1, 7, 80, *slow(2, 3, 4, 6, 64, 65, 130, 256, 6000)])
 def test_every_width_is_as_accurate_as_the_stock_code(width: int, device: str) -> None:
-    """An odd element at the end is of no pair."""
+    """An odd last element belongs to no pair."""
     tokens, part = 5 if width <= 256 else 2, max(2, width // 4 * 2 - 2)
     cases: list[Heads] = [LLAMA]
     if width >= part:
@@ -95,12 +95,12 @@ def test_any_number_of_heads_and_tokens(tokens: int, heads: int, device: str) ->
 
 
 def amid_others(x: Tensor, more: tuple[int, ...]) -> Tensor:
-    """Heads of tokens inside of a larger tensor, which has so many more in each dimension, the most before them."""
+    """Return heads inside a larger tensor with this many more elements in each dimension, most of them in front."""
     tokens = x.transpose(1, 2)
     shape = [size + others for size, others in zip(tokens.shape, more, strict=True)]
     first = [(others + 1) // 2 for others in more]
     inside = tuple(slice(start, start + size) for start, size in zip(first, tokens.shape, strict=True))
-    return within(tokens, shape, lambda one: one[inside]).transpose(1, 2)
+    return within(tokens, shape, lambda tensor: tensor[inside]).transpose(1, 2)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -195,7 +195,7 @@ def test_cos_of_any_shape_that_broadcasts(kind: str, unsqueeze_dim: int, device:
 
 
 def test_four_dimensional_cos_tells_the_heads_itself(device: str) -> None:
-    """With the default unsqueeze_dim, which is of no use to a cos of four dimensions."""
+    """With the default unsqueeze_dim, which does not apply to a cos of four dimensions."""
     inputs = EXACT.inputs(16, device)
     expected = EXACT.fused(inputs)
     turned = [x.transpose(1, 2) for x in (inputs.q, inputs.k)]
@@ -212,10 +212,10 @@ def test_angles_that_are_learned_or_vary_by_head_go_to_the_reference(
 ) -> None:
     inputs = heads.inputs(16, device, k_heads=3)
     cos, sin = (torch.randn(1, 3, 5, 16, device=device) for _ in range(2))
-    found = heads.fused(inputs.but(cos=cos, sin=sin))
+    outputs = heads.fused(inputs.but(cos=cos, sin=sin))
     for head in range(3):
-        one = inputs.but(q=inputs.q[:, head, None], k=inputs.k[:, head, None], cos=cos[:, head], sin=sin[:, head])
-        for ours, expected in zip(found, heads.stock(one), strict=True):
+        one_head = inputs.but(q=inputs.q[:, head, None], k=inputs.k[:, head, None], cos=cos[:, head], sin=sin[:, head])
+        for ours, expected in zip(outputs, heads.stock(one_head), strict=True):
             torch.testing.assert_close(ours[:, head, None], expected)
     angles, incoming = (inputs.cos.requires_grad_(), inputs.sin.requires_grad_()), (inputs.dq_out, inputs.dk_out)
     grads = [torch.autograd.grad(call(inputs), angles, incoming) for call in (heads.fused, heads.stock)]
@@ -231,12 +231,12 @@ def test_angles_that_are_learned_or_vary_by_head_go_to_the_reference(
 def test_a_side_that_is_unused_gets_no_work(used: str, launches: list[Launch], device: str) -> None:
     for heads in (rotated(16), rotated(8)):
         inputs = heads.inputs(16, device)
-        both = run(heads.fused, inputs)
+        whole = run(heads.fused, inputs)
         launches.clear()
         alone = run(heads.fused, inputs, used=[f"{used}_out"])
-        assert torch.equal(getattr(alone, f"d{used}"), getattr(both, f"d{used}"))
+        assert torch.equal(getattr(alone, f"d{used}"), getattr(whole, f"d{used}"))
         forward, backward = launches
-        assert sum(t is not None for t in backward.tensors) == 4  # cos, sin and one side's two
+        assert sum(t is not None for t in backward.tensors) == 4  # cos, sin and two tensors of one side
         assert backward.grid[0] < forward.grid[0]
 
 
@@ -247,24 +247,24 @@ def test_one_tensor_is_rotated_at_a_time(unsqueeze_dim: int, device: str) -> Non
         inputs = heads.inputs(16, device).but(unsqueeze_dim=unsqueeze_dim)
         if unsqueeze_dim == 2:
             inputs = inputs.mapped(lambda x: x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x)
-        both = run(heads.fused, inputs)
-        how = {"unsqueeze_dim": unsqueeze_dim, "layout": heads.layout, "angles_by_pair": heads.by_pair}
+        whole = run(heads.fused, inputs)
+        options = {"unsqueeze_dim": unsqueeze_dim, "layout": heads.layout, "angles_by_pair": heads.by_pair}
         for side, d in (("q", inputs.dq_out), ("k", inputs.dk_out)):
             x = getattr(inputs, side).detach().requires_grad_()
-            y, nothing = rope(x, None, inputs.cos, inputs.sin, **how)
+            y, nothing = rope(x, None, inputs.cos, inputs.sin, **options)
             assert nothing is None
-            assert torch.equal(y, getattr(both, f"{side}_out"))
-            assert torch.equal(torch.autograd.grad(y, x, d)[0], getattr(both, f"d{side}"))
+            assert torch.equal(y, getattr(whole, f"{side}_out"))
+            assert torch.equal(torch.autograd.grad(y, x, d)[0], getattr(whole, f"d{side}"))
             with torch.no_grad():
-                assert torch.equal(rope(x, None, inputs.cos, inputs.sin, **how)[0], y)
+                assert torch.equal(rope(x, None, inputs.cos, inputs.sin, **options)[0], y)
 
 
 def test_gradients_of_a_rotation_are_rounded_once(device: str) -> None:
     for heads in (rotated(8), *(rotated(layout=layout, by_pair=by_pair) for layout, by_pair in WAYS)):
         inputs = heads.inputs(16, device, tokens=20)
-        ours, truth = run(heads.fused, inputs), run(heads.stock, inputs.mapped(Tensor.double))
+        ours, float64 = run(heads.fused, inputs), run(heads.stock, inputs.mapped(Tensor.double))
         for name in ("dq", "dk"):
-            assert (getattr(ours, name) != getattr(truth, name).to(BF16)).double().mean() < 2e-3
+            assert (getattr(ours, name) != getattr(float64, name).to(BF16)).double().mean() < 2e-3
 
 
 def test_q_and_k_of_two_dtypes_are_rotated(device: str) -> None:
@@ -277,7 +277,7 @@ def test_q_and_k_of_two_dtypes_are_rotated(device: str) -> None:
 def test_frozen_and_unused_ones_get_no_gradient_and_change_no_other(heads: Heads, device: str) -> None:
     inputs = heads.inputs(16, device)
     whole = run(heads.fused, inputs).present()
-    for frozen, gone in {
+    for frozen, absent in {
         ("q_weight", "k_weight"): {"dq_weight", "dk_weight"},
         ("q", "k"): {"dq", "dk"},
         ("q", "q_weight"): {"dq", "dq_weight"},
@@ -287,11 +287,11 @@ def test_frozen_and_unused_ones_get_no_gradient_and_change_no_other(heads: Heads
     }.items():
         used = [name for name in ("q_out", "k_out") if name not in frozen]
         part = run(heads.fused, inputs, frozen, used).present()
-        assert part.keys() == whole.keys() - gone
+        assert part.keys() == whole.keys() - absent
         assert all(torch.equal(value, whole[name]) for name, value in part.items())
 
 
-@pytest.mark.usefixtures("launches")  # programs then allocate by PyTorch's own function on a GPU as well
+@pytest.mark.usefixtures("launches")  # so that recordings allocate by PyTorch's own function on a GPU too
 def test_what_is_not_needed_is_not_allocated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = ROPE.inputs(16, device)
     q = inputs.q.detach().requires_grad_()
@@ -307,7 +307,7 @@ def test_what_is_not_needed_is_not_allocated(device: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("heads", [LLAMA, *slow(replace(ROPE, rotary=256))], ids=str)
 def test_dw_is_summed_over_many_programs(heads: Heads, device: str) -> None:
-    """More tiles than programs on both sides, and repeats that agree to the last bit."""
+    """Both sides have more tiles than programs, and repeats agree to the last bit."""
     tokens = 3 * device_props(torch.device(device)).processors
     inputs = heads.inputs(256, device, 1, q_heads=8, k_heads=3, tokens=tokens)
     first = heads.assert_right(inputs)
@@ -333,18 +333,18 @@ def test_offsets_are_64_bits_wide_where_any_tensor_needs_it(far: str | None, mon
     q, k = (torch.empty_strided((1, 1, 3, 8), (0, 0, step[name], 1), device="meta") for name in ("q", "k"))
     cos, sin = (torch.empty_strided((3, 8), (step[name], 1), device="meta") for name in ("cos", "sin"))
     inputs, outputs = (q, k, None, None, cos, sin), (torch.empty_like(q), torch.empty_like(k))
-    assert [bool(one.constants["SHAPE"].LONG) for one in _both_ways(inputs, outputs)] == [far is not None] * 2
+    assert [bool(launch.constants["SHAPE"].LONG) for launch in _both_ways(inputs, outputs)] == [far is not None] * 2
 
 
 def _both_ways(inputs: qk_launch.NormedInputs, outputs: qk_launch.Sides) -> list[Launch]:
-    """The launches of a forward and of a backward without gradients of weights."""
+    """Return the launches of a forward and of a backward without gradients of weights."""
     forward = partial(qk_launch.launch_qk_forward, NormSpec("llama"), inputs, outputs, 1)
     backward = partial(qk_launch.launch_qk_backward, NormSpec("llama"), inputs, outputs, outputs, (None, None), 1)
     return [*launches_of(forward), *launches_of(backward)]
 
 
 def _on_meta(heads: int, width: int, rotary: int, dtype: torch.dtype = BF16) -> tuple[Any, Any]:
-    """Arguments and outputs of a rotation that nobody computes."""
+    """Return arguments and outputs of a rotation on the meta device."""
     q, k = (torch.empty(1, count, 9, width, dtype=dtype, device="meta") for count in (heads, 1))
     cos, sin = (torch.empty(9, rotary, dtype=FP32, device="meta") for _ in range(2))
     return (q, k, None, None, cos, sin), (torch.empty_like(q), torch.empty_like(k))
@@ -352,7 +352,7 @@ def _on_meta(heads: int, width: int, rotary: int, dtype: torch.dtype = BF16) -> 
 
 @pytest.mark.parametrize("rotary", [2, 4, 6, 12, 24, 32, 80, 96, 128])
 def test_columns_said_to_be_together_are_swapped_together(rotary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RoPE swaps halves: what the compiler reads in one piece lies in one of them."""
+    """RoPE swaps halves: a vectorised read must lie in one of them."""
     monkeypatch.setattr(qk_launch, "device_props", lambda _: Device())
     for launch in _both_ways(*_on_meta(2, 160, rotary)):
         grain = launch.constants["SHAPE"].GRAIN
@@ -362,7 +362,7 @@ def test_columns_said_to_be_together_are_swapped_together(rotary: int, monkeypat
 
 @pytest.mark.parametrize(("rotary", "loads"), [(64, 2), (128, 1)])
 def test_tiles_in_flight_fit_in_shared_memory(rotary: int, loads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has x, the gradient (of a row that is turned in part twice), cos and sin, these in fp32."""
+    """Each tile has x, the gradient (twice if rows are rotated in part), cos and sin; these are fp32."""
     inputs, outputs = _on_meta(32, 128, rotary)
     tile = heads_backward_plan(32, 1, 128, rotary)
     tile_bytes = max(side.tokens * side.heads for side in (tile.q, tile.k)) * 128 * (2 + loads * 2 + 2 * 4)
@@ -376,7 +376,7 @@ def test_tiles_in_flight_fit_in_shared_memory(rotary: int, loads: int, monkeypat
 def test_few_programs_are_split_between_many_heads_and_one(
     q_heads: int, k_heads: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each side has one at least, however few tiles it has."""
+    """Each side has at least one program, however few tiles it has."""
     monkeypatch.setattr(qk_launch, "device_props", lambda _: Device(processors=1))
     LLAMA.assert_right(LLAMA.inputs(16, device, 1, q_heads, k_heads, tokens=64))
 
@@ -386,5 +386,5 @@ def test_one_launch_serves_every_batch_and_length(device: str, launches: list[La
         launches.clear()
         for batch, tokens in ((1, 2), (2, 5), (3, 17)):
             run(heads.fused, heads.inputs(16, device, batch, tokens=tokens))
-        compiled = {(one.kernel, *one.constants.items()) for one in launches}
+        compiled = {(launch.kernel, *launch.constants.items()) for launch in launches}
         assert len(compiled) == 3, "a forward, a backward and a sum"

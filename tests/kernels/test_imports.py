@@ -20,7 +20,7 @@ LAYERS = (
     "kernels.recording",
     "kernels.operator",
 )
-"""From the bottom to the top; above them are the operators, a file each, then the package itself."""
+"""From the bottom to the top; above them are the operators, one a file, then the package itself."""
 
 
 def _within(module: str, package: str) -> bool:
@@ -43,9 +43,9 @@ def _name(path: Path) -> str:
 
 
 def _imports(path: Path) -> set[str]:
-    """The modules of ``fused_norm`` that a file imports, wherever in it."""
+    """Return the modules of ``fused_norm`` that a file imports anywhere."""
     parents = path.relative_to(ROOT).parent.parts
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         absolute = []
         if isinstance(node, ast.Import):
@@ -58,27 +58,27 @@ def _imports(path: Path) -> set[str]:
             inside = name.removeprefix("fused_norm.")
             while inside != name and inside:
                 if (ROOT / inside.replace(".", "/")).is_dir() or (ROOT / f"{inside.replace('.', '/')}.py").is_file():
-                    found.add(inside)
+                    modules.add(inside)
                     break
                 inside = inside.rpartition(".")[0]
-    return found
+    return modules
 
 
 GRAPH = {_name(path): _imports(path) for path in (ROOT / "kernels").rglob("*.py")}
-EDGES = [(one, other) for one, others in GRAPH.items() for other in others]
+EDGES = [(module, imported) for module, imports in GRAPH.items() for imported in imports]
 
 
 def test_no_import_runs_upwards() -> None:
-    assert not [(one, other) for one, other in EDGES if _layer(other) > _layer(one)]
+    assert not [(module, imported) for module, imported in EDGES if _layer(imported) > _layer(module)]
     assert GRAPH["kernels.operator"] >= {"spec", "kernels.triton.devices"}, "relative imports are understood"
 
 
 def test_only_the_spec_is_imported_from_outside() -> None:
-    assert {other for _, other in EDGES if not _within(other, "kernels")} == {"spec"}
+    assert {imported for _, imported in EDGES if not _within(imported, "kernels")} == {"spec"}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    pending = {one: {other for other in others if other in GRAPH} for one, others in GRAPH.items()}
-    while ready := {one for one, others in pending.items() if not others}:
-        pending = {one: others - ready for one, others in pending.items() if one not in ready}
+    pending = {module: {imported for imported in imports if imported in GRAPH} for module, imports in GRAPH.items()}
+    while ready := {module for module, imports in pending.items() if not imports}:
+        pending = {module: imports - ready for module, imports in pending.items() if module not in ready}
     assert not pending, f"in a circle: {sorted(pending)}"

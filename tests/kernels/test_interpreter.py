@@ -1,4 +1,4 @@
-"""What Triton's interpreter replaces for a kernel: looked for once a launch, and put back."""
+"""Triton's interpreter looks up its replacements once a launch, and puts the originals back."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from triton.runtime import interpreter
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The functions that the interpreter has looked into, by name."""
-    found: list[str] = []
+    """The names of the functions that the interpreter has patched."""
+    names: list[str] = []
     patch = interpreter._patch_lang
 
     def noted(function):
-        found.append(function.__name__)
+        names.append(function.__name__)
         return patch(function)
 
     monkeypatch.setattr(interpreter, "_patch_lang", noted)
-    return found
+    return names
 
 
 def test_a_launch_is_prepared_once_for_each_module_of_the_language(prepared: list[str]) -> None:

@@ -27,7 +27,7 @@ def _round_kernel(value_ptr, rounded_ptr, stored_ptr, DTYPE: tl.constexpr, SIZE:
 
 
 def _hard_values(dtype: torch.dtype) -> Tensor:
-    """4096 fp32 values: ties and their neighbours, subnormals and limits of dtype, NaN, inf, and any bits at all."""
+    """Return 4096 fp32 values: ties and their neighbours, subnormals, limits of dtype, NaN, inf, and random bits."""
     generator = torch.Generator().manual_seed(0)
     info = torch.finfo(dtype)
     bits = torch.int32 if dtype == FP32 else torch.int16
@@ -71,7 +71,7 @@ def _index_kernel(tile_ptr, row_ptr, token_ptr, head_ptr, H, TILE: tl.constexpr,
     index = tl.arange(0, TILE)
     tile = tl.load(tile_ptr)
     tl.store(row_ptr + index, rows_of(tile, TILE, LONG))
-    # In sequences of one token a token's number is that of its sequence.
+    # In sequences of one token, the index of a token is that of its sequence.
     batch, _, _, _, _ = _place_of(tile, (TILE, 1, H), TILE, 4, LONG)
     tl.store(token_ptr + index[:, None, None], batch)
     _, _, head, _, _ = _place_of(tile, (TILE, 1, H), 4, TILE, LONG)

@@ -1,4 +1,4 @@
-"""Launches: what kernels are told that an interpreter does not need."""
+"""Launch arguments that matter to compiled kernels only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LLAMA = norm_spec("llama", False, 1e-6)
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
-    """Has every launcher plan for a device."""
+    """Make every launcher plan for a device."""
 
     def use(device: Device) -> None:
         for module in LAUNCHERS:
@@ -57,11 +57,11 @@ def test_a_sum_of_shares_awaits_the_backward_that_lets_it_begin(
     for call in every_call(device, rows=1, width=width).values():
         if width > 16 and call.name not in ("rms_norm", "add_rms_norm", "norm_add_norm"):
             continue
-        made = launches_of(call.results)
-        for one, behind in zip(made, [*made[1:], None], strict=True):
-            sums += is_sum(one)
-            assert one.options.get("launch_pdl", False) == (overlaps and is_sum(one))
-            assert one.constants.get("OVERLAPS", False) == (overlaps and (is_sum(one) or is_sum(behind)))
+        launched = launches_of(call.results)
+        for launch, following in zip(launched, [*launched[1:], None], strict=True):
+            sums += is_sum(launch)
+            assert launch.options.get("launch_pdl", False) == (overlaps and is_sum(launch))
+            assert launch.constants.get("OVERLAPS", False) == (overlaps and (is_sum(launch) or is_sum(following)))
     assert sums > 3
 
 
@@ -70,11 +70,11 @@ def is_sum(launch: Launch | None) -> bool:
 
 
 def test_kernels_are_compiled_for_no_number_of_rows(device: str, on: Callable[[Device], None]) -> None:
-    """Neither are the orders of their sums."""
+    """The orders of their sums do not depend on it either."""
     on(Device(processors=1))
     few, many = (
         [
-            [(one.name, one.constants, one.options) for one in launches_of(call.results)]
+            [(launch.name, launch.constants, launch.options) for launch in launches_of(call.results)]
             for call in every_call(device, rows=rows).values()
             if call.name not in ("qk_norm", "rope")  # whose rows are heads here
         ]
@@ -84,12 +84,12 @@ def test_kernels_are_compiled_for_no_number_of_rows(device: str, on: Callable[[D
 
 
 def fused(launch: Launch) -> bool:
-    """Products may be added without being rounded."""
+    """Return whether multiply-adds may be fused."""
     return bool(launch.options["enable_fp_fusion"])
 
 
 def test_products_are_rounded_before_they_are_added_where_the_bits_depend_on_it(device: str) -> None:
-    """Squares of fp32 rows, two norms in one kernel, products of angles and those of a gate."""
+    """It depends on it in squares of fp32 rows, two norms in one kernel, and products of angles and of gates."""
     for dtype in (FP32, BF16, FP16):
         for call in every_call(device, dtype=dtype).values():
             forward = launches_of(call.outputs)[0]
@@ -101,8 +101,8 @@ def test_products_are_rounded_before_they_are_added_where_the_bits_depend_on_it(
         for r, wide in ((None, dtype), (x, dtype), (x.float(), FP32)):
             outputs = fp8_kernels.empty_norm_fp8(LLAMA, x, r, w, FORMATS["block128"])
             tensors = x, r, w, None, None
-            (made,) = launches_of(partial(fp8_kernels.launch_norm_fp8, LLAMA, tensors, FORMATS["block128"], outputs))
-            assert fused(made) == (wide != FP32)
+            (launch,) = launches_of(partial(fp8_kernels.launch_norm_fp8, LLAMA, tensors, FORMATS["block128"], outputs))
+            assert fused(launch) == (wide != FP32)
 
 
 def test_a_grid_has_no_more_programs_along_its_second_axis_than_a_gpu_takes(on: Callable[[Device], None]) -> None:
@@ -111,36 +111,36 @@ def test_a_grid_has_no_more_programs_along_its_second_axis_than_a_gpu_takes(on: 
     rstd, dx = torch.empty(2**18, 1, device="meta"), torch.empty_like(x)
     saved = norm_backward.NormSaved(dx, None, x, None, rstd)
     gradients = norm_backward.NormGradients(dx, None, None)
-    made = launches_of(partial(norm_backward.launch_norm_backward, LLAMA, saved, gradients))
-    assert [one.grid[1] for one in made] == [1, 65_535]
+    launched = launches_of(partial(norm_backward.launch_norm_backward, LLAMA, saved, gradients))
+    assert [launch.grid[1] for launch in launched] == [1, 65_535]
 
 
 def expanded(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Rows without values that are all one row in memory, so that offsets into them stay small."""
+    """Return rows that are all one row in memory, so that offsets into them stay small."""
     return torch.empty(shape[-1], dtype=dtype, device="meta").expand(shape)
 
 
 def offsets(call: Call) -> tuple[list[bool], list[bool]]:
-    """Of the launches in both directions that have tensors of 2^31 elements: if their offsets are 64 bits wide.
+    """Return whether offsets are 64 bits wide, of each launch with a tensor of 2^31 elements in both directions.
 
-    What a kernel reads only once for all rows, and what it counts in 64 bits whatever it is told, is left out.
+    Launches that read such a tensor once for all rows, or that always use 64 bits, are left out.
     """
     operator, arguments = ALL[call.name], (*call.tensors, *call.options)
     results: list[torch.Tensor] = []
     forward = launches_of(lambda: results.extend(operator.forward(*arguments, training=True)))
     saved, facts = operator.save(arguments, results)
     outputs = results[: len(operator.outputs)]
-    incoming = [None if one is None else expanded(*one.shape, dtype=one.dtype) for one in outputs]
-    needed = [one is not None for one in call.tensors[: call.differentiated]]
+    incoming = [None if output is None else expanded(*output.shape, dtype=output.dtype) for output in outputs]
+    needed = [tensor is not None for tensor in call.tensors[: call.differentiated]]
     gradients = BackwardCall(incoming, saved, facts, needed)
     backward = launches_of(lambda: operator.compute_grads(kernel_backward, gradients))
 
-    def told(made: list[Launch]) -> list[bool]:
-        far = [one for one in made if is_long([t for t in one.tensors if t is not None])]
-        flags = [one.constants.get("INT64", getattr(one.constants.get("SHAPE"), "LONG", None)) for one in far]
-        return [bool(one) for one in flags if one is not None]
+    def has_wide_offsets(launched: list[Launch]) -> list[bool]:
+        far = [launch for launch in launched if is_long([t for t in launch.tensors if t is not None])]
+        flags = [launch.constants.get("INT64", getattr(launch.constants.get("SHAPE"), "LONG", None)) for launch in far]
+        return [bool(flag) for flag in flags if flag is not None]
 
-    return told(forward), told(backward)
+    return has_wide_offsets(forward), has_wide_offsets(backward)
 
 
 @pytest.mark.parametrize("case", [case for case in NAMES if case not in SEQUENCES])
@@ -148,10 +148,10 @@ def test_offsets_into_results_are_64_bits_wide_if_32_do_not_reach(case: str, on:
     on(Device())
     call = every_call("cpu")[case]
 
-    def large(one: torch.Tensor) -> torch.Tensor:
-        if one.dim() < 4:
-            return torch.empty_like(one, device="meta")
-        return expanded(2, INT32_LIMIT // 64, 2, one.shape[-1], dtype=one.dtype)
+    def large(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() < 4:
+            return torch.empty_like(tensor, device="meta")
+        return expanded(2, INT32_LIMIT // 64, 2, tensor.shape[-1], dtype=tensor.dtype)
 
     forward, backward = offsets(call.converted(large))
     assert forward

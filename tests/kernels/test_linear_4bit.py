@@ -30,7 +30,7 @@ FACTORS = SCALE, 1 / 0.95, 1 / 0.9
 
 
 class FourBit:
-    """A weight in 4 bits, with a bias or without, and with an adapter if its factors have a dtype."""
+    """A 4-bit weight, with or without a bias, and with an adapter if its factors have a dtype."""
 
     def __init__(
         self,
@@ -66,21 +66,22 @@ class FourBit:
         return LORA_ADD(base, adapter_x.to(self.dtype), *factors, SCALE) if factors else base
 
     def leaves(self, x: Tensor, needed: str = "xab") -> list[Tensor]:
-        """x and the factors, those that want a gradient by their letters."""
+        """Return x and the factors; ``needed`` has the letters of those that require a gradient."""
         return [
-            one.clone().requires_grad_(name in needed) for name, one in zip("xab", (x, *self.factors), strict=False)
+            factor.clone().requires_grad_(name in needed)
+            for name, factor in zip("xab", (x, *self.factors), strict=False)
         ]
 
     def results(
         self, way: Callable[..., Tensor], x: Tensor, y_dtype: torch.dtype, dropped: bool = False, needed: str = "xab"
     ) -> Tensors:
-        """The output and the gradients by their names; the adapter reads another x if it is ``dropped``."""
+        """Return the output and the gradients by name; the adapter reads another x if it is ``dropped``."""
         leaves = self.leaves(x, needed)
         wide, *factors = leaves
         y = way(wide, wide * 0.5 if dropped else wide, *factors, y_dtype=y_dtype)
         dy = torch.linspace(-1, 2, y.numel(), device=y.device).view_as(y).to(y.dtype)
-        wanted = {name: one for name, one in zip("xab", leaves, strict=False) if one.requires_grad}
-        return Tensors(y=y, **dict(zip(wanted, torch.autograd.grad(y, [*wanted.values()], dy), strict=True)))
+        inputs = {name: leaf for name, leaf in zip("xab", leaves, strict=False) if leaf.requires_grad}
+        return Tensors(y=y, **dict(zip(inputs, torch.autograd.grad(y, [*inputs.values()], dy), strict=True)))
 
 
 FORMS = pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_with_an_adapter_a_call_has_the_bits_of_a_product_and_of_lora_add(
 
 
 class Dropout(torch.autograd.Function):
-    """Dropout by a mask that is given, as PyTorch computes it on a GPU."""
+    """Dropout by a given mask, as PyTorch computes it on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ class Dropout(torch.autograd.Function):
 def test_with_a_mask_the_adapter_has_the_bits_of_dropout(
     x_dtype: torch.dtype, y_dtype: torch.dtype, dtype: torch.dtype, needed: str, device: str
 ) -> None:
-    """The adapter reads x, or an x of its own, whose dtype may be another."""
+    """The adapter reads x or an input of its own, which may have another dtype."""
     for shape, own_dtype in itertools.product(((2, 5, K), (130, K)), (None, FP32, dtype)):
         layer, x = FourBit(device, dtype, FP32, bias=True), torch.randn(shape, device=device).to(x_dtype)
         mask = torch.rand(shape, device=device) < 0.9
@@ -158,9 +159,9 @@ def test_with_a_mask_the_adapter_has_the_bits_of_dropout(
 
         expected = results("stock")
         for _ in range(2):  # recorded, and repeated
-            for one, other in zip(results("fused"), expected, strict=True):
-                assert one.dtype == other.dtype
-                assert same_products(one, other), (shape, own_dtype)
+            for a, b in zip(results("fused"), expected, strict=True):
+                assert a.dtype == b.dtype
+                assert same_products(a, b), (shape, own_dtype)
 
 
 def test_with_a_mask_registered_operators_make_the_same_gradients(device: str) -> None:
@@ -181,13 +182,15 @@ def test_with_a_mask_a_gradient_that_is_differentiated_again_is_refused(device: 
 
 
 def test_with_a_mask_what_dropout_returns_is_kept_in_16_bits(device: str) -> None:
-    layer, x, seen = FourBit(device, BF16, FP32), torch.randn(5, K, device=device), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: (seen.append((one.dtype, one.shape)), one)[1], id):
+    layer, x, saved = FourBit(device, BF16, FP32), torch.randn(5, K, device=device), []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append((tensor.dtype, tensor.shape)), tensor)[1], id
+    ):
         for _ in range(2):
             leaves = layer.leaves(x)
             layer.fused(leaves[0], *leaves, y_dtype=FP32, mask=x > 0)
-    assert [shape for dtype, shape in seen if dtype == torch.bool] == [(5, K)] * 2
-    assert [shape for dtype, shape in seen if dtype == BF16] == [(5, K), (RANK, K), (N, RANK), (5, RANK)] * 2
+    assert [shape for dtype, shape in saved if dtype == torch.bool] == [(5, K)] * 2
+    assert [shape for dtype, shape in saved if dtype == BF16] == [(5, K), (RANK, K), (N, RANK), (5, RANK)] * 2
 
 
 ADAPTED = pytest.mark.parametrize("factors", [None, FP32], ids=["without an adapter", "with one"])
@@ -204,7 +207,7 @@ def test_a_gradient_may_have_any_strides(dtype: torch.dtype, factors: torch.dtyp
         "expanded": torch.randn(N, device=device).to(dtype).expand(3, 5, N),
         "columns": torch.randn(3, 5, 2 * N, device=device).to(dtype)[..., ::2],
     }.items():
-        gradients = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in (dy, dy.contiguous())]
+        gradients = [torch.autograd.grad(y, leaves, grad_y, retain_graph=True) for grad_y in (dy, dy.contiguous())]
         assert_same(*gradients, where=name)
 
 
@@ -220,13 +223,13 @@ def test_registered_operators_make_the_same_gradients(factors: torch.dtype | Non
 @pytest.mark.parametrize("used", ["both", "base", "added"])
 @pytest.mark.parametrize("dropped", [False, True])
 def test_summands_have_the_bits_of_the_sum(dropped: bool, used: str, device: str) -> None:
-    """Their sum in float32, and the gradients; a summand that nothing depends on has a gradient of zeros."""
+    """Their sum is computed in float32; a summand that is unused has a gradient of zeros."""
     layer, x = FourBit(device, BF16, FP32, bias=True), torch.randn(2, 5, K, device=device)
     ways = []
     for operator in (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
 
-        def way(*given: Tensor, y_dtype: torch.dtype, operator: Any = operator) -> Tensor:
-            y = operator(*given, *layer.parts, layer.bias, None, layer.state.blocksize, *FACTORS, BF16, y_dtype)
+        def way(*args: Tensor, y_dtype: torch.dtype, operator: Any = operator) -> Tensor:
+            y = operator(*args, *layer.parts, layer.bias, None, layer.state.blocksize, *FACTORS, BF16, y_dtype)
             if operator is LORA_LINEAR_4BIT:
                 return y
             base, added = y
@@ -234,9 +237,9 @@ def test_summands_have_the_bits_of_the_sum(dropped: bool, used: str, device: str
             return {"both": base.float() + added, "base": base.float(), "added": added.float()}[used]
 
         for _ in range(2):  # recorded, and repeated
-            found = layer.results(way, x, FP32, dropped)
-        ways.append(found)
-    same = [torch.equal(one, other) for one, other in zip(*(vars(one).values() for one in ways), strict=True)]
+            actual = layer.results(way, x, FP32, dropped)
+        ways.append(actual)
+    same = [torch.equal(a, b) for a, b in zip(*(vars(way).values() for way in ways), strict=True)]
     assert same == {"both": [True] * 4, "base": [False] * 4, "added": [False, False, True, True]}[used]
     assert used != "base" or not any(getattr(ways[1], name).any() for name in "ab"), (
         "factors have no gradient but zeros"
@@ -259,25 +262,27 @@ def test_the_highest_rank_is_fused_and_the_next_one_is_not(
 
 
 def test_an_input_that_both_products_read_has_one_gradient(device: str) -> None:
-    """PyTorch adds nothing up: its node hands on one gradient, and none for the adapter's input."""
+    """PyTorch sums nothing: its node passes one gradient on, and none to the adapter's input."""
     layer, x = FourBit(device, BF16, FP32), torch.randn(5, K, device=device, requires_grad=True)
-    y, seen = layer.fused(x, x, *layer.factors, y_dtype=FP32), []
-    y.grad_fn.register_hook(lambda dinputs, _: seen.append([dx for dx in dinputs if dx is not None]))
+    y, grads = layer.fused(x, x, *layer.factors, y_dtype=FP32), []
+    y.grad_fn.register_hook(lambda dinputs, _: grads.append([dx for dx in dinputs if dx is not None]))
     y.sum().backward()
-    assert [(dx.shape, dx.dtype) for dx in seen[0]] == [(x.shape, FP32)]
+    assert [(dx.shape, dx.dtype) for dx in grads[0]] == [(x.shape, FP32)]
 
 
 @pytest.mark.parametrize(("factors", "shapes"), [(None, []), (FP32, [(5, K), (RANK, K), (N, RANK), (5, RANK)])])
 def test_saved_tensor_hooks_see_what_they_see_of_stock_and_no_weight(
     factors: torch.dtype | None, shapes: list[tuple[int, ...]], device: str
 ) -> None:
-    """bitsandbytes' product keeps its weight, and not what it reads."""
-    layer, seen = FourBit(device, BF16, factors), []
+    """bitsandbytes' product saves its weight, and not its input."""
+    layer, saved = FourBit(device, BF16, factors), []
     leaves = layer.leaves(torch.randn(5, K, device=device))
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: (seen.append(one.shape), one)[1], lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda tensor: tensor
+    ):
         for _ in range(2):
             layer.fused(leaves[0], *leaves, y_dtype=FP32).sum().backward()
-    assert sorted(seen) == sorted(2 * shapes)
+    assert sorted(saved) == sorted(2 * shapes)
 
 
 def test_a_gradient_is_differentiated_again(device: str) -> None:
@@ -301,7 +306,7 @@ def test_with_an_adapter_a_gradient_is_differentiated_again_or_refused(x_dtype: 
         return torch.autograd.grad(da.square().sum(), x)[0].double()
 
     expected = second(layer.stock)
-    if x_dtype == FP32:  # its copy in 16 bits was kept, and not x
+    if x_dtype == FP32:  # its copy in 16 bits was saved, and not x
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             second(layer.fused)
     else:
@@ -316,7 +321,7 @@ def test_tensors_that_do_not_go_together_are_named_and_an_odd_number_of_weights_
         LORA_LINEAR_4BIT.checked(x, x, *layer.factors, *layer.parts, None, None, 64, *FACTORS, BF16, FP32)
     refusal = LINEAR_4BIT.unsupported(x, *layer.parts, None, N, 64, BF16, FP32)
     assert refusal.reason == f"packed must have {N} * {K + 2} / 2 elements, not {N * K // 2}"
-    one = FourBit(device, features=1)
-    parts = one.state.code, one.codes.flatten()[: K // 2], one.state.absmax.float(), None, None, None
+    layer = FourBit(device, features=1)
+    parts = layer.state.code, layer.codes.flatten()[: K // 2], layer.state.absmax.float(), None, None, None
     refusal = LINEAR_4BIT.unsupported(x[:, : K - 1], *parts, None, 1, 64, BF16, FP32)
     assert refusal.reason == "its weight is packed otherwise"

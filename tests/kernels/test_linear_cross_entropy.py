@@ -1,4 +1,4 @@
-"""The cross entropy of a linear's output: held against stock code and a float64 truth, in all its options."""
+"""The cross entropy of a linear's output, compared with stock code and float64 results, in all its options."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ module = sys.modules["fused_norm.kernels.linear_cross_entropy"]
 
 IGNORED = -100
 FACTOR = 1.05
-"""Of stock's own error. A second rounding of the gradients would make it 1.41."""
+"""The largest error, relative to stock's. A second rounding of the gradients would make it 1.41."""
 
 FLOORS = {FP32: 5e-7, BF16: 1e-5, FP16: 1e-5}
-"""Relative errors that are none: of sums of float32 in another order."""
+"""Relative errors that always pass: those of float32 sums in another order."""
 
 
 class Case(NamedTuple):
-    """Arguments of the operator."""
+    """The arguments of a call."""
 
     x: Tensor
     weight: Tensor
@@ -36,21 +36,21 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
     def results(self, loss_of: Callable[..., Tensor], dloss: float = 1.0) -> list[Tensor]:
-        """The loss and the gradients of x, weight and bias."""
+        """Return the loss and the gradients of x, weight and bias."""
         leaves = self.leaves(torch.clone)
         loss = loss_of(*leaves, self.target, **self.options)
-        wanted = [one for one in leaves if one is not None and one.requires_grad]
-        return [loss.detach(), *(torch.autograd.grad(loss * dloss, wanted) if wanted else ())]
+        inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        return [loss.detach(), *(torch.autograd.grad(loss * dloss, inputs) if inputs else ())]
 
     def leaves(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        """x, weight and bias, converted; those that want a gradient want it still."""
+        """Return x, weight and bias, converted, as leaves that require a gradient if the original does."""
         return [
-            None if one is None else convert(one.detach()).requires_grad_(one.requires_grad)
-            for one in (self.x, self.weight, self.bias)
+            None if tensor is None else convert(tensor.detach()).requires_grad_(tensor.requires_grad)
+            for tensor in (self.x, self.weight, self.bias)
         ]
 
     def exactly(self) -> Case:
-        """The same in float64."""
+        """Return the case in float64."""
         return Case(*self.leaves(Tensor.double), *self[3:])  # type: ignore[arg-type]
 
 
@@ -59,7 +59,7 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **optio
 
 
 def stock(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any) -> Tensor:
-    """What a model of transformers computes."""
+    """Compute the loss as a model of transformers does."""
     logits = functional.linear(x, weight, bias)
     wide = torch.promote_types(logits.dtype, FP32)
     if options.get("logits_in_fp32"):
@@ -79,7 +79,7 @@ def stock(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **opti
     return loss if items is None else loss / items
 
 
-def made(
+def make_case(
     device: str,
     dtype: torch.dtype = BF16,
     *,
@@ -91,7 +91,7 @@ def made(
     frozen: str = "",
     **options: Any,
 ) -> Case:
-    """Random arguments; half of the labels are the likeliest ones, so that softmax and gradient tell of each other."""
+    """Draw a case; half of the labels are the likeliest ones, so that softmax and label both show in the gradient."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(*rows, width, generator=generator).to(dtype)
     weight = (0.3 * torch.randn(vocabulary, width, generator=generator)).to(dtype)
@@ -104,26 +104,28 @@ def made(
     return Case(x, weight, None if added is None else added.to(device).requires_grad_(), target.to(device), options)
 
 
-def error(found: Tensor, true: Tensor) -> float:
-    size = true.double().norm().item()
-    return (found.double() - true.double()).norm().item() / (size or 1.0)
+def error(actual: Tensor, expected: Tensor) -> float:
+    size = expected.double().norm().item()
+    return (actual.double() - expected.double()).norm().item() / (size or 1.0)
 
 
 def assert_as_near_as_stock(case: Case, dloss: float = 1.0, factor: float = FACTOR) -> None:
-    found, expected = case.results(ours, dloss), case.results(stock, dloss)
-    truth = case.exactly().results(stock, dloss)
+    actual, expected = case.results(ours, dloss), case.results(stock, dloss)
+    float64 = case.exactly().results(stock, dloss)
     floor = FLOORS[case.x.dtype]
-    for name, one, other, true in zip(("loss", "dx", "dweight", "dbias"), found, expected, truth, strict=False):
-        assert one.dtype == other.dtype, name
-        assert one.shape == other.shape, name
-        mine, theirs = error(one, true), error(other, true)
-        assert mine <= max(factor * theirs, floor), f"the error of {name} is {mine}, stock's is {theirs}"
-    assert len(found) == len(expected)
+    for name, a, b, exact in zip(("loss", "dx", "dweight", "dbias"), actual, expected, float64, strict=False):
+        assert a.dtype == b.dtype, name
+        assert a.shape == b.shape, name
+        our_error, stock_error = error(a, exact), error(b, exact)
+        assert our_error <= max(factor * stock_error, floor), (
+            f"the error of {name} is {our_error}, stock's is {stock_error}"
+        )
+    assert len(actual) == len(expected)
 
 
 @pytest.fixture(autouse=True)
 def _sums_in_fp32(device: str) -> Iterator[None]:
-    """cuBLAS sums up parts of a long product in fp16, or not, as it likes for a shape."""
+    """Keep cuBLAS from summing parts of a long product in fp16, which it does for some shapes."""
     if device == "cpu":
         yield
         return
@@ -135,7 +137,7 @@ def _sums_in_fp32(device: str) -> Iterator[None]:
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of up to 16 rows, so that a few rows are several chunks."""
+    """Limit chunks to 16 rows, so that a few rows are several chunks."""
     monkeypatch.setattr(module, "MOST_ROWS", 16)
     monkeypatch.setattr(module, "_MULTIPLE", 8)
 
@@ -168,20 +170,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("short_chunks")
 def test_loss_and_gradients_are_as_near_to_the_truth_as_stocks(name: str, dtype: torch.dtype, device: str) -> None:
-    assert_as_near_as_stock(made(device, dtype, **OPTIONS[name]))
+    assert_as_near_as_stock(make_case(device, dtype, **OPTIONS[name]))
 
 
 @pytest.mark.parametrize("rows", [7, 8, 9, 15, 16, 17, 31, 32, 33, 41])
 @pytest.mark.usefixtures("short_chunks")
 def test_every_row_is_in_one_chunk(rows: int, device: str) -> None:
-    assert_as_near_as_stock(made(device, FP32, rows=(rows,), masked=0.0))
+    assert_as_near_as_stock(make_case(device, FP32, rows=(rows,), masked=0.0))
 
 
 @pytest.mark.parametrize("vocabulary", [16_385, 40_001])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_rows_of_more_than_one_block(vocabulary: int, softcap: float | None, device: str) -> None:
     options = {} if softcap is None else {"softcap": softcap}
-    assert_as_near_as_stock(made(device, rows=(5,), vocabulary=vocabulary, width=16, masked=0.2, **options))
+    assert_as_near_as_stock(make_case(device, rows=(5,), vocabulary=vocabulary, width=16, masked=0.2, **options))
 
 
 @pytest.mark.parametrize(
@@ -203,8 +205,8 @@ def test_a_chunk_follows_from_sizes(rows: int, vocabulary: int, itemsize: int, c
 
 @pytest.mark.usefixtures("short_chunks")
 def test_a_call_has_the_same_bits_again_and_changes_nothing(device: str) -> None:
-    case = made(device, bias=True, max_labels=40)
-    before = [one.clone() for one in (case.x, case.weight, case.target)]
+    case = make_case(device, bias=True, max_labels=40)
+    before = [tensor.clone() for tensor in (case.x, case.weight, case.target)]
     first, second = case.results(ours), case.results(ours)
     assert_same(first, second)
     assert_same(before, (case.x, case.weight, case.target))
@@ -212,7 +214,7 @@ def test_a_call_has_the_same_bits_again_and_changes_nothing(device: str) -> None
 
 @pytest.mark.usefixtures("short_chunks")
 def test_rows_without_a_label_have_no_gradient_and_change_nothing(device: str) -> None:
-    case = made(device, masked=0.5)
+    case = make_case(device, masked=0.5)
     number = int((case.target != IGNORED).sum())
     whole = case.results(ours)
     for most in (number, number + 3):
@@ -225,28 +227,28 @@ def test_rows_without_a_label_have_no_gradient_and_change_nothing(device: str) -
 
 @pytest.mark.parametrize("options", [{}, {"num_items": 5}, {"reduction": "sum"}, {"max_labels": 0}])
 def test_without_any_label_it_is_stocks_loss(options: dict[str, Any], device: str) -> None:
-    case = made(device, masked=1.1, **options)
-    kept = {name: value for name, value in options.items() if name != "max_labels"}
-    for one, other in zip(case.results(ours), case._replace(options=kept).results(stock), strict=True):
-        assert torch.equal(one.isnan(), other.isnan())
-        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    case = make_case(device, masked=1.1, **options)
+    stock_options = {name: value for name, value in options.items() if name != "max_labels"}
+    for a, b in zip(case.results(ours), case._replace(options=stock_options).results(stock), strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"softcap": 2.0, "logit_scale": 0.5}], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nan_stays_in_its_row(value: float, options: dict[str, Any], device: str) -> None:
-    case = made(device, FP32, masked=0.0, **options)
+    case = make_case(device, FP32, masked=0.0, **options)
     with torch.no_grad():
         case.x[0, 3, 5] = value
-    for one, other in zip(case.results(ours), case.results(stock), strict=True):
-        assert torch.equal(one.isnan(), other.isnan())
+    for a, b in zip(case.results(ours), case.results(stock), strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
 
 
 @pytest.mark.parametrize("wrong", [-1, 500, -101, 10**12])
 def test_a_label_outside_of_the_vocabulary_is_an_error(wrong: int, device: str) -> None:
     if device != "cpu":
         pytest.skip("the device asserts, and takes nothing afterwards")
-    case = made(device)
+    case = make_case(device)
     case.target[1, 2] = wrong
     with pytest.raises(IndexError, match=f"target {wrong} is out of bounds for 500 classes"):
         case.results(ours)
@@ -256,76 +258,76 @@ def test_more_labels_than_were_promised_are_an_error(device: str) -> None:
     if device != "cpu":
         pytest.skip("the device asserts, and takes nothing afterwards")
     with pytest.raises(ValueError, match="48 rows have a label, max_labels is 47"):
-        made(device, masked=0.0, max_labels=47).results(ours)
+        make_case(device, masked=0.0, max_labels=47).results(ours)
 
 
 @pytest.mark.parametrize("dloss", [1.0, 0.25, 2.0, 65536.0])
 def test_powers_of_two_round_nothing_more(dloss: float, device: str) -> None:
-    case = made(device)
-    for one, other in zip(case.results(ours)[1:], case.results(ours, dloss)[1:], strict=True):
-        assert torch.equal(one * dloss, other)
+    case = make_case(device)
+    for a, b in zip(case.results(ours)[1:], case.results(ours, dloss)[1:], strict=True):
+        assert torch.equal(a * dloss, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_another_gradient_of_the_loss_rounds_once_more(dtype: torch.dtype, device: str) -> None:
-    assert_as_near_as_stock(made(device, dtype), dloss=1 / 3, factor=1.6 if dtype == BF16 else 1.3)
+    assert_as_near_as_stock(make_case(device, dtype), dloss=1 / 3, factor=1.6 if dtype == BF16 else 1.3)
 
 
 def test_fp16_under_a_large_scale_loses_no_more_than_stock(device: str) -> None:
-    """The gradient of a mean over many items underflows in fp16 unless the scaler's factor is in it."""
-    assert_as_near_as_stock(made(device, FP16, num_items=2**22), dloss=2.0**24)
+    """The gradient of a mean over many items underflows in fp16 unless it includes the scaler's factor."""
+    assert_as_near_as_stock(make_case(device, FP16, num_items=2**22), dloss=2.0**24)
 
 
 def test_a_second_backward_and_one_for_a_part_of_the_gradients_have_the_bits_of_the_first(device: str) -> None:
-    case = made(device)
+    case = make_case(device)
     _, *whole = case.results(ours)
     loss, leaves = ours(case.x, case.weight, None, case.target), (case.x, case.weight)
     for places in ((0, 1), (0, 1), (0,), (1,)):
-        found = torch.autograd.grad(loss, [leaves[place] for place in places], retain_graph=True)
-        assert all(torch.equal(one, whole[place]) for one, place in zip(found, places, strict=True)), places
+        grads = torch.autograd.grad(loss, [leaves[place] for place in places], retain_graph=True)
+        assert all(torch.equal(grad, whole[place]) for grad, place in zip(grads, places, strict=True)), places
 
 
 def test_second_derivatives_are_stocks(device: str) -> None:
-    case = made(device, FP32, bias=True, softcap=5.0)
+    case = make_case(device, FP32, bias=True, softcap=5.0)
 
     def second(loss_of: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         x, weight = case.x.detach().requires_grad_(), case.weight.detach().requires_grad_()
-        rows = x + weight[:1]  # as behind a tied embedding
+        rows = x + weight[:1]  # as after a tied embedding
         loss = loss_of(rows, weight, case.bias, case.target, **case.options)
         dx, dweight = torch.autograd.grad(loss, (x, weight), create_graph=True)
         return torch.autograd.grad(dx.square().sum() + dweight.square().sum(), (x, weight))
 
-    for one, other in zip(second(ours), second(stock), strict=True):
-        assert error(one, other) < 1e-5
+    for a, b in zip(second(ours), second(stock), strict=True):
+        assert error(a, b) < 1e-5
 
 
 def test_transforms_take_the_formula(device: str) -> None:
-    case = made(device, FP32)
+    case = make_case(device, FP32)
     x, weight, target = case.x.detach(), case.weight.detach(), case.target
-    found, expected = (
+    actual, expected = (
         torch.func.grad(lambda x, loss_of=loss_of: loss_of(x, weight, None, target))(x) for loss_of in (ours, stock)
     )
-    assert error(found, expected) < 1e-6
+    assert error(actual, expected) < 1e-6
     tangents = torch.func.jvp(lambda x: ours(x, weight, None, target), (x,), (torch.ones_like(x),))
     assert error(tangents[1], torch.func.jvp(lambda x: stock(x, weight, None, target), (x,), (x * 0 + 1,))[1]) < 1e-5
-    each = torch.func.vmap(lambda x, t: ours(x, weight, None, t))(x, target)
-    assert each.shape == (2,)
+    losses = torch.func.vmap(lambda x, t: ours(x, weight, None, t))(x, target)
+    assert losses.shape == (2,)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_compiled_it_is_one_graph_with_the_same_results(dtype: torch.dtype, device: str) -> None:
-    case = made(device, dtype, bias=True, softcap=5.0)
+    case = make_case(device, dtype, bias=True, softcap=5.0)
     with torch.compiler.set_stance("force_eager"):
         expected = case.results(ours)
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for one, other in zip(case.results(compiled), expected, strict=True):
-        assert error(one, other) < (1e-6 if dtype == FP32 else 2e-2)
+    for a, b in zip(case.results(compiled), expected, strict=True):
+        assert error(a, b) < (1e-6 if dtype == FP32 else 2e-2)
 
 
 @pytest.mark.slow
 def test_the_registered_operator_is_what_pytorch_asks_of_one(device: str) -> None:
-    case = made(device)
+    case = make_case(device)
     options = ("mean", IGNORED, 0.0, None, 5.0, False, 40, [True, True, False])
     arguments = (case.x.detach(), case.weight.detach(), None, case.target, None, *options)
     loss, dx, dweight, _ = results = LINEAR_CROSS_ENTROPY._forward_op(*arguments, True)
@@ -338,37 +340,37 @@ def test_the_registered_operator_is_what_pytorch_asks_of_one(device: str) -> Non
 
 
 def test_it_is_exported(device: str) -> None:
-    case = made(device, FP32)
+    case = make_case(device, FP32)
 
     class Loss(nn.Module):
         def forward(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
             return linear_cross_entropy(x, weight, target)
 
-    given = (case.x.detach(), case.weight.detach(), case.target)
-    exported = torch.export.export(Loss(), given)
-    assert error(exported.module()(*given), stock(*given[:2], None, given[2])) < 1e-6
+    args = (case.x.detach(), case.weight.detach(), case.target)
+    exported = torch.export.export(Loss(), args)
+    assert error(exported.module()(*args), stock(*args[:2], None, args[2])) < 1e-6
 
 
 def test_autocast_casts_as_for_a_linear(device: str) -> None:
-    case = made(device, FP32, bias=True)
+    case = make_case(device, FP32, bias=True)
     with torch.autocast(device, BF16):
-        found, expected = case.results(ours), case.results(stock)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype == FP32
-        assert error(one, other) < 6e-3
+        actual, expected = case.results(ours), case.results(stock)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype == FP32
+        assert error(a, b) < 6e-3
 
 
 def test_float64_and_other_dtypes_beside_each_other_are_pytorchs(device: str) -> None:
-    case = made(device, FP32).exactly()
+    case = make_case(device, FP32).exactly()
     assert_same(case.results(ours), case.results(stock))
-    mixed = made(device)
+    mixed = make_case(device)
     with pytest.raises(RuntimeError):
         ours(mixed.x, mixed.weight.float(), None, mixed.target)
 
 
 @pytest.mark.parametrize("layout", ["a transposed x", "a transposed weight", "rows apart"])
 def test_strides_change_nothing(layout: str, device: str) -> None:
-    case = made(device)
+    case = make_case(device)
     expected = case.results(ours)
     x, weight = case.x.detach(), case.weight.detach()
     if layout == "a transposed x":
@@ -379,22 +381,22 @@ def test_strides_change_nothing(layout: str, device: str) -> None:
         x = torch.cat([x, x], -1)[..., : x.shape[-1]]
     leaves = x.requires_grad_(), weight.requires_grad_()
     loss = ours(*leaves, None, case.target)
-    for one, other in zip((loss, *torch.autograd.grad(loss, leaves)), expected, strict=True):
-        assert error(one, other) < 1e-3
+    for a, b in zip((loss, *torch.autograd.grad(loss, leaves)), expected, strict=True):
+        assert error(a, b) < 1e-3
 
 
 def test_in_inference_mode_nothing_is_kept(device: str) -> None:
-    case = made(device)
+    case = make_case(device)
     expected = case.results(ours)[0]
     with torch.inference_mode():
-        found = ours(case.x, case.weight, None, case.target)
-    assert torch.equal(found, expected)
-    assert not found.requires_grad
+        loss = ours(case.x, case.weight, None, case.target)
+    assert torch.equal(loss, expected)
+    assert not loss.requires_grad
 
 
 @pytest.mark.usefixtures("short_chunks")
 def test_all_logits_are_never_there(device: str) -> None:
-    case = made(device, FP32, rows=(192,), vocabulary=1024, masked=0.0)
+    case = make_case(device, FP32, rows=(192,), vocabulary=1024, masked=0.0)
     with torch.profiler.profile(profile_memory=True) as profile:
         case.results(ours)
     kind = "device_memory_usage" if device != "cpu" else "cpu_memory_usage"
@@ -406,18 +408,18 @@ def test_all_logits_are_never_there(device: str) -> None:
 def test_pytorchs_own_takes_the_same_arguments(device: str) -> None:
     if not hasattr(functional, "linear_cross_entropy"):
         pytest.skip("this PyTorch has none")
-    case = made(device, FP32, rows=(20,), bias=True)
+    case = make_case(device, FP32, rows=(20,), bias=True)
     options = {"linear_bias": case.bias, "label_smoothing": 0.1, "reduction": "sum"}
-    found, expected = (
+    actual, expected = (
         function(case.x, case.weight, case.target, **options)
         for function in (linear_cross_entropy, functional.linear_cross_entropy)
     )
-    assert error(found, expected) < 1e-6
+    assert error(actual, expected) < 1e-6
 
 
 def test_the_reference_is_the_stock_code(device: str) -> None:
-    case = made(device, softcap=5.0, logit_scale=0.5)
-    found = reference.linear_cross_entropy(
+    case = make_case(device, softcap=5.0, logit_scale=0.5)
+    actual = reference.linear_cross_entropy(
         case.x, case.weight, None, case.target, None, "mean", IGNORED, 0.0, 0.5, 5.0, False
     )
-    assert torch.equal(found, stock(case.x, case.weight, None, case.target, **case.options))
+    assert torch.equal(actual, stock(case.x, case.weight, None, case.target, **case.options))

@@ -20,17 +20,17 @@ from .numerics import BF16, FAR, FP16, FP32, Tensors, assert_same, drawn, far_ap
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ROUNDED = ("h", "u", "scaled", "dy", "du", "dh", "da", "db")
-"""What is rounded to x's dtype before it is used or stored in its own."""
+"""The names of values that are rounded to x's dtype before they are used, or to their own before they are stored."""
 SMALL = ((5, 3), 40, 24, 4)
-"""Rows, K, N and the rank of a small call."""
+"""The rows, K, N and rank of a small call."""
 
 
 def by(function: Callable[..., Tensor], scale: float) -> Function:
-    """``lora_add`` or its reference at one scale."""
+    """Return ``lora_add`` or its reference with one scale."""
     return lambda base, x, a, b: function(base, x, a, b, scale)
 
 
-def inputs(
+def draw_inputs(
     device: str,
     rows: Sequence[int],
     k: int,
@@ -41,7 +41,7 @@ def inputs(
     base: torch.dtype = BF16,
     weights: torch.dtype = FP32,
 ) -> Tensors:
-    """Normally distributed tensors of a call, and the gradient of y."""
+    """Draw the tensors of a call and the gradient of y."""
     return drawn(
         device,
         base=((*rows, n), base, 1.0),
@@ -52,30 +52,30 @@ def inputs(
     )
 
 
-def integers(given: Tensors) -> Tensors:
-    """-1, 0 and 1 in the place of all values, so that every sum is exact and its order is no matter."""
-    return given.mapped(lambda one: (2 * one / one.abs().max()).round().clamp(-1, 1))
+def integers(inputs: Tensors) -> Tensors:
+    """Replace all values by -1, 0 and 1, so that every sum is exact and its order does not matter."""
+    return inputs.mapped(lambda tensor: (2 * tensor / tensor.abs().max()).round().clamp(-1, 1))
 
 
-def formula(given: Tensors, scale: float, without: str = "") -> Tensors:
-    """y and the gradients in float64, with every rounding but the one that is named ``without``."""
-    dtype, (base, x, dy) = given.x.dtype, (given.base.double(), given.x.double(), given.dy.double())
+def formula(inputs: Tensors, scale: float, without: str = "") -> Tensors:
+    """Compute y and the gradients in float64, with every rounding except the one named ``without``."""
+    dtype, (base, x, dy) = inputs.x.dtype, (inputs.base.double(), inputs.x.double(), inputs.dy.double())
 
     def rounded(name: str, value: Tensor) -> Tensor:
         return value if name == without else value.to(dtype).double()
 
-    a, b = given.a.to(dtype).double(), given.b.to(dtype).double()
+    a, b = inputs.a.to(dtype).double(), inputs.b.to(dtype).double()
     h = rounded("h", x @ a.t())
     y = base + rounded("scaled", rounded("u", h @ b.t()) * scale)
     du = rounded("du", rounded("dy", dy) * scale)
     dh = rounded("dh", du @ b)
     da, db = (left.flatten(0, -2).t() @ right.flatten(0, -2) for left, right in ((dh, x), (du, h)))
     return Tensors(
-        y=y.to(given.dy.dtype),
-        dbase=given.dy.to(given.base.dtype),
+        y=y.to(inputs.dy.dtype),
+        dbase=inputs.dy.to(inputs.base.dtype),
         dx=(dh @ a).to(dtype),
-        da=rounded("da", da).to(given.a.dtype),
-        db=rounded("db", db).to(given.b.dtype),
+        da=rounded("da", da).to(inputs.a.dtype),
+        db=rounded("db", db).to(inputs.b.dtype),
     )
 
 
@@ -90,7 +90,7 @@ SHAPES: list[tuple[tuple[int, ...], int, int, int]] = [
     *slow(((33,), 40, 66, 128), ((2, 20), 70, 30, 256)),
 ]
 DTYPES = [*itertools.product((BF16, FP16), (FP32, None), (FP32, None)), (FP16, BF16, FP32)]
-"""Of x, of base and of the factors, of which None is x's."""
+"""The dtypes of x, base and the factors; None means x's."""
 
 
 @pytest.mark.parametrize("scale", [0.7, *slow(1, 2, -1)])
@@ -98,11 +98,11 @@ DTYPES = [*itertools.product((BF16, FP16), (FP32, None), (FP32, None)), (FP16, B
 def test_where_sums_are_exact_every_shape_gives_the_bits_of_the_reference(
     shape: tuple[tuple[int, ...], int, int, int], scale: float, launches: list[Launch], device: str
 ) -> None:
-    given = integers(inputs(device, *shape))
-    ours = run(by(lora_add, scale), given)
+    inputs = integers(draw_inputs(device, *shape))
+    ours = run(by(lora_add, scale), inputs)
     assert launches
-    assert_same(ours, formula(given, scale))
-    assert_same(ours, run(by(reference.lora_add, scale), given))
+    assert_same(ours, formula(inputs, scale))
+    assert_same(ours, run(by(reference.lora_add, scale), inputs))
 
 
 @pytest.mark.parametrize("scale", [1, 0.7, *slow(2, -1)])
@@ -110,15 +110,15 @@ def test_where_sums_are_exact_every_shape_gives_the_bits_of_the_reference(
 def test_where_sums_are_exact_every_dtype_gives_the_bits_of_the_formula(
     x: torch.dtype, base: torch.dtype | None, weights: torch.dtype | None, scale: float, device: str
 ) -> None:
-    given = integers(inputs(device, *SMALL, x=x, base=base or x, weights=weights or x))
-    assert_same(run(by(lora_add, scale), given), formula(given, scale))
+    inputs = integers(draw_inputs(device, *SMALL, x=x, base=base or x, weights=weights or x))
+    assert_same(run(by(lora_add, scale), inputs), formula(inputs, scale))
 
 
 def test_many_rows_are_cut_into_shares_and_larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "FEW_LORA_ROWS", 8)
     monkeypatch.setattr(lora_kernels, "_MAX_PARTIALS", 2)
-    given = integers(inputs(device, (300,), 40, 24, 8))
-    assert_same(run(by(lora_add, 2), given), formula(given, 2))
+    inputs = integers(draw_inputs(device, (300,), 40, 24, 8))
+    assert_same(run(by(lora_add, 2), inputs), formula(inputs, 2))
 
 
 @pytest.mark.parametrize(("few_rows", "rows_of_tile"), [(100, 128), (200, 64), (300, 32)])
@@ -129,8 +129,8 @@ def test_tiles_of_a_large_gpu_give_the_same_bits(
     large = Device(132, shared_memory=232_448)
     monkeypatch.setattr(lora_kernels, "device_props", lambda _: large)
     monkeypatch.setattr(plans, "FEW_LORA_ROWS", few_rows)
-    given = integers(inputs(device, (300,), 300, 140, rank))
-    assert_same(run(by(lora_add, 0.7), given), formula(given, 0.7))
+    inputs = integers(draw_inputs(device, (300,), 300, 140, rank))
+    assert_same(run(by(lora_add, 0.7), inputs), formula(inputs, 0.7))
     tiles = {launch.constants["ROWS"] for launch in launches if launch.name == "_narrow_kernel"}
     assert tiles == {min(rows_of_tile, 64) if rank <= 32 else rows_of_tile}
 
@@ -139,21 +139,23 @@ def test_tiles_of_a_large_gpu_give_the_same_bits(
 @pytest.mark.parametrize("base", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("weights", [BF16, FP32], ids=str)
 def test_errors_are_those_of_the_reference(weights: torch.dtype, base: torch.dtype, scale: float, device: str) -> None:
-    given = inputs(device, (70,), 96, 80, 16, base=base, weights=weights)
-    truth = run(by(reference.lora_add, scale), given.mapped(Tensor.double))
-    ours, theirs = (run(by(one, scale), given) for one in (lora_add, reference.lora_add))
+    inputs = draw_inputs(device, (70,), 96, 80, 16, base=base, weights=weights)
+    float64 = run(by(reference.lora_add, scale), inputs.mapped(Tensor.double))
+    ours, theirs = (run(by(function, scale), inputs) for function in (lora_add, reference.lora_add))
     for name, value in ours.present().items():
-        exact, other = getattr(truth, name), getattr(theirs, name)
-        error, allowed = ((one.double() - exact).norm() for one in (value, other))
+        exact, stock_value = getattr(float64, name), getattr(theirs, name)
+        error, allowed = ((tensor.double() - exact).norm() for tensor in (value, stock_value))
         assert error <= 1.1 * allowed + floor(FP32) * exact.norm(), name
 
 
 def apart(ours: Tensors, expected: Tensors) -> float:
-    """The share of elements that differ by more than sums in another order do, in the result that has most of them."""
+    """Return the largest share of elements of a result that differ by more than sums in another order do."""
     shares = []
     for name, value in ours.present().items():
-        other = getattr(expected, name).double()
-        shares.append(((value.double() - other).abs() > 1e-5 * other.abs() + 1e-6).double().mean().item())
+        expected_value = getattr(expected, name).double()
+        shares.append(
+            ((value.double() - expected_value).abs() > 1e-5 * expected_value.abs() + 1e-6).double().mean().item()
+        )
     return max(shares)
 
 
@@ -165,14 +167,14 @@ def apart(ours: Tensors, expected: Tensors) -> float:
 def test_every_rounding_of_the_formula_is_made(
     rows: int, base: torch.dtype, names: Sequence[str], share: float, device: str
 ) -> None:
-    given = inputs(device, (rows,), 48, 64, 8, base=base)
-    ours = run(by(lora_add, 0.7), given)
-    assert apart(ours, formula(given, 0.7)) < 0.02
+    inputs = draw_inputs(device, (rows,), 48, 64, 8, base=base)
+    ours = run(by(lora_add, 0.7), inputs)
+    assert apart(ours, formula(inputs, 0.7)) < 0.02
     for name in names:
-        assert apart(ours, formula(given, 0.7, without=name)) > share, name
+        assert apart(ours, formula(inputs, 0.7, without=name)) > share, name
 
 
-WANTED = {
+BACKWARD_KERNELS = {
     "base": (),
     "x": ("narrow", "widen"),
     "base x": ("narrow", "widen"),
@@ -181,82 +183,88 @@ WANTED = {
     "a b": ("narrow", "partials", "sum"),
     "base x a b": ("narrow", "widen", "partials", "sum"),
 }
-"""By the arguments that want a gradient: the kernels of the backward."""
+"""The kernels of the backward, by the arguments that require a gradient."""
 
 
-@pytest.mark.parametrize("wanted", WANTED)
-def test_gradients_are_those_that_are_wanted(wanted: str, launched: Callable[[], list[str]], device: str) -> None:
-    given = inputs(device, *SMALL)
-    whole = run(by(lora_add, 0.7), given)
+@pytest.mark.parametrize("trained", BACKWARD_KERNELS)
+def test_only_arguments_that_require_a_gradient_get_one(
+    trained: str, launched: Callable[[], list[str]], device: str
+) -> None:
+    inputs = draw_inputs(device, *SMALL)
+    whole = run(by(lora_add, 0.7), inputs)
     launched()
-    some = run(by(lora_add, 0.7), given, tuple({"base", "x", "a", "b"} - {*wanted.split()}))
-    assert some.present().keys() == {"y", *(f"d{name}" for name in wanted.split())}
+    some = run(by(lora_add, 0.7), inputs, tuple({"base", "x", "a", "b"} - {*trained.split()}))
+    assert some.present().keys() == {"y", *(f"d{name}" for name in trained.split())}
     assert_same(some, whole)
-    assert launched() == ["_narrow_kernel", "_widen_kernel", *(f"_{name}_kernel" for name in WANTED[wanted])]
+    assert launched() == ["_narrow_kernel", "_widen_kernel", *(f"_{name}_kernel" for name in BACKWARD_KERNELS[trained])]
 
 
 def test_the_gradient_of_base_is_that_which_arrives(device: str) -> None:
-    given = inputs(device, *SMALL)
-    leaves = [one.requires_grad_() for one in (given.base, given.x, given.a, given.b)]
-    dbase, *_ = torch.autograd.grad(lora_add(*leaves, 0.7), leaves, given.dy)
-    assert dbase.data_ptr() == given.dy.data_ptr()
+    inputs = draw_inputs(device, *SMALL)
+    leaves = [tensor.requires_grad_() for tensor in (inputs.base, inputs.x, inputs.a, inputs.b)]
+    dbase, *_ = torch.autograd.grad(lora_add(*leaves, 0.7), leaves, inputs.dy)
+    assert dbase.data_ptr() == inputs.dy.data_ptr()
 
 
 @pytest.mark.parametrize("is_cast", [True, False])
 def test_x_the_weights_as_they_are_multiplied_and_the_rows_between_the_products_are_kept(
     is_cast: bool, device: str
 ) -> None:
-    """Of the factors the casts that stock code makes, or they themselves."""
-    given = inputs(device, *SMALL, weights=FP32 if is_cast else BF16)
-    leaves = [one.requires_grad_() for one in (given.base, given.x, given.a, given.b)]
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+    """The saved factors are the casts that stock code makes, or the factors themselves."""
+    inputs = draw_inputs(device, *SMALL, weights=FP32 if is_cast else BF16)
+    leaves = [tensor.requires_grad_() for tensor in (inputs.base, inputs.x, inputs.a, inputs.b)]
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         lora_add(*leaves)
-    assert [(tuple(one.shape), one.dtype) for one in kept[3:]] == [((5, 3, 4), BF16)]
-    assert kept[0].data_ptr() == given.x.data_ptr()
-    for one, factor in zip(kept[1:3], (given.a, given.b), strict=True):
-        assert torch.equal(one, factor.bfloat16())
-        assert (one.data_ptr() == factor.data_ptr()) == (not is_cast)
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in saved[3:]] == [((5, 3, 4), BF16)]
+    assert saved[0].data_ptr() == inputs.x.data_ptr()
+    for tensor, factor in zip(saved[1:3], (inputs.a, inputs.b), strict=True):
+        assert torch.equal(tensor, factor.bfloat16())
+        assert (tensor.data_ptr() == factor.data_ptr()) == (not is_cast)
 
 
 LAYOUTS: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
-    "turned rows": {name: lambda one: one.transpose(0, 1).contiguous().transpose(0, 1) for name in ("base", "x", "dy")},
-    "turned x": {"x": lambda one: one.transpose(0, 1).contiguous().transpose(0, 1)},
-    "turned base": {"base": lambda one: one.transpose(0, 1).contiguous().transpose(0, 1)},
-    "columns first": {name: lambda one: one.mT.contiguous().mT for name in ("base", "x", "dy")},
-    "wide rows": {name: lambda one: torch.cat((one, one), -1)[..., : one.shape[-1]] for name in ("base", "x", "dy")},
-    "turned weights": {name: lambda one: one.t().contiguous().t() for name in ("a", "b")},
-    "every other number": {name: lambda one: one.repeat_interleave(2, -1)[..., ::2] for name in ("a", "b")},
-    "every other row": {name: lambda one: one.repeat_interleave(2, 0)[::2] for name in ("a", "b")},
+    "turned rows": {
+        name: lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1) for name in ("base", "x", "dy")
+    },
+    "turned x": {"x": lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1)},
+    "turned base": {"base": lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1)},
+    "columns first": {name: lambda tensor: tensor.mT.contiguous().mT for name in ("base", "x", "dy")},
+    "wide rows": {
+        name: lambda tensor: torch.cat((tensor, tensor), -1)[..., : tensor.shape[-1]] for name in ("base", "x", "dy")
+    },
+    "turned weights": {name: lambda tensor: tensor.t().contiguous().t() for name in ("a", "b")},
+    "every other number": {name: lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2] for name in ("a", "b")},
+    "every other row": {name: lambda tensor: tensor.repeat_interleave(2, 0)[::2] for name in ("a", "b")},
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tensors_are_read_in_any_layout(layout: str, device: str) -> None:
-    given = inputs(device, *SMALL)
-    spread = given.but(**{name: turn(getattr(given, name)) for name, turn in LAYOUTS[layout].items()})
+    inputs = draw_inputs(device, *SMALL)
+    spread = inputs.but(**{name: turn(getattr(inputs, name)) for name, turn in LAYOUTS[layout].items()})
     assert not any(getattr(spread, name).is_contiguous() for name in LAYOUTS[layout])
-    found = run(by(lora_add, 0.7), spread)
-    assert_same(found, run(by(lora_add, 0.7), given))
-    assert all(one.is_contiguous() for name, one in found.present().items() if name != "dbase")
+    actual = run(by(lora_add, 0.7), spread)
+    assert_same(actual, run(by(lora_add, 0.7), inputs))
+    assert all(result.is_contiguous() for name, result in actual.present().items() if name != "dbase")
 
 
 @pytest.mark.parametrize(("k", "n", "rank"), [(0, 24, 4), (40, 0, 4), (0, 0, 4), (40, 24, 0)])
 def test_without_columns_or_a_rank_the_rest_is_as_by_the_formula(k: int, n: int, rank: int, device: str) -> None:
-    given = inputs(device, (6,), 40, n, rank)
-    given = given.but(x=given.x[:, :k], a=given.a[:, :k])
-    assert_same(run(by(lora_add, 0.7), given), formula(given, 0.7))
+    inputs = draw_inputs(device, (6,), 40, n, rank)
+    inputs = inputs.but(x=inputs.x[:, :k], a=inputs.a[:, :k])
+    assert_same(run(by(lora_add, 0.7), inputs), formula(inputs, 0.7))
 
 
 @pytest.mark.parametrize("name", ["base", "x", "dy"])
 def test_rows_lie_further_apart_than_32_bits_reach(name: str, launches: list[Launch], device: str) -> None:
     if device != "cpu":
         pytest.skip("a GPU's memory is not made of untouched pages")
-    given = inputs(device, (3,), 40, 24, 4)
-    expected = run(by(lora_add, 0.7), given)
+    inputs = draw_inputs(device, (3,), 40, 24, 4)
+    expected = run(by(lora_add, 0.7), inputs)
     launches.clear()
-    assert_same(run(by(lora_add, 0.7), given.but(**{name: far_apart(getattr(given, name))})), expected)
-    assert {one.constants["INT64"] for one in launches if FAR in one.numbers} == {True}
+    assert_same(run(by(lora_add, 0.7), inputs.but(**{name: far_apart(getattr(inputs, name))})), expected)
+    assert {launch.constants["INT64"] for launch in launches if FAR in launch.numbers} == {True}
 
 
 BEYOND = {
@@ -272,8 +280,8 @@ BEYOND = {
 @pytest.mark.parametrize("case", BEYOND)
 def test_what_kernels_do_not_take_is_left_to_the_reference(case: str, launches: list[Launch], device: str) -> None:
     dtypes, rank = BEYOND[case]
-    given = inputs(device, (5, 3), 40, 24, rank, **dtypes)
-    ours, expected = (run(by(one, 0.7), given) for one in (lora_add, reference.lora_add))
+    inputs = draw_inputs(device, (5, 3), 40, 24, rank, **dtypes)
+    ours, expected = (run(by(function, 0.7), inputs) for function in (lora_add, reference.lora_add))
     assert_same(ours, expected)
     assert not launches
 
@@ -287,7 +295,9 @@ def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(
     k, n = (size, 3) if name == "a" else (3, size)
     a, b = (torch.empty(shape, device="meta") for shape in ((16, k), (n, 16)))
     if strides is not None:
-        a, b = (one.as_strided(one.shape, strides) if name == of else one for of, one in (("a", a), ("b", b)))
+        a, b = (
+            factor.as_strided(factor.shape, strides) if name == of else factor for of, factor in (("a", a), ("b", b))
+        )
     base, x = (torch.empty(2, width, dtype=BF16, device="meta") for width in (n, k))
     refusal = LORA_ADD.unsupported(base, x, a, b, 1.0)
     assert refusal is not None
@@ -295,46 +305,43 @@ def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(
 
 
 def test_the_same_call_gives_the_same_bits_again(device: str) -> None:
-    given = inputs(device, (300,), 40, 24, 8)
-    first = run(by(lora_add, 0.7), given)
+    inputs = draw_inputs(device, (300,), 40, 24, 8)
+    first = run(by(lora_add, 0.7), inputs)
     for _ in range(2):
-        assert_same(run(by(lora_add, 0.7), given), first)
-
-
-def near(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for one, other in zip(ours, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert (one.double() - other.double()).norm() <= 0.02 * other.double().norm()
+        assert_same(run(by(lora_add, 0.7), inputs), first)
 
 
 def test_gradients_come_in_batches(device: str) -> None:
-    given = inputs(device, *SMALL)
-    leaves = [one.requires_grad_() for one in (given.base, given.x, given.a, given.b)]
+    inputs = draw_inputs(device, *SMALL)
+    leaves = [tensor.requires_grad_() for tensor in (inputs.base, inputs.x, inputs.a, inputs.b)]
     y = lora_add(*leaves, 0.7)
-    several = torch.stack((given.dy, given.dy.cos()))
+    several = torch.stack((inputs.dy, inputs.dy.cos()))
     batched = torch.autograd.grad(y, leaves, several, is_grads_batched=True, retain_graph=True)
-    apart = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in several]
-    near(batched, [torch.stack(both) for both in zip(*apart, strict=True)])
+    separate = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in several]
+    for batch, *grads in zip(batched, *separate, strict=True):
+        expected = torch.stack(grads)
+        assert batch.dtype == expected.dtype
+        assert (batch.double() - expected.double()).norm() <= 0.02 * expected.double().norm()
 
 
 @pytest.mark.usefixtures("large_graphs")
 @pytest.mark.parametrize("frozen", [(), ("a", "b"), ("base",)], ids=str)
 def test_a_compiled_call_gives_the_same_bits(frozen: tuple[str, ...], device: str) -> None:
     torch._dynamo.reset()
-    given = inputs(device, *SMALL)
+    inputs = draw_inputs(device, *SMALL)
     compiled = torch.compile(by(lora_add, 0.7), fullgraph=True, backend="aot_eager", dynamic=True)
 
     def traced(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return compiled(base, x, a, b)
 
-    assert_same(run(traced, given, frozen), run(by(lora_add, 0.7), given, frozen))
+    assert_same(run(traced, inputs, frozen), run(by(lora_add, 0.7), inputs, frozen))
 
 
 def test_stock_code_that_would_give_another_result_is_not_replaced(device: str) -> None:
-    given = inputs(device, *SMALL)
-    x, a, b = given.x, given.a, given.b
-    assert LORA_ADD.differs_from_eager(given.base, x, a, b, 1.0) is None
-    assert LORA_ADD.differs_from_eager(given.base.float(), x, a, b, 1.0) is None
-    assert "float16" in str(LORA_ADD.differs_from_eager(given.base.half(), x, a, b, 1.0))
-    turned = given.base.transpose(0, 1).contiguous().transpose(0, 1)
+    inputs = draw_inputs(device, *SMALL)
+    x, a, b = inputs.x, inputs.a, inputs.b
+    assert LORA_ADD.differs_from_eager(inputs.base, x, a, b, 1.0) is None
+    assert LORA_ADD.differs_from_eager(inputs.base.float(), x, a, b, 1.0) is None
+    assert "float16" in str(LORA_ADD.differs_from_eager(inputs.base.half(), x, a, b, 1.0))
+    turned = inputs.base.transpose(0, 1).contiguous().transpose(0, 1)
     assert LORA_ADD.differs_from_eager(turned, x, a, b, 1.0) == "base is not contiguous"

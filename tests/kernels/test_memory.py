@@ -1,4 +1,4 @@
-"""Tensors as rows in memory: in one order, copied only where they must be."""
+"""Tensors as rows in memory: all in one order, copied only if necessary."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .numerics import FP16, ROW_LAYOUTS, in_layout
 @pytest.mark.parametrize("layout", ROW_LAYOUTS)
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 5, 8), (2, 1, 5, 8), (2, 3, 1, 8), (1, 1, 1, 8)], ids=str)
 def test_same_rows_count_alike_in_every_tensor(shape: tuple[int, ...], layout: str) -> None:
-    """Row i, ``stride`` elements after row i - 1, is the same row in each; results are written through to y."""
+    """Row i, ``stride`` elements after row i - 1, is the same row in each tensor; results are written to y itself."""
     lead = in_layout(layout, torch.randn(shape))
-    other, rstd = torch.randn(shape), empty_rows_like(lead, width=1).copy_(torch.randn(*shape[:-1], 1))
+    offset, rstd = torch.randn(shape), empty_rows_like(lead, width=1).copy_(torch.randn(*shape[:-1], 1))
     y = empty_rows_like(lead)
-    (x, o, none, r, out), strides = as_strided_rows(lead, other, None, rstd, y)
+    (x, o, none, r, out), strides = as_strided_rows(lead, offset, None, rstd, y)
     assert none is None
     assert out is y, "a copy of the output would be lost"
     assert r is rstd
@@ -28,7 +28,7 @@ def test_same_rows_count_alike_in_every_tensor(shape: tuple[int, ...], layout: s
         return tensor.as_strided((rows, tensor.shape[-1]), (stride, 1))
 
     in_order(out, strides[4]).copy_(in_order(x, strides[0]) + in_order(o, strides[1]) * in_order(r, strides[3]))
-    assert torch.equal(y, lead + other * rstd)
+    assert torch.equal(y, lead + offset * rstd)
 
 
 @pytest.mark.parametrize("layout", ROW_LAYOUTS)

@@ -21,7 +21,7 @@ NORMS = [
     *(Norm(c, z, x=x, w=w) for c in CASTINGS for z in (False, True) for x in DTYPES for w in DTYPES),
     *(Norm(c, x=x, w=None) for c in CASTINGS for x in DTYPES),
 ]
-# Every pair of x and residual, the weight of a third of them in each dtype.
+# Every pair of dtypes of x and residual; each dtype of the weight goes with a third of them.
 PAIRS = [(x, r, DTYPES[(i + j) % 3]) for i, x in enumerate(DTYPES) for j, r in enumerate(DTYPES)]
 SUMS = [
     *(Norm(c, z, x=x, w=w, r=r) for c in BASE_CASTINGS for z in (False, True) for x, r, w in PAIRS),
@@ -50,7 +50,7 @@ SANDWICHED = [
     (FP32, BF16, BF16, FP16),
     (BF16, FP16, FP16, BF16),
 ]
-"""Of x, of the residual, of the inner weight and of the weight."""
+"""The dtypes of x, the residual, the inner weight and the weight."""
 SANDWICHES = [
     *(Sandwich(c, z, *dtypes) for c in BASE_CASTINGS for z in (False, True) for dtypes in SANDWICHED),
     *(Sandwich(c, False, BF16, BF16, *weights) for c in BASE_CASTINGS for weights in ((None, BF16), (FP32, None))),
@@ -87,7 +87,7 @@ WITH_WEIGHTS = [
 
 @pytest.mark.parametrize(("norm", "width"), WITH_WEIGHTS, ids=str)
 def test_every_width_is_as_accurate_as_the_stock_code(norm: Norm | Sandwich, width: int, device: str) -> None:
-    """And of another meaning beside every limit of the plans, in ``test_norm_kernels``."""
+    """``test_norm_kernels`` has another spec beside every limit of the plans."""
     rows = 67 if width <= 130 else 19 if width <= 512 else 3
     norm.assert_right(norm.inputs((rows, width), device))
 
@@ -101,7 +101,7 @@ def test_every_width_is_as_accurate_as_the_stock_code(norm: Norm | Sandwich, wid
     ids=str,
 )
 def test_wide_rows_are_as_accurate_as_the_stock_code(norm: Norm | Sandwich, width: int, device: str) -> None:
-    """With frozen weights, whose gradients take the interpreter most of its time."""
+    """Weights are frozen, because their gradients take the interpreter most of its time."""
     norm.assert_right(norm.inputs((3, width), device), frozen=("inner", "w"))
 
 
@@ -125,7 +125,7 @@ def test_one_tensor_as_branch_and_residual_and_one_weight_for_both_norms(norm: N
     inputs = norm.inputs((5, 130), device)
     inputs = inputs.but(r=inputs.x, w=inputs.inner if isinstance(norm, Sandwich) else inputs.w)
     separate = run(norm.fused, inputs)
-    x, w = (one.detach().requires_grad_() for one in (inputs.x, inputs.w))
+    x, w = (tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.w))
     weights = (w, w) if isinstance(norm, Sandwich) else (w,)
     torch.autograd.backward(norm.fused(x, x, *weights), (inputs.dy, inputs.ds))
     assert torch.equal(x.grad, separate.dx + separate.dr)

@@ -28,7 +28,7 @@ FROZEN = [("inner",), ("w",), ("inner", "w"), ("x",), ("r",), ("x", "inner"), ("
 
 
 def _limits(*directions: str) -> pytest.MarkDecorator:
-    """Runs a test once for each of the directions in which its rows are too wide, see ``sandwich_limits``."""
+    """Run a test once for each direction in which its rows are too wide, see ``sandwich_limits``."""
     return pytest.mark.parametrize("sandwich_limits", directions, indirect=True)
 
 
@@ -89,7 +89,7 @@ def test_it_is_the_single_operators_one_after_the_other(sandwich: Sandwich, widt
     expected = inputs.r + branch
     if device == "cpu":
         assert torch.equal(s, expected)
-    else:  # a sum in another order, or a product and a sum in one instruction, may move the branch by a unit
+    else:  # a sum in another order, or a fused multiply-add, may move the branch by a unit
         moved = torch.finfo(branch.dtype).eps * branch.abs() + torch.finfo(s.dtype).eps * expected.abs()
         assert ((s - expected).abs() <= 2 * moved).all()
     assert_same_row(y, rms_norm(s, inputs.w, **semantics))
@@ -103,14 +103,14 @@ def test_it_is_the_single_operators_one_after_the_other(sandwich: Sandwich, widt
 def test_only_one_output_is_used(sandwich: Sandwich, used: str, device: str) -> None:
     inputs = sandwich.inputs((5, 123), device)
     ours = run(sandwich.fused, inputs, used=used)
-    other = "dy" if used == "s" else "ds"
-    unused = inputs.but(**{other: torch.zeros_like(getattr(inputs, other))})
-    truth, unit = run_true(sandwich, unused), scales(sandwich, unused)
+    unused_gradient = "dy" if used == "s" else "ds"
+    unused = inputs.but(**{unused_gradient: torch.zeros_like(getattr(inputs, unused_gradient))})
+    reference, unit = run_true(sandwich, unused), scales(sandwich, unused)
     assert (ours.dw is not None) == (used == "y")
     for name, value in ours.present().items():
         if name in ("dx", "dr", "dinner", "dw"):
             assert value.dtype == getattr(inputs, name[1:]).dtype
-            error = (value.double() - getattr(truth, name)).abs().div(unit[name]).amax().item()
+            error = (value.double() - getattr(reference, name)).abs().div(unit[name]).amax().item()
             assert error <= 4 * torch.finfo(BF16).eps, name
     if used == "s":
         assert torch.equal(ours.dr, inputs.ds.to(sandwich.r))
@@ -131,7 +131,7 @@ def test_only_what_is_needed_is_written_and_both_sums_are_one_launch(
     if sums:
         names.append("_reduce_kernel")
         assert sum(tensor is not None for tensor in launches[2].tensors) == 1 + sums
-    assert [one.name for one in launches] == names
+    assert [launch.name for launch in launches] == names
     with torch.no_grad():
         norm_add_norm(inputs.x, inputs.r, inputs.inner, inputs.w, casting="gemma")
     assert launches[-1].tensors[-2:] == (None, None), "no rstd without a backward"
@@ -150,16 +150,16 @@ def test_dw_is_summed_in_fp32(device: str) -> None:
     s = called(sandwich.true, inputs.mapped(Tensor.double)).s
     inputs.dy = inputs.dy.abs() * s.float().sign()
     inputs.ds = 8 * inputs.ds.abs() * inputs.x.sign()
-    ours, truth = run(sandwich.fused, inputs), run_true(sandwich, inputs)
-    assert_rounded_once(ours, truth, scales(sandwich, inputs), ("dinner", "dw"))
+    ours, reference = run(sandwich.fused, inputs), run_true(sandwich, inputs)
+    assert_rounded_once(ours, reference, scales(sandwich, inputs), ("dinner", "dw"))
 
 
 def test_no_rows_that_one_kernel_would_not_hold(device: str) -> None:
     shape = (0, WIDEST_SANDWICH_FORWARD + 1)
     ours = run(GEMMA.fused, GEMMA.inputs(shape, device))
-    assert {one.shape for one in (ours.y, ours.s, ours.dx, ours.dr)} == {shape}
-    for one in (ours.dinner, ours.dw):
-        assert torch.equal(one, torch.zeros(shape[-1], dtype=BF16, device=device))
+    assert {tensor.shape for tensor in (ours.y, ours.s, ours.dx, ours.dr)} == {shape}
+    for tensor in (ours.dinner, ours.dw):
+        assert torch.equal(tensor, torch.zeros(shape[-1], dtype=BF16, device=device))
 
 
 @_limits("none", "both")
@@ -186,11 +186,11 @@ def test_a_grid_smaller_than_the_work_strides_over_all_of_it(
     monkeypatch.setattr(norm_forward, "forward_plan", lambda *_: forward)
     backward = replace(backward_plan(width, 12, section="sandwich_backward"), rows=forward.rows, programs=3)
     monkeypatch.setattr(norm_backward, "backward_plan", lambda *_: backward)
-    found = run(ONE_NUMBER.fused, inputs, ("inner", "w") if frozen else ())
+    actual = run(ONE_NUMBER.fused, inputs, ("inner", "w") if frozen else ())
     for name in ("y", "s", "dx", "dr"):
-        assert_same_row(getattr(found, name), getattr(expected, name))
+        assert_same_row(getattr(actual, name), getattr(expected, name))
     for name in () if frozen else ("dinner", "dw"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
 
 
 def test_a_large_eps_counts_in_both_norms(device: str) -> None:
@@ -215,9 +215,9 @@ def test_the_residual_gets_the_gradient_that_arrives(sandwich: Sandwich, device:
 
 
 def test_gradients_accumulated_in_place_do_not_meet(device: str) -> None:
-    """The residual feeds two adds, whose gradients autograd sums: what each was handed stays as it was."""
+    """The residual feeds two adds, whose gradients autograd sums: no incoming gradient is written to."""
     inputs = ONE_NUMBER.opened.inputs((5, 64), device)
-    x, r, w = (one.detach().requires_grad_() for one in (inputs.x, inputs.r, inputs.inner))
+    x, r, w = (tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.r, inputs.inner))
     s = norm_add(x, r, w, casting="gemma") + norm_add(x, r, w, casting="gemma")
     once = run(ONE_NUMBER.opened.fused, inputs)
     for _ in range(2):

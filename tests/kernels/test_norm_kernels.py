@@ -1,4 +1,4 @@
-"""The launchers of norms under plans of every kind: what they write, and that they write nothing else."""
+"""The launchers of norms under plans of every kind write their results and nothing else."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .numerics import BF16, FP16, FP32, Norm, assert_same, assert_same_row, run,
 
 LLAMA = Norm("llama", x=BF16, w=BF16)
 Planned = Callable[[ForwardPlan | BackwardPlan], None]
-"""What the fixture ``planned`` gives."""
+"""The type of the fixture ``planned``."""
 
 IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
-"""Rows of 33 to 48 elements in tiles of two rows, the last one half empty where the rows are odd."""
+"""Rows of 33 to 48 elements in tiles of two rows; the last tile is half empty if the number of rows is odd."""
 IN_CHUNKS = BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True)
 
 
@@ -32,15 +32,15 @@ IN_CHUNKS = BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True)
 def test_rstd_is_saved_unrounded_and_for_the_backward_alone(mode: str, device: str, planned: Planned) -> None:
     norm = Norm("none", x=BF16, w=BF16)
     inputs = norm.inputs((5, 145), device)
-    given = NormInputs(inputs.x, inputs.w)
-    outputs = empty_norm(norm.spec, given, True)
+    norm_inputs = NormInputs(inputs.x, inputs.w)
+    outputs = empty_norm(norm.spec, norm_inputs, True)
     planned(replace(forward_plan(145, mode=mode), block=256 if mode == "multi_wave_cached" else 64))
-    launch_norm_forward(norm.spec, given, outputs)
+    launch_norm_forward(norm.spec, norm_inputs, outputs)
     rstd = outputs.rstd
     exact = (inputs.x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     assert rstd.dtype == FP32
     torch.testing.assert_close(rstd.double(), exact, rtol=8 * torch.finfo(FP32).eps, atol=0)
-    assert empty_norm(norm.spec, given, False).rstd is None
+    assert empty_norm(norm.spec, norm_inputs, False).rstd is None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -83,7 +83,7 @@ def test_rows_in_two_pieces_have_all_their_gradients(
 def test_a_backward_has_no_more_programs_than_planned(
     plan: BackwardPlan, grid: tuple[int, int], device: str, planned: Callable, launches: list[Launch]
 ) -> None:
-    """Each holds a share of dw; without a dw there may be one for each tile."""
+    """Each program has a partial dw; without dw there may be a program for each tile."""
     planned(plan)
     inputs = LLAMA.inputs((19, 48), device)
     run(LLAMA.fused, inputs)
@@ -125,7 +125,7 @@ def test_a_prepared_launch_serves_only_what_it_was_prepared_for(width: int, devi
     wide = LLAMA.inputs((300, width + 8), device)
     inputs = LLAMA.inputs((300, width), device)
     expected = run_true(LLAMA, inputs)
-    seen: list[object] = []
+    hooked_launches: list[object] = []
 
     def check(rows: int, x: Tensor = inputs.x) -> None:
         ours = run(LLAMA.fused, inputs.but(x=x[:rows], dy=inputs.dy[:rows]))
@@ -139,15 +139,15 @@ def test_a_prepared_launch_serves_only_what_it_was_prepared_for(width: int, devi
     with torch.cuda.stream(torch.cuda.Stream()):
         check(300)
         torch.cuda.current_stream().synchronize()
-    triton.knobs.runtime.launch_enter_hook.add(seen.append)
+    triton.knobs.runtime.launch_enter_hook.add(hooked_launches.append)
     try:
         check(300)
     finally:
-        triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+        triton.knobs.runtime.launch_enter_hook.remove(hooked_launches.append)
     kernels = 3 if width <= WIDEST_BACKWARD else 4
-    assert len(seen) == kernels
+    assert len(hooked_launches) == kernels
     check(300)
-    assert len(seen) == kernels
+    assert len(hooked_launches) == kernels
 
 
 @pytest.mark.gpu

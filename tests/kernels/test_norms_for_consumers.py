@@ -1,4 +1,4 @@
-"""Norms that give each consumer an output of its own: the same bits as one output that all of them read."""
+"""Norms with an output for each consumer have the bits of one output that all consumers read."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .numerics import BF16, FP16, FP32, assert_same
 
 GEMMA, LLAMA = NormSpec("gemma", True), NormSpec("llama")
 PLAIN: dict[str, tuple[Any, ...]] = {"rms_norm": (None,), "add_rms_norm": (None, 0.5), "norm_add_norm": ()}
-"""The operators that have a form for consumers, with the options of a call."""
+"""The operators with a form for consumers, and the options of a call."""
 DTYPES = {"bf16": (BF16, BF16, None), "autocast": (FP32, FP32, BF16), "mixed": (BF16, FP32, FP16)}
-"""Of the rows, of the weight, and of what consumers cast to."""
+"""The dtypes of the rows, of the weight, and of the casts of consumers."""
 
 NAMES = pytest.mark.parametrize("name", PLAIN)
 
 
 def tensors_of(name: str, device: str, rows: torch.dtype, weight: torch.dtype, width: int = 48) -> list[Tensor]:
-    """Leaves: rows of x and of a residual, and a weight for each norm."""
+    """Draw leaves: rows of x and of a residual, and a weight for each norm."""
     tensors = [torch.randn(3, 5, width, device=device).to(rows) for _ in range(1 + (name != "rms_norm"))]
     tensors += [torch.randn(width, device=device).to(weight) for _ in range(1 + (name == "norm_add_norm"))]
-    return [one.requires_grad_() for one in tensors]
+    return [tensor.requires_grad_() for tensor in tensors]
 
 
 def is_exact(tensors: Sequence[Tensor]) -> bool:
-    """Return whether kernels add up alike whatever dtypes gradients have: on a GPU those of 16-bit tensors alone."""
-    return not tensors[0].is_cuda or all(one.dtype == BF16 for one in tensors)
+    """Return whether kernels sum alike for all dtypes of gradients: on a GPU only for 16-bit tensors."""
+    return not tensors[0].is_cuda or all(tensor.dtype == BF16 for tensor in tensors)
 
 
 def for_consumers(name: str) -> Operator:
@@ -50,7 +50,7 @@ def options_of(name: str, consumers: int, dtype: torch.dtype | None, wide: int =
 
 
 def read(ys: Sequence[Tensor], s: Tensor, unread: Sequence[int] = ()) -> Tensor:
-    """A number that depends on y by consumers like linears, and on s."""
+    """Return a number that depends on y through consumers like linears, and on s."""
     generator = torch.Generator().manual_seed(1)
     total = s.float().square().sum()
     for place, y in enumerate(ys):
@@ -61,10 +61,10 @@ def read(ys: Sequence[Tensor], s: Tensor, unread: Sequence[int] = ()) -> Tensor:
 
 
 def stock(name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, dtype: torch.dtype | None) -> Any:
-    """The outputs of the plain operator, cast by each consumer for itself as autocast does; autograd adds up."""
+    """Call the plain operator and cast y for each consumer as autocast does; autograd sums the gradients."""
     x = tensors[0] * 1
-    found = OPERATORS[name](x, *tensors[1:], spec, *PLAIN[name])
-    y, s = (found, x) if name == "rms_norm" else found
+    result = OPERATORS[name](x, *tensors[1:], spec, *PLAIN[name])
+    y, s = (result, x) if name == "rms_norm" else result
     is_cast = dtype is not None and y.dtype == FP32
     return [y.to(dtype) if is_cast else y for _ in range(consumers)], s
 
@@ -74,9 +74,9 @@ def fused(name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, 
     return ys, s
 
 
-def results(call: Callable[..., Any], tensors: Sequence[Tensor], *how: Any, unread: Sequence[int] = ()) -> list[Any]:
-    """All outputs, and the gradients of the tensors."""
-    ys, s = call(*how)
+def results(call: Callable[..., Any], tensors: Sequence[Tensor], *args: Any, unread: Sequence[int] = ()) -> list[Any]:
+    """Return all outputs and the gradients of the tensors."""
+    ys, s = call(*args)
     gradients = torch.autograd.grad(read(ys, s, unread), tensors, allow_unused=True)
     return [*(y.detach() for y in ys), s.detach(), *gradients]
 
@@ -90,32 +90,32 @@ def test_every_bit_is_that_of_one_output_that_all_read(
 ) -> None:
     rows, weight, dtype = DTYPES[dtypes]
     tensors = tensors_of(name, device, rows, weight)
-    how = name, spec, tensors, consumers, dtype
-    expected = results(stock, tensors, *how)
+    args = name, spec, tensors, consumers, dtype
+    expected = results(stock, tensors, *args)
     for _ in range(3):  # recorded, and repeated
-        assert_same(results(fused, tensors, *how), expected, exact=is_exact(tensors))
+        assert_same(results(fused, tensors, *args), expected, exact=is_exact(tensors))
 
 
 def test_another_order_of_the_sum_has_other_bits(device: str) -> None:
-    """What the test above compares depends on the order."""
+    """The result of the comparison above depends on the order."""
     tensors = tensors_of("rms_norm", device, BF16, BF16)
     ys, s = fused("rms_norm", LLAMA, tensors, 3, None)
     matrices = [torch.randn(48, 7, device=device).to(BF16) for _ in ys]
     total = sum((y @ matrix).float().sin().sum() for y, matrix in zip(ys, matrices, strict=True))
     turned = sum((y @ matrix).float().sin().sum() for y, matrix in zip((ys[1], ys[2], ys[0]), matrices, strict=True))
-    one, other = (torch.autograd.grad(each + s.sum(), tensors, retain_graph=True)[0] for each in (total, turned))
-    assert not torch.equal(one, other)
+    a, b = (torch.autograd.grad(loss + s.sum(), tensors, retain_graph=True)[0] for loss in (total, turned))
+    assert not torch.equal(a, b)
 
 
 @NAMES
 @pytest.mark.parametrize("unread", [(0,), (2,), (0, 1), (0, 1, 2)], ids=str)
 def test_a_consumer_that_does_not_run_adds_nothing(name: str, unread: tuple[int, ...], device: str) -> None:
     tensors = tensors_of(name, device, BF16, BF16)
-    how = name, LLAMA, tensors, 3, None
-    expected, found = (results(call, tensors, *how, unread=unread) for call in (stock, fused))
-    assert [one is None for one in found] == [one is None for one in expected]
-    there = [[one for one in each if one is not None] for each in (found, expected)]
-    assert_same(*there, exact=True)
+    args = name, LLAMA, tensors, 3, None
+    expected, actual = (results(call, tensors, *args, unread=unread) for call in (stock, fused))
+    assert [result is None for result in actual] == [result is None for result in expected]
+    present = [[result for result in group if result is not None] for group in (actual, expected)]
+    assert_same(*present, exact=True)
 
 
 @pytest.mark.parametrize("way", ["two pieces", "chunked"])
@@ -129,19 +129,19 @@ def test_rows_that_are_read_in_parts(
     width = 145 if way == "chunked" else 47
     for rows, weight, dtype in DTYPES.values():
         tensors = tensors_of("add_rms_norm", device, rows, weight, width)
-        how = "add_rms_norm", LLAMA, tensors, 3, dtype
-        assert_same(results(fused, tensors, *how), results(stock, tensors, *how), exact=is_exact(tensors))
+        args = "add_rms_norm", LLAMA, tensors, 3, dtype
+        assert_same(results(fused, tensors, *args), results(stock, tensors, *args), exact=is_exact(tensors))
 
 
 @NAMES
 def test_the_dispatcher_sees_registered_operators_with_the_same_bits(name: str, device: str) -> None:
     for rows, weight, dtype in DTYPES.values():
         tensors = tensors_of(name, device, rows, weight)
-        how = name, LLAMA, tensors, 3, dtype
-        expected = results(stock, tensors, *how)
+        args = name, LLAMA, tensors, 3, dtype
+        expected = results(stock, tensors, *args)
         with FlopCounterMode(display=False):
-            found = results(fused, tensors, *how)
-        assert_same(found, expected, exact=is_exact(tensors))
+            actual = results(fused, tensors, *args)
+        assert_same(actual, expected, exact=is_exact(tensors))
 
 
 @NAMES
@@ -150,11 +150,11 @@ def test_gradients_can_be_differentiated(name: str, device: str) -> None:
     for call in (stock, fused):
         ys, s = call(name, LLAMA, tensors, 3, None)
         (first,) = torch.autograd.grad(read(ys, s), tensors[:1], create_graph=True)
-        found = torch.autograd.grad(first.square().sum(), tensors[1:])
+        second = torch.autograd.grad(first.square().sum(), tensors[1:])
         if call is stock:
-            expected = found
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+            expected = second
+    for a, b in zip(second, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @NAMES
@@ -173,9 +173,9 @@ def test_outputs_are_one_tensor_in_memory_and_none_is_a_view(name: str, device: 
         ys, s = fused(name, LLAMA, tensors, 3, None)
         assert len({id(y) for y in ys}) == 3
         assert len({y.data_ptr() for y in ys}) == 1
-        assert not any(one._is_view() for one in (*ys, s))
-        assert all(one.requires_grad for one in (*ys, s))
-    total = (ys[0] @ ys[1].detach().mT.requires_grad_()).sum()  # a product that saves the first
+        assert not any(y._is_view() for y in (*ys, s))
+        assert all(y.requires_grad for y in (*ys, s))
+    total = (ys[0] @ ys[1].detach().mT.requires_grad_()).sum()  # a product that saves the first output
     with torch.no_grad():
         ys[2].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -186,7 +186,7 @@ def test_outputs_are_one_tensor_in_memory_and_none_is_a_view(name: str, device: 
 @pytest.mark.parametrize("wide", [0b1, 0b10, 0b101, 0b111])
 @pytest.mark.parametrize("width", [48, *slow(40960)])
 def test_some_consumers_read_float32(name: str, wide: int, width: int, device: str) -> None:
-    """The others read 16 bits, and the gradients of all are added up in float32, the last consumer's first."""
+    """The others read 16 bits; all gradients are summed in float32, beginning with the last consumer's."""
     tensors = tensors_of(name, device, FP32, FP32, width)
     of_one = [bool(wide >> place & 1) for place in range(3)]
 
@@ -199,17 +199,17 @@ def test_some_consumers_read_float32(name: str, wide: int, width: int, device: s
         return [*cast, s, *torch.autograd.grad(total, tensors)]
 
     for unread in (None, 0, 2):
-        y, s = (one[0] if type(one) is list else one for one in stock(name, LLAMA, tensors, 1, None))
+        (y,), s = stock(name, LLAMA, tensors, 1, None)
         expected = results_of([y] * 3, s, unread)
         for _ in range(2):  # recorded, and repeated
             *ys, s = for_consumers(name)(tensors[0] * 1, *tensors[1:], LLAMA, *options_of(name, 3, BF16, wide))
-            assert [one.dtype for one in ys] == [FP32 if is_wide else BF16 for is_wide in of_one]
-            for one, other in zip(results_of(ys, s, unread), expected, strict=True):
-                assert one.dtype == other.dtype
+            assert [y.dtype for y in ys] == [FP32 if is_wide else BF16 for is_wide in of_one]
+            for a, b in zip(results_of(ys, s, unread), expected, strict=True):
+                assert a.dtype == b.dtype
                 if is_exact(tensors) and width == 48:
-                    assert torch.equal(one, other)
-                else:  # a GPU adds up rows in another order, after which a number may be rounded the other way
-                    assert (one.double() - other.double()).norm() < 1e-3 * other.double().norm()
+                    assert torch.equal(a, b)
+                else:  # a GPU sums rows in another order, after which a number may be rounded the other way
+                    assert (a.double() - b.double()).norm() < 1e-3 * b.double().norm()
     with torch.no_grad():
         assert len(for_consumers(name)(*tensors, LLAMA, *options_of(name, 3, BF16, wide))) == 4
 
@@ -220,9 +220,9 @@ def test_calls_that_are_not_trained_return_one_output_and_the_sum(name: str, dev
     expected, s = stock(name, LLAMA, tensors, 1, BF16)
     for _ in range(2):
         with torch.no_grad():
-            found = for_consumers(name)(*tensors, LLAMA, *options_of(name, 3, BF16))
-        assert_same(found, [expected[0].detach(), s.detach()], exact=is_exact(tensors))
-        assert not any(one.requires_grad for one in found if one is not tensors[0])
+            actual = for_consumers(name)(*tensors, LLAMA, *options_of(name, 3, BF16))
+        assert_same(actual, [expected[0].detach(), s.detach()], exact=is_exact(tensors))
+        assert not any(result.requires_grad for result in actual if result is not tensors[0])
 
 
 def test_a_frozen_input_is_handed_on_without_a_gradient(device: str) -> None:
@@ -230,9 +230,9 @@ def test_a_frozen_input_is_handed_on_without_a_gradient(device: str) -> None:
     for _ in range(2):
         *ys, s = for_consumers("rms_norm")(x.detach(), weight, LLAMA, 2, None, 0)
         assert not s.requires_grad
-        (found,) = torch.autograd.grad(read(ys, s), [weight])
+        (grad,) = torch.autograd.grad(read(ys, s), [weight])
         ys, s = stock("rms_norm", LLAMA, (x.detach(), weight), 2, None)
-        assert torch.equal(found, torch.autograd.grad(read(ys, s), [weight])[0])
+        assert torch.equal(grad, torch.autograd.grad(read(ys, s), [weight])[0])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

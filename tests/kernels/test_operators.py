@@ -83,7 +83,7 @@ def test_compiles_as_one_graph_with_equal_results(case: str, device: str) -> Non
 
 
 class Doubled(operator.Operator):
-    """Has one output and one gradient, which a schema returns as a tensor and not as a tuple."""
+    """An operator with one output and one gradient: its schema returns a tensor instead of a tuple."""
 
     name, tensors, outputs, saved, gradients = "doubled", "Tensor x", ("y",), "Tensor x", ("dx",)
 
@@ -111,11 +111,11 @@ def test_an_operator_may_have_one_gradient_alone(monkeypatch: pytest.MonkeyPatch
         assert torch.equal(dx, torch.full_like(x, 2))
 
 
-def noting(found: list[bool]) -> Callable[..., Callable]:
-    """A backend that notes for each graph if the norm's operator is in it."""
+def noting(uses_operator: list[bool]) -> Callable[..., Callable]:
+    """Return a backend that records for each graph whether the norm's operator is in it."""
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        found.append(any("fused_norm.rms_norm_forward" in str(node.target) for node in graph.graph.nodes))
+        uses_operator.append(any("fused_norm.rms_norm_forward" in str(node.target) for node in graph.graph.nodes))
         return graph.forward
 
     return backend
@@ -128,25 +128,25 @@ def test_small_tensors_in_a_graph_are_left_to_the_compiler(
     monkeypatch.setattr(operator, "_in_all_graphs", False)
     monkeypatch.setattr(operator, "min_numel_in_graphs", 4 * 32)
     x, w = torch.randn(5, 32, device=device, dtype=BF16), torch.randn(32, device=device, dtype=BF16)
-    found: list[bool] = []
-    compiled = torch.compile(rms_norm, backend=noting(found), dynamic=dynamic, fullgraph=True)
+    uses_operator: list[bool] = []
+    compiled = torch.compile(rms_norm, backend=noting(uses_operator), dynamic=dynamic, fullgraph=True)
     for rows in (3, 4, 2, 5):
         assert torch.equal(compiled(x[:rows], w), rms_norm(x[:rows], w))
-    assert found[0] is False
-    assert set(found) == {True, False}
-    assert len(found) == 2 or not dynamic
+    assert uses_operator[0] is False
+    assert set(uses_operator) == {True, False}
+    assert len(uses_operator) == 2 or not dynamic
 
 
 def test_under_autocast_a_graph_leaves_calls_to_the_compiler(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator, "_in_all_graphs", False)
     monkeypatch.setattr(operator, "min_numel_in_graphs", 1)
     x, w = torch.randn(5, 32, device=device), torch.randn(32, device=device)
-    found: list[bool] = []
-    compiled = torch.compile(rms_norm, backend=noting(found), fullgraph=True)
+    uses_operator: list[bool] = []
+    compiled = torch.compile(rms_norm, backend=noting(uses_operator), fullgraph=True)
     for enabled in (True, False):
         with torch.autocast(device, torch.bfloat16, enabled=enabled):
             assert torch.allclose(compiled(x, w), rms_norm(x, w))
-    assert found == [False, True]
+    assert uses_operator == [False, True]
 
 
 def _rms_norm(block: Block, x: Tensor, w: Tensor, _: Tensor) -> Tensor:
@@ -162,49 +162,49 @@ def _norm_add(block: Block, x: Tensor, w: Tensor, _: Tensor) -> Tensor:
     return norm_add(x.sin(), x, w, block.eps, casting="gemma", zero_centered=True)
 
 
-def _norm_add_norm(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
-    y, s = norm_add_norm(x.sin(), x, w, other, block.eps, casting="gemma")
+def _norm_add_norm(block: Block, x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
+    y, s = norm_add_norm(x.sin(), x, w, w2, block.eps, casting="gemma")
     return y + s
 
 
-def _qk_norm(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+def _qk_norm(block: Block, x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
     q, k = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in (x.sin(), x))
-    heads = w[: q.shape[-1]], other[: q.shape[-1]]
+    heads = w[: q.shape[-1]], w2[: q.shape[-1]]
     q, k = qk_norm(q, k, *heads, block.eps)
     angles = x[..., : q.shape[-1]].detach()
     q, k = qk_norm_rope(q, k, *heads, angles.cos(), angles.sin(), block.eps)
     return x + (q * k).tanh().transpose(1, 2).flatten(2)
 
 
-def _rope(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+def _rope(block: Block, x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
     q, k = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in (x.sin(), x))
     angles = x[..., : q.shape[-1]].detach()
     q, k = rope(q, k, angles.cos(), angles.sin())
     q, _ = rope(q, None, angles[..., :4].cos(), angles[..., :4].sin())
-    return x + (q * k).tanh().transpose(1, 2).flatten(2) * w + other
+    return x + (q * k).tanh().transpose(1, 2).flatten(2) * w + w2
 
 
-def _glu(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
-    return other + glu(torch.cat((glu(x.sin(), x), w.expand_as(x)), dim=-1), activation="gelu_tanh")
+def _glu(block: Block, x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
+    return w2 + glu(torch.cat((glu(x.sin(), x), w.expand_as(x)), dim=-1), activation="gelu_tanh")
 
 
-def _gated_rms_norm(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+def _gated_rms_norm(block: Block, x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
     y = gated_rms_norm(x, x.tanh(), w, block.eps, groups=2)
-    return gated_rms_norm(y, x.tanh(), other, block.eps, norm_before_gate=False, activation="sigmoid")
+    return gated_rms_norm(y, x.tanh(), w2, block.eps, norm_before_gate=False, activation="sigmoid")
 
 
-def _lora_add(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
-    """A small part in 16 bits, for Inductor's sin may round the other way."""
-    return lora_add(x, x.sin().bfloat16(), torch.stack((w, other)), torch.stack((other, w), dim=1), block.scale / 64)
+def _lora_add(block: Block, x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
+    """Call it on a small part in 16 bits, because Inductor's sin may round the other way."""
+    return lora_add(x, x.sin().bfloat16(), torch.stack((w, w2)), torch.stack((w2, w), dim=1), block.scale / 64)
 
 
-def _causal_conv1d(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
-    y = causal_conv1d(x, torch.stack((w, other), dim=1), other, "silu")
-    return x + causal_conv1d(y.sin(), torch.stack((w, other, w), dim=1))
+def _causal_conv1d(block: Block, x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
+    y = causal_conv1d(x, torch.stack((w, w2), dim=1), w2, "silu")
+    return x + causal_conv1d(y.sin(), torch.stack((w, w2, w), dim=1))
 
 
-def _expert_gate(block: Block, x: Tensor, w: Tensor, other: Tensor) -> Tensor:
-    return expert_gate(torch.cat((x * w, x * other), dim=-1), limit=2.0, alpha=1.702)
+def _expert_gate(block: Block, x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
+    return expert_gate(torch.cat((x * w, x * w2), dim=-1), limit=2.0, alpha=1.702)
 
 
 STEPS: dict[str, Callable[..., Tensor]] = {
@@ -223,7 +223,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 
 
 class Block(nn.Module):
-    """Calls operators one after the other, three times, with numbers that are attributes as in modelling code."""
+    """Calls operators in sequence, three times, with numbers that are attributes as in modelling code."""
 
     def __init__(self, names: Sequence[str], device: str) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Block(nn.Module):
         return x
 
     def results(self, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """The output, and the gradients of x and of all parameters."""
+        """Return the output and the gradients of x and of all parameters."""
         leaf = x.detach().requires_grad_()
         y = call(leaf)
         return [y, *torch.autograd.grad(y.sin().sum(), (leaf, *self.parameters()))]
@@ -262,7 +262,7 @@ def test_numbers_of_a_module_are_no_symbols_and_lengths_are_compiled_once(name: 
 
 @pytest.mark.slow
 def test_one_number_of_rows_after_another_compiles_twice_at_most(device: str) -> None:
-    """As PyTorch does by itself: once for the first, and once for all others."""
+    """As PyTorch does by default: once for the first, and once for all others."""
     block, counter = Block(["rms_norm", "add_rms_norm"], device), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     for tokens in (5, 9, 33, 7):
@@ -287,7 +287,7 @@ def test_exports(trained: bool, device: str) -> None:
     tokens = torch.export.Dim("tokens", min=2, max=4096)
     program = torch.export.export(block, (x,), dynamic_shapes=({1: tokens},))
     called = {str(node.target) for node in program.graph.nodes}
-    # These take labels, a packed weight, and the rows of experts.
+    # These take labels, a packed weight, or the rows of experts.
     others = {
         "lora_add_dropped",
         "linear_cross_entropy",
@@ -297,8 +297,8 @@ def test_exports(trained: bool, device: str) -> None:
         "expert_permute",
         "expert_unpermute",
     }
-    wanted = {name for name, one in OPERATORS.items() if not one.plain_name} - others
-    assert {f"fused_norm.{name}_forward.default" for name in wanted} <= called
+    expected = {name for name, op in OPERATORS.items() if not op.plain_name} - others
+    assert {f"fused_norm.{name}_forward.default" for name in expected} <= called
     for length in (6, 11):
         x = torch.randn(2, length, 16, device=device)
         assert torch.equal(program.module()(x), block(x))
@@ -309,8 +309,8 @@ def test_exports(trained: bool, device: str) -> None:
 def test_without_eps_dead_rows_of_a_tile_leave_no_trace(case: str, rows: int, device: str) -> None:
     call = every_call(device, rows=rows)[case]
     call = call.with_spec(eps=0.0)
-    truth = call.converted(Tensor.double)
-    for ours, expected in zip(call.results(), truth.results(OPERATORS[call.name].reference), strict=True):
+    float64 = call.converted(Tensor.double)
+    for ours, expected in zip(call.results(), float64.results(OPERATORS[call.name].reference), strict=True):
         assert (ours.double() - expected).norm() <= 0.05 * expected.norm()
 
 
@@ -368,23 +368,25 @@ def test_meta_and_fake_tensors_tell_shape_dtype_and_strides(case: str, layout: s
 
 @CALLS
 def test_what_was_made_in_inference_mode_trains_as_by_the_formula(case: str, device: str) -> None:
-    """Autograd cannot keep such a tensor; where the formula needs it as well, its error is the formula's."""
+    """Autograd cannot save such a tensor; if the formula needs it as well, the error is the formula's."""
     call = every_call(device)[case]
     operator = OPERATORS[call.name]
     for place, tensor in enumerate(call.tensors):
         if tensor is None:
             continue
         with torch.inference_mode():
-            made = tensor.clone()
+            inference_tensor = tensor.clone()
 
-        def results(by: Callable[..., object], place: int = place, made: Tensor = made) -> list[Tensor] | str:
-            given = call.leaves()
-            given[place] = made
-            wanted = [one for one in given if one is not None and one.requires_grad]
+        def results(
+            by: Callable[..., object], place: int = place, inference_tensor: Tensor = inference_tensor
+        ) -> list[Tensor] | str:
+            leaves = call.leaves()
+            leaves[place] = inference_tensor
+            inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
             try:
-                outputs = call.outputs(given, by)
+                outputs = call.outputs(leaves, by)
                 trained = [y.sin().sum() for y in outputs if y.requires_grad]
-                return [*outputs, *(torch.autograd.grad(trained, wanted) if wanted else ())]
+                return [*outputs, *(torch.autograd.grad(trained, inputs) if inputs else ())]
             except RuntimeError as error:
                 return str(error)
 
@@ -393,8 +395,8 @@ def test_what_was_made_in_inference_mode_trains_as_by_the_formula(case: str, dev
             assert ours == formula
             continue
         assert not isinstance(ours, str)
-        for one, other in zip(ours, ours if isinstance(formula, str) else formula, strict=True):
-            assert (one.float() - other.float()).norm() <= 0.01 * other.float().norm() + 1e-6
+        for a, b in zip(ours, ours if isinstance(formula, str) else formula, strict=True):
+            assert (a.float() - b.float()).norm() <= 0.01 * b.float().norm() + 1e-6
 
 
 @pytest.mark.gpu

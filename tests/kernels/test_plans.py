@@ -1,4 +1,4 @@
-"""Launch plans: what every row of the tables promises, and that the tests of the kernels reach all of them."""
+"""Launch plans: what every row of the tables guarantees, and that the tests of the kernels reach all rows."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ SMALL = Device(processors=46, shared_memory=101_376)
 WIDE_WARPS = Device(processors=304, warp_size=64, shared_memory=65_536)
 EVERY_DEVICE = pytest.mark.parametrize("device", [H200, SMALL, WIDE_WARPS], ids=["H200", "small", "wide warps"])
 ALL_WIDTHS = [*range(1100), *(limit + step for limit in range(1152, 2 * WIDEST_FORWARD, 64) for step in (-1, 0, 1))]
-"""All narrow ones, and what lies around every width that could be a limit."""
+"""All narrow widths, and those around every width that could be a limit."""
 TESTED = (*WIDTHS, *WIDE)
 TOO_WIDE = WIDE[-1]
 
 
 def _kinds(plans: Iterable[ForwardPlan | BackwardPlan]) -> set[ForwardPlan | BackwardPlan]:
-    """The plans, no matter how wide a row is inside a table's row: its columns are the next power of two."""
+    """Return the distinct plans without their block, which is the next power of two of a width."""
     return {replace(plan, block=0) for plan in plans}
 
 
@@ -86,7 +86,7 @@ def test_plans_do_not_depend_on_the_number_of_rows_or_on_the_dtype_but_for_stage
 @EVERY_DEVICE
 @pytest.mark.parametrize("column_bytes", [4, 8, 12, 16, 24])
 def test_tiles_in_flight_fit_in_shared_memory(column_bytes: int, device: Device) -> None:
-    """As many as the table says, and fewer only where one more would not fit."""
+    """The number of stages is that of the table, or smaller if one more would not fit."""
     plans = [("norm_backward", width) for width in TESTED]
     plans += [("sandwich_backward", width) for width in TESTED if width <= WIDEST_SANDWICH_BACKWARD]
     for section, width in plans:
@@ -121,7 +121,7 @@ def test_sandwiches_and_gated_norms_hold_their_rows_in_few_enough_registers_and_
     section: str, widest: int, column_bytes: Sequence[int], device: Device
 ) -> None:
     for width in (width for width in ALL_WIDTHS if width <= widest):
-        plans = [backward_plan(width, one, device, section) for one in column_bytes]
+        plans = [backward_plan(width, size, device, section) for size in column_bytes]
         for plan in plans or [forward_plan(width, device, section=section)]:
             assert width <= plan.block == next_power_of_2(plan.block)
             assert plan.rows == next_power_of_2(plan.rows)

@@ -1,4 +1,4 @@
-"""Outputs recomputed from what the backward keeps: bit for bit, in the layout they had, and of what was kept alone."""
+"""Outputs recomputed from what the backward saves, bit for bit and in their layout, without other tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .numerics import BF16, FP16
 LLAMA, GEMMA = norm_spec("llama", False, 1e-6), norm_spec("gemma", True, 1e-6)
 
 
-def made(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+def randn(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape, device=device).to(dtype).requires_grad_()
 
 
@@ -28,7 +28,7 @@ KEPT = ("norm_add", "rope", "gated_rms_norm", "lora_add")
 
 
 class Observer:
-    """Calls operators as they are called without it, and keeps their recomputes."""
+    """Calls operators as usual and collects their recomputes."""
 
     def __init__(self) -> None:
         self.recomputes: list[Any] = []
@@ -36,13 +36,13 @@ class Observer:
     def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
         outputs = operator.results_of(*arguments)
         results = outputs if isinstance(outputs, tuple) else (outputs,)
-        kept = results[0].grad_fn.saved_tensors[-len(operator.extra_saved) :] if operator.extra_saved else ()
-        self.recomputes.append(operator.recompute(arguments, (*results, *kept)))
+        saved = results[0].grad_fn.saved_tensors[-len(operator.extra_saved) :] if operator.extra_saved else ()
+        self.recomputes.append(operator.recompute(arguments, (*results, *saved)))
         return outputs
 
 
 def assert_recomputed_or_kept(call: Call) -> None:
-    """Bit for bit; outputs are kept if they are another operator's, or if the norm uses another rstd than it keeps."""
+    """Assert equal bits; outputs are kept if another operator computes them or the saved rstd is not the used one."""
     operator, observer = OPERATORS[call.name], Observer()
     with calls.by(observer):
         outputs = call.outputs(call.leaves())
@@ -63,7 +63,7 @@ def assert_recomputed_or_kept(call: Call) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_what_is_kept_is_what_an_operator_saves_last(name: str) -> None:
     operator = OPERATORS[name]
-    saved = [one.split()[-1] for one in operator.saved.split(",")] if operator.saved else []
+    saved = [declaration.split()[-1] for declaration in operator.saved.split(",")] if operator.saved else []
     saved = saved[: len(saved) - len(operator.unhooked)]
     if operator.extra_saved and saved:
         assert saved[-len(operator.extra_saved) :] == list(operator.extra_saved)
@@ -91,7 +91,7 @@ def test_wide_rows_are_recomputed(case: str, width: int, device: str) -> None:
 
 
 def test_the_rows_of_an_output_recomputed_come_from_the_rstd(device: str) -> None:
-    x, weight = made(device, 6, 40), made(device, 40)
+    x, weight = randn(device, 6, 40), randn(device, 40)
     rstd = torch.rand(6, 1, device=device)
     with torch.no_grad():
         y = RECOMPUTED_NORM(x, weight, rstd, GEMMA, None)
@@ -105,7 +105,7 @@ def test_the_rows_of_an_output_recomputed_come_from_the_rstd(device: str) -> Non
 
 
 def test_an_empty_output_is_recomputed(device: str) -> None:
-    x, weight = made(device, 0, 40), made(device, 40)
+    x, weight = randn(device, 0, 40), randn(device, 40)
     with torch.no_grad():
         assert RECOMPUTED_NORM(x, weight, torch.empty(0, 1, device=device), LLAMA, None).shape == (0, 40)
 

@@ -39,7 +39,7 @@ GEMMA = norm_spec("gemma", True, 1e-5)
 
 
 def rows(device: str, dtype: torch.dtype = FP32, layout: str = "dense") -> Tensor:
-    """[2, 3, 16] in a layout."""
+    """Return rows of shape [2, 3, 16] in a layout."""
     if layout == "transposed":
         return torch.randn(3, 2, 16, device=device).to(dtype).transpose(0, 1)
     if layout == "columns":
@@ -52,40 +52,40 @@ def weight(device: str, dtype: torch.dtype = FP32) -> Tensor:
 
 
 CASES = (*NAMES, "norm transposed heads", "norm padded rows")
-"""The calls that are recorded: those of every operator, and norms of rows in another layout."""
+"""The calls that are recorded: every operator, and norms of rows in other layouts."""
 
 
 def case_of(case: str, device: str) -> tuple[Operator, tuple[Any, ...], int]:
-    """An operator, a call's arguments, and how many of the first of them may want a gradient."""
+    """Return an operator, the arguments of a call, and how many leading arguments may require a gradient."""
     layout = next((layout for layout in ("transposed heads", "padded rows") if case.endswith(layout)), "contiguous")
-    dtype = FP32 if case == "norm and add" else None  # or its backward casts the residual's gradient
+    dtype = FP32 if case == "norm and add" else None  # otherwise its backward casts the residual's gradient
     call = every_call(device, layout, dtype=dtype)[case.removesuffix(f" {layout}")]
     return OPERATORS[call.name], (*call.tensors, *call.options), call.differentiated
 
 
-def fresh(arguments: tuple[Any, ...], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-    """Copies in the same layouts, at other addresses; the first ones want gradients as they are told."""
+def fresh(arguments: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[Any, ...]:
+    """Return copies in the same layouts at other addresses, with ``requires_grad`` set on the leading ones."""
 
-    def copied(one: Any) -> Any:
-        if not isinstance(one, Tensor):
-            return one
-        copy = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
-        return copy.copy_(one)
+    def copied(argument: Any) -> Any:
+        if not isinstance(argument, Tensor):
+            return argument
+        copy = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device)
+        return copy.copy_(argument)
 
-    found = tuple(map(copied, arguments))
-    for one, want in zip(found, wanted, strict=False):
-        if isinstance(one, Tensor):
-            one.requires_grad_(want)
-    return found
+    copies = tuple(map(copied, arguments))
+    for copy, want in zip(copies, requires_grad, strict=False):
+        if isinstance(copy, Tensor):
+            copy.requires_grad_(want)
+    return copies
 
 
 def step(call: Callable[..., Any], arguments: tuple[Any, ...], used: tuple[bool, ...]) -> list[Tensor | None]:
-    """Outputs and gradients; of the outputs, those that are ``used`` get a gradient."""
-    found = call(*arguments)
-    outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if one is not None]
-    leaves = [one for one in arguments if isinstance(one, Tensor) and one.requires_grad]
+    """Return outputs and gradients; only outputs that are ``used`` get a gradient."""
+    result = call(*arguments)
+    outputs = [output for output in (result if isinstance(result, tuple) else (result,)) if output is not None]
+    leaves = [argument for argument in arguments if isinstance(argument, Tensor) and argument.requires_grad]
     torch.manual_seed(3)
-    incoming = [torch.randn_like(one) for one in outputs]
+    incoming = [torch.randn_like(output) for output in outputs]
     pairs = [
         pair
         for pair, use in zip(zip(outputs, incoming, strict=True), used, strict=False)
@@ -97,95 +97,97 @@ def step(call: Callable[..., Any], arguments: tuple[Any, ...], used: tuple[bool,
     return [*outputs, *torch.autograd.grad(ends, leaves, grads, allow_unused=True)]
 
 
-def assert_same(found: list[Tensor | None], expected: list[Tensor | None], is_exact: bool = True) -> None:
-    """Assert equal bits; but for what a kernel that is compiled without gradients may contract in another way."""
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert (one.dtype, one.stride()) == (other.dtype, other.stride())
-            assert torch.equal(one, other) or (
-                not is_exact and (one.double() - other.double()).norm() < 1e-6 * other.double().norm()
-            )
+def assert_same(actual: list[Tensor | None], expected: list[Tensor | None], is_exact: bool = True) -> None:
+    """Assert equal bits, except for multiply-adds that a kernel compiled without gradients may fuse differently."""
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+            assert torch.equal(a, b) or (not is_exact and (a.double() - b.double()).norm() < 1e-6 * b.double().norm())
 
 
 def recordings(name: str) -> list[recording.Recording]:
-    return [one for several in OPERATORS[name].cache.by_shape.values() for one in several]
+    return [entry for entries in OPERATORS[name].cache.by_shape.values() for entry in entries]
 
 
-def straight(one: recording.Recording) -> bool:
-    """Whether it runs as a few lines, and not by Triton's own launches."""
-    return "stream_of" in getattr(getattr(one, "forward", one.call), "__globals__", {})
+def straight(entry: recording.Recording) -> bool:
+    """Return whether it runs generated code, and not Triton's own launches."""
+    return "stream_of" in getattr(getattr(entry, "forward", entry.call), "__globals__", {})
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_does_what_the_general_path_does(case: str, device: str) -> None:
-    operator, given, differentiable = case_of(case, device)
+    operator, arguments, differentiable = case_of(case, device)
     everything, outputs = (True,) * differentiable, (True, True)
     patterns = [(everything, outputs), ((False,) * differentiable, outputs), (everything, (True, False))]
     patterns.append((tuple(index % 2 == 0 for index in range(differentiable)), outputs))
-    for wanted, used in patterns:
-        expected = step(operator._launched, fresh(given, wanted), used)
+    for requires_grad, used in patterns:
+        expected = step(operator._launched, fresh(arguments, requires_grad), used)
         for _ in range(3):
-            assert_same(step(operator, fresh(given, wanted), used), expected)
+            assert_same(step(operator, fresh(arguments, requires_grad), used), expected)
         with torch.no_grad():
-            results = operator(*fresh(given, wanted))
-        results = [one for one in (results if isinstance(results, tuple) else (results,)) if one is not None]
+            results = operator(*fresh(arguments, requires_grad))
+        results = [result for result in (results if isinstance(results, tuple) else (results,)) if result is not None]
         assert_same(results, expected[: len(results)], is_exact=device == "cpu")
-    assert all(straight(one) for one in recordings(operator.name))
-    backwards = [one for forward in recordings(operator.name) for one in forward.backwards]
+    assert all(straight(entry) for entry in recordings(operator.name))
+    backwards = [backward for forward in recordings(operator.name) for backward in forward.backwards]
     assert backwards
     assert all(map(straight, backwards))
 
 
-@pytest.mark.parametrize("other", ["spec", "mode", "weight", "dtype", "shape", "layout", "gradient", "kind"])
-def test_a_call_that_differs_in_one_fact_gets_another_recording(other: str, device: str) -> None:
+@pytest.mark.parametrize("change", ["spec", "mode", "weight", "dtype", "shape", "layout", "gradient", "kind"])
+def test_a_call_that_differs_in_one_fact_gets_another_recording(change: str, device: str) -> None:
     x, w = rows(device), weight(device)
     for _ in range(2):
         RMS_NORM(x, w, LLAMA, None)
-    spec, mode = (GEMMA, None) if other == "spec" else (LLAMA, "multi_wave_reload" if other == "mode" else None)
+    spec, mode = (GEMMA, None) if change == "spec" else (LLAMA, "multi_wave_reload" if change == "mode" else None)
     x = {
         "dtype": x.to(BF16),
         "shape": x[:1].clone(),
         "layout": rows(device, layout="transposed"),
         "gradient": x.clone().requires_grad_(),
-    }.get(other, x)
-    w = None if other == "weight" else torch.nn.Parameter(w, requires_grad=False) if other == "kind" else w
+    }.get(change, x)
+    w = None if change == "weight" else torch.nn.Parameter(w, requires_grad=False) if change == "kind" else w
     assert RMS_NORM.run_cached(None, x, w, spec, mode) is None
-    found = RMS_NORM(x, w, spec, mode)
+    actual = RMS_NORM(x, w, spec, mode)
     assert len(recordings("rms_norm")) == 2
-    assert torch.equal(found, RMS_NORM._launched(x, w, spec, mode))
+    assert torch.equal(actual, RMS_NORM._launched(x, w, spec, mode))
 
 
-def with_one_other(options: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """An operator's options, one of them another one."""
-    others = []
+def variants_of(options: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return copies of an operator's options, each with one of them changed."""
+    variants = []
     for place, value in enumerate(options):
         if isinstance(value, NormSpec):
             values = [replace(value, eps=0.1)]
-            if value.casting != "none":  # whose call has no weight
+            if value.casting != "none":  # that call has no weight
                 values.append(replace(value, zero_centered=not value.zero_centered))
         else:
             words = {"gelu_tanh": "gelu", "silu": "sigmoid", 0.22: -3.0, 0.7: -3.0}
             values = [False] if value is True else [words[value]] if value in words else []
-        others += [(*options[:place], other, *options[place + 1 :]) for other in values]
-    return others
+        variants += [(*options[:place], changed, *options[place + 1 :]) for changed in values]
+    return variants
 
 
 @pytest.mark.parametrize(
     "case", ["norm", "add scaled", "norm and add", "sandwich", "gated in groups", "glu packed", "heads", "adapter"]
 )
 def test_numbers_and_words_of_a_call_are_those_of_that_call(case: str, device: str) -> None:
-    operator, given, differentiable = case_of(case, device)
-    tensors, options, wanted = given[: operator.tensor_count], given[operator.tensor_count :], (True,) * differentiable
-    first = step(operator, fresh(given, wanted), (True, True))
-    others = with_one_other(options)
-    assert others
-    for other_options in others:
-        call = fresh((*tensors, *other_options), wanted)
-        found = step(operator, call, (True, True))
-        assert_same(found, step(operator._launched, call, (True, True)))
-        assert any(not torch.equal(one, other) for one, other in zip(found, first, strict=True) if one is not None)
+    operator, arguments, differentiable = case_of(case, device)
+    tensors, options, requires_grad = (
+        arguments[: operator.tensor_count],
+        arguments[operator.tensor_count :],
+        (True,) * differentiable,
+    )
+    first = step(operator, fresh(arguments, requires_grad), (True, True))
+    variants = variants_of(options)
+    assert variants
+    for changed in variants:
+        call = fresh((*tensors, *changed), requires_grad)
+        actual = step(operator, call, (True, True))
+        assert_same(actual, step(operator._launched, call, (True, True)))
+        assert any(not torch.equal(a, b) for a, b in zip(actual, first, strict=True) if a is not None)
 
 
 class Subclass(Tensor):
@@ -194,7 +196,7 @@ class Subclass(Tensor):
 
 @pytest.fixture
 def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
-    """Arguments of a norm that is known, in every grad mode, as on a machine with several GPUs."""
+    """Arguments of a norm that is recorded in every grad mode, as on a machine with several GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     x, w = rows(device), weight(device)
     for _ in range(2):
@@ -244,26 +246,28 @@ def test_what_changes_an_argument_without_a_tensor_is_seen(device: str) -> None:
     x, r, w = rows(device).requires_grad_(), rows(device), weight(device)
     for scale in (1.0, 0.0, -0.0, 2, 2.0):
         for _ in range(2):
-            found = add_rms_norm(x, r, w, scale=scale)
+            actual = add_rms_norm(x, r, w, scale=scale)
             expected = ADD_RMS_NORM._launched(x, r, w, LLAMA, None, scale)
-            assert_same([*found], [*expected])
-            dx, expected_dx = (torch.autograd.grad(s, x, torch.ones_like(s))[0] for _, s in (found, expected))
+            assert_same([*actual], [*expected])
+            dx, expected_dx = (torch.autograd.grad(s, x, torch.ones_like(s))[0] for _, s in (actual, expected))
             assert torch.equal(dx.signbit(), expected_dx.signbit())
     with pytest.raises(TypeError, match="scale must be"):
         add_rms_norm(x, r, w, scale=True)
 
 
-def test_a_tensor_given_twice(device: str) -> None:
+def test_one_tensor_as_two_arguments(device: str) -> None:
     x, r = rows(device).requires_grad_(), rows(device).requires_grad_()
 
-    def both(one: Tensor, other: Tensor, operator: Callable[..., Any], *how: Any) -> list[Tensor | None]:
-        total = operator(one, other, *how)
-        return [total, *torch.autograd.grad(total, (one, other), torch.ones_like(total))]
+    def sum_and_gradients(a: Tensor, b: Tensor, operator: Callable[..., Any], *options: Any) -> list[Tensor | None]:
+        total = operator(a, b, *options)
+        return [total, *torch.autograd.grad(total, (a, b), torch.ones_like(total))]
 
-    for one, other in ((x, x), (x, r), (x, x), (r, x)):
-        for operator, how in ((GLU, ("silu",)), (NORM_ADD, (None, LLAMA))):
+    for a, b in ((x, x), (x, r), (x, x), (r, x)):
+        for operator, options in ((GLU, ("silu",)), (NORM_ADD, (None, LLAMA))):
             for _ in range(2):
-                assert_same(both(one, other, operator, *how), both(one, other, operator._launched, *how))
+                assert_same(
+                    sum_and_gradients(a, b, operator, *options), sum_and_gradients(a, b, operator._launched, *options)
+                )
 
 
 MODES = {"trained": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -283,26 +287,28 @@ def test_what_was_recorded_in_one_mode_is_not_repeated_in_another(
         (dx,) = torch.autograd.grad(y, x, dy)
         for name in (*order, *order):
             with MODES[name]():
-                found = rms_norm(x, w)
-            assert (found.requires_grad, found.is_inference()) == (name == "trained", name == "inference")
-            assert torch.equal(found, y)
+                actual = rms_norm(x, w)
+            assert (actual.requires_grad, actual.is_inference()) == (name == "trained", name == "inference")
+            assert torch.equal(actual, y)
             if name == "trained":
-                assert torch.equal(torch.autograd.grad(found, x, dy)[0], dx)
+                assert torch.equal(torch.autograd.grad(actual, x, dy)[0], dx)
         with torch.inference_mode():
             inside = x.detach().clone()
-        for one in (inside, x.detach(), inside):
+        for tensor in (inside, x.detach(), inside):
             with torch.no_grad():
-                assert torch.equal(rms_norm(one, w), y)
-        assert [straight(one) for one in recordings("rms_norm")] == [layout == "dense"] * len(recordings("rms_norm"))
+                assert torch.equal(rms_norm(tensor, w), y)
+        assert [straight(entry) for entry in recordings("rms_norm")] == [layout == "dense"] * len(
+            recordings("rms_norm")
+        )
 
 
 def test_one_gradient_for_both_outputs(device: str) -> None:
     x, r, w = rows(device).requires_grad_(), rows(device).requires_grad_(), weight(device)
     gradient = torch.randn_like(x)
-    for given in ((gradient, gradient), (gradient, gradient.clone()), (gradient, gradient)):
-        found = torch.autograd.grad(add_rms_norm(x, r, w), (x, r), given)
+    for grad_outputs in ((gradient, gradient), (gradient, gradient.clone()), (gradient, gradient)):
+        actual = torch.autograd.grad(add_rms_norm(x, r, w), (x, r), grad_outputs)
         expected = torch.autograd.grad(add_rms_norm(x, r, w), (x, r), (gradient.clone(), gradient.clone()))
-        assert_same([*found], [*expected])
+        assert_same([*actual], [*expected])
 
 
 def test_rows_at_any_address_and_copied_rows(device: str) -> None:
@@ -319,61 +325,61 @@ def test_rows_at_any_address_and_copied_rows(device: str) -> None:
 
 
 def test_a_first_call_is_made_once_and_is_like_all_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
+    kernels: list[str] = []
     run = Launch.run
-    monkeypatch.setattr(Launch, "run", lambda launch: (ran.append(launch.name), run(launch))[1])
+    monkeypatch.setattr(Launch, "run", lambda launch: (kernels.append(launch.name), run(launch))[1])
     x, w = rows(device).requires_grad_(), weight(device).requires_grad_()
     torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
-    assert ran == ["_forward_kernel", "_backward_kernel", "_reduce_kernel"]
+    assert kernels == ["_forward_kernel", "_backward_kernel", "_reduce_kernel"]
     with torch.inference_mode():
         assert rms_norm(x, w).is_inference()
     with torch.no_grad():
         assert not rms_norm(x, w).requires_grad
 
 
-def test_calls_that_cannot_be_recorded_are_known_and_odd_addresses_take_no_generated_lines(
+def test_calls_that_cannot_be_recorded_are_cached_and_odd_addresses_run_no_generated_code(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w, copied = weight(device), rows(device, layout="columns")
     for _ in range(2):
         assert torch.equal(rms_norm(copied, w), rms_norm(copied.contiguous(), w))
-    (one,) = recordings("rms_norm")[:1]
-    assert not straight(one)
+    (entry,) = recordings("rms_norm")[:1]
+    assert not straight(entry)
     assert RMS_NORM.run_cached(None, copied, w, LLAMA, None) is not None
     recording.forget_all()
     memory = torch.randn(200, device=device)
     rms_norm(memory[1:97].view(2, 3, 16), w)
     assert not recordings("rms_norm")
     rms_norm(memory[:96].view(2, 3, 16), w)
-    (one,) = recordings("rms_norm")
-    assert straight(one)
+    (entry,) = recordings("rms_norm")
+    assert straight(entry)
     repeated: list[int] = []
-    monkeypatch.setitem(one.call.__globals__, "repeat", lambda x, w: repeated.append(x.data_ptr() % 16))  # type: ignore[attr-defined]
+    monkeypatch.setitem(entry.call.__globals__, "repeat", lambda x, w: repeated.append(x.data_ptr() % 16))  # type: ignore[attr-defined]
     for start in range(5):
-        one.call(memory[start : start + 96].view(2, 3, 16), w, LLAMA, None)
+        entry.call(memory[start : start + 96].view(2, 3, 16), w, LLAMA, None)
     assert repeated == [4, 8, 12]
 
 
-def at_an_odd_address(one: Tensor) -> Tensor:
-    """A copy of the same strides, which does not begin at a multiple of 16 bytes."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
-    memory = torch.empty(1 + extent, dtype=one.dtype, device=one.device)
+def at_an_odd_address(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides that is not 16-byte aligned."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.empty(1 + extent, dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
-        copy = memory.as_strided(one.shape, one.stride(), 1).copy_(one)
-    return copy.requires_grad_(one.requires_grad)
+        copy = memory.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Give the name of a recording that a test watches, each time that it leaves the launches to Triton."""
-    found: list[str] = []
+    """Collect the name of a watched recording each time it falls back to Triton's launches."""
+    names: list[str] = []
 
     def watch(**watched: Callable[..., Any]) -> list[str]:
         for name, function in watched.items():
-            known = function.__globals__  # type: ignore[attr-defined]
-            repeat = known["repeat"]
-            monkeypatch.setitem(known, "repeat", lambda *a, n=name, r=repeat: (found.append(n), r(*a))[1])
-        return found
+            namespace = function.__globals__  # type: ignore[attr-defined]
+            repeat = namespace["repeat"]
+            monkeypatch.setitem(namespace, "repeat", lambda *a, n=name, r=repeat: (names.append(n), r(*a))[1])
+        return names
 
     return watch
 
@@ -382,61 +388,63 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 def test_kernels_compiled_for_aligned_tensors_get_none_at_an_odd_address(
     case: str, repeated: Callable[..., list[str]], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of them at a time: in a call that a recording has to repeat, and in one that would be recorded."""
-    operator, given, differentiable = case_of(case, device)
-    wanted = (True,) * differentiable
+    """One tensor at a time: in a call that repeats a recording, and in a call that would be recorded."""
+    operator, call_args, differentiable = case_of(case, device)
+    requires_grad = (True,) * differentiable
     if device == "cpu":
-        monkeypatch.setattr(Launch, "run", lambda launch: None)  # it is the way that counts, and no result
+        monkeypatch.setattr(Launch, "run", lambda launch: None)  # only the path matters, and not the result
 
     def step_at(odd: int | None, odd_gradient: int | None) -> list[str]:
-        """The directions that read anything at an odd address."""
-        arguments = [*fresh(given, wanted)]
+        """Return the directions that read a tensor at an odd address."""
+        arguments = [*fresh(call_args, requires_grad)]
         if odd is not None:
             arguments[odd] = at_an_odd_address(arguments[odd])
-        found = operator(*arguments)
-        outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if one is not None]
-        incoming = [torch.randn_like(one) for one in outputs]
+        result = operator(*arguments)
+        outputs = [output for output in (result if isinstance(result, tuple) else (result,)) if output is not None]
+        incoming = [torch.randn_like(output) for output in outputs]
         if odd_gradient is not None:
             incoming[odd_gradient] = at_an_odd_address(incoming[odd_gradient])
         read: list[Tensor | None] = [*incoming, *outputs[0].grad_fn.saved_tensors]
-        torch.autograd.grad(outputs, [one for one in arguments[:differentiable] if one is not None], incoming)
-        is_odd = odd is not None, any(one is not None and one.data_ptr() % 16 for one in read)
-        return [one for one, odd in zip(("forward", "backward"), is_odd, strict=True) if odd]
+        torch.autograd.grad(
+            outputs, [argument for argument in arguments[:differentiable] if argument is not None], incoming
+        )
+        is_odd = odd is not None, any(tensor is not None and tensor.data_ptr() % 16 for tensor in read)
+        return [direction for direction, odd in zip(("forward", "backward"), is_odd, strict=True) if odd]
 
     step_at(None, None)
     (forward,) = recordings(operator.name)
     (backward,) = forward.backwards
-    found = repeated(forward=forward.forward, backward=backward.call)
-    outputs = operator(*fresh(given, wanted))
+    fallbacks = repeated(forward=forward.forward, backward=backward.call)
+    outputs = operator(*fresh(call_args, requires_grad))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    gradients = [place for place, one in enumerate(outputs) if one is not None]
-    tensors = [place for place, one in enumerate(given) if isinstance(one, Tensor)]
-    ways = [(None, None), *((one, None) for one in tensors), *((None, one) for one in gradients)]
+    gradients = [place for place, output in enumerate(outputs) if output is not None]
+    tensors = [place for place, argument in enumerate(call_args) if isinstance(argument, Tensor)]
+    ways = [(None, None), *((place, None) for place in tensors), *((None, place) for place in gradients)]
     for way in ways:
-        found.clear()
-        assert step_at(*way) == found, way
+        fallbacks.clear()
+        assert step_at(*way) == fallbacks, way
     for way in ways:
         recording.forget_all()
         odd = step_at(*way)
         assert len(recordings(operator.name)) == ("forward" not in odd), way
-        assert all(len(one.backwards) == ("backward" not in odd) for one in recordings(operator.name)), way
+        assert all(len(entry.backwards) == ("backward" not in odd) for entry in recordings(operator.name)), way
 
 
 def test_a_call_replaces_only_the_stock_code_that_it_was_checked_against(recorded: tuple[Tensor, Tensor]) -> None:
-    """A rotation, say, may round in other places than the public function that was called with tensors like these."""
+    """A rotation, for example, may have other rounding points than the public function called with the same tensors."""
     x, w = recorded
-    rotation, other = object(), object()
+    rotation, gate = object(), object()
     before = len(recordings("rms_norm"))
     assert RMS_NORM.run_cached(rotation, x, w, LLAMA, None) is None
     outputs, reason = RMS_NORM.try_fused(x, w, LLAMA, None, replaces=rotation)
     assert reason is None
     assert len(recordings("rms_norm")) == before, "one recording serves both"
     assert torch.equal(RMS_NORM.run_cached(rotation, x, w, LLAMA, None), outputs)
-    assert RMS_NORM.run_cached(other, x, w, LLAMA, None) is None
+    assert RMS_NORM.run_cached(gate, x, w, LLAMA, None) is None
     assert RMS_NORM.run_cached(rotation, x, w, GEMMA, None) is None
     assert RMS_NORM.run_cached(rotation, x.clone().requires_grad_(), w, LLAMA, None) is None
     with calls.by(noting := Noting()):
-        assert RMS_NORM.run_cached(other, x, w, LLAMA, None) is None
+        assert RMS_NORM.run_cached(gate, x, w, LLAMA, None) is None
         assert RMS_NORM.run_cached(rotation, x, w, LLAMA, None) is not None
     assert noting.seen == ["rms_norm"]
     recording.forget_all()
@@ -448,22 +456,22 @@ def test_launch_hooks_and_observers_see_every_call(
 ) -> None:
     x, w = recorded
     hook = type("Hook", (), {"calls": [print]})()
-    ran: list[str] = []
+    kernels: list[str] = []
     run = Launch.run
-    monkeypatch.setattr(Launch, "run", lambda launch: (ran.append(launch.name), run(launch))[1])
-    one = next(one for one in recordings("rms_norm") if one.fits(x, w, LLAMA, None))
+    monkeypatch.setattr(Launch, "run", lambda launch: (kernels.append(launch.name), run(launch))[1])
+    entry = next(entry for entry in recordings("rms_norm") if entry.fits(x, w, LLAMA, None))
     repeated: list[int] = []
-    monkeypatch.setitem(one.call.__globals__, "repeat", lambda *tensors: repeated.append(len(tensors)))  # type: ignore[attr-defined]
+    monkeypatch.setitem(entry.call.__globals__, "repeat", lambda *tensors: repeated.append(len(tensors)))  # type: ignore[attr-defined]
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
-    one.call(x, w, LLAMA, None)
+    entry.call(x, w, LLAMA, None)
     assert repeated == [2], "Triton's own launch calls the hooks"
-    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", one.call.__globals__["enter"])  # type: ignore[attr-defined]
-    monkeypatch.setitem(one.call.__globals__, "device", lambda: 1)  # type: ignore[attr-defined]
-    one.call(x, w, LLAMA, None)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", entry.call.__globals__["enter"])  # type: ignore[attr-defined]
+    monkeypatch.setitem(entry.call.__globals__, "device", lambda: 1)  # type: ignore[attr-defined]
+    entry.call(x, w, LLAMA, None)
     assert repeated == [2, 2], "and makes the tensors' device current, where that is another one"
     monkeypatch.undo()
 
-    ran.clear()
+    kernels.clear()
     with observed.by(noting := Noting()):
         rms_norm(x, w)
     with calls.by(noting):
@@ -486,7 +494,7 @@ def test_who_hooks_into_tritons_launches_later_gets_them(
     torch.autograd.grad(rms_norm(x, w), x, dy)
     (forward,) = recordings("rms_norm")
     (backward,) = forward.backwards
-    found = repeated(forward=forward.forward, backward=backward.call)
+    fallbacks = repeated(forward=forward.forward, backward=backward.call)
     before = getattr(knobs.runtime, hook)
     if change == "another":
         monkeypatch.setattr(knobs.runtime, hook, type(before)())
@@ -495,20 +503,20 @@ def test_who_hooks_into_tritons_launches_later_gets_them(
     if change == "a function added and taken away":
         before.calls.pop()
     torch.autograd.grad(rms_norm(x, w), x, dy)
-    assert found == ([] if change == "a function added and taken away" else ["forward", "backward"])
+    assert fallbacks == ([] if change == "a function added and taken away" else ["forward", "backward"])
 
 
 def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
-    """Of those too that a patched module has checked, and again when others go out of use."""
+    """This includes calls that a patched module has checked; the same holds when plans go out of use."""
     x, w, own = rows(device).requires_grad_(), weight(device), object()
 
     def warps() -> list[Any]:
-        made: list[Any] = []
+        num_warps: list[Any] = []
         run = Launch.run
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Launch, "run", lambda one: (made.append(one.options["num_warps"]), run(one))[1])
+            patch.setattr(Launch, "run", lambda launch: (num_warps.append(launch.options["num_warps"]), run(launch))[1])
             torch.autograd.grad(rms_norm(x, w).sum(), x)
-        return made
+        return num_warps
 
     def is_known() -> bool:
         return RMS_NORM.run_cached(own, x, w, LLAMA, None) is not None
@@ -520,7 +528,7 @@ def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
     with use_plans(PlanTable("any", "", "", rules)):
         assert not is_known()
         assert warps() == [1, 1]
-        again = warps()  # on a GPU a repeated call launches by other means
+        again = warps()  # on a GPU a repeated call launches in another way
         assert again == [1, 1] or (device == "cuda" and {*again} <= {1})
         RMS_NORM.try_fused(x, w, LLAMA, None, replaces=own)
     assert not is_known()
@@ -530,7 +538,7 @@ def test_plans_that_come_into_use_are_those_of_all_calls(device: str) -> None:
 
 
 class Noting:
-    """Notes the launches and the calls that it is told of."""
+    """Records the launches and calls that it observes."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -550,16 +558,16 @@ def test_an_observer_is_told_of_its_own_thread_alone(events: Any, is_known: bool
     expected = rms_norm(x, w)
     if not is_known:
         recording.forget_all()
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     noting = Noting()
     with events.by(noting):
-        thread = threading.Thread(target=lambda: found.append(rms_norm(x, w)))
+        thread = threading.Thread(target=lambda: results.append(rms_norm(x, w)))
         thread.start()
         thread.join()
         assert noting.seen == []
         rms_norm(x, w)
     assert noting.seen == ["rms_norm" if events is calls else "_forward_kernel"]
-    assert torch.equal(found[0], expected)
+    assert torch.equal(results[0], expected)
 
 
 def test_second_derivatives_behind_a_recording(device: str) -> None:
@@ -585,12 +593,12 @@ def test_recordings_are_bounded_and_hold_no_tensor(device: str, monkeypatch: pyt
                 y = rms_norm(x, w)
                 y.backward(torch.ones(length, 16 * stride, device=device, dtype=y.dtype)[:, :16])
     assert len(RMS_NORM.cache.by_shape) <= 3
-    assert all(len(one.backwards) <= 2 for one in recordings("rms_norm"))
+    assert all(len(entry.backwards) <= 2 for entry in recordings("rms_norm"))
     assert len(recordings("rms_norm")) <= 6
-    kept = weakref.ref(x)
+    reference = weakref.ref(x)
     del x, y
     gc.collect()
-    assert kept() is None
+    assert reference() is None
 
 
 @pytest.fixture
@@ -633,17 +641,17 @@ def test_threads_share_recordings_and_compute_what_one_thread_does(device: str) 
 def test_random_calls_in_turn_do_what_the_general_path_does(
     seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few recordings are kept, so that they come and go."""
+    """The cache is small, so recordings are dropped and made again."""
     monkeypatch.setattr(recording, "SHAPES", 2)
     monkeypatch.setattr(recording, "EACH", 2)
     pick = random.Random(seed)
     for _ in range(24):
-        operator, given, differentiable = case_of(pick.choice(CASES), device)
-        wanted = tuple(pick.random() < 0.7 for _ in range(differentiable))
+        operator, arguments, differentiable = case_of(pick.choice(CASES), device)
+        requires_grad = tuple(pick.random() < 0.7 for _ in range(differentiable))
         used = (pick.random() < 0.8, True)
-        expected = step(operator._launched, fresh(given, wanted), used)
+        expected = step(operator._launched, fresh(arguments, requires_grad), used)
         for _ in range(pick.randrange(1, 3)):
-            assert_same(step(operator, fresh(given, wanted), used), expected)
+            assert_same(step(operator, fresh(arguments, requires_grad), used), expected)
 
 
 @pytest.mark.parametrize("without", [(recording, "TensorGuards"), (codegen, "_empty_strided_cuda")])
@@ -660,15 +668,15 @@ def test_without_parts_of_pytorch_that_are_not_public(
 
 
 class Compiled:
-    """A compiled kernel as one release of Triton hands it out; its launches are noted."""
+    """A compiled kernel as in one release of Triton, which records its launches."""
 
     def __init__(self, signature: dict[str, str], release: str) -> None:
         self.src = type("Source", (), {"signature": signature})()
         self.function, self.packed_metadata = 77, (4, 1, 0)
         self.launched: list[tuple[Any, ...]] = []
-        self.run: Any = lambda *given: self.launched.append(given)
+        self.run: Any = lambda *arguments: self.launched.append(arguments)
         if release != "unknown":
-            self.run.launch = lambda *given: self.launched.append(("direct", *given))
+            self.run.launch = lambda *arguments: self.launched.append(("direct", *arguments))
             self.run.global_scratch_size = self.run.profile_scratch_size = 0
             self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
         if release == "3.7":
@@ -716,7 +724,7 @@ def test_a_kernel_that_counts_in_64_bits_is_launched_by_triton(number: float, is
 
 
 def test_a_nested_tensor_is_no_argument_like_those_of_a_recording(device: str) -> None:
-    """PyTorch's guard of tensors would end the process."""
+    """PyTorch's tensor guard would abort the process."""
     x, residual, w = rows(device), rows(device), weight(device)
     for _ in range(2):
         add_rms_norm(x, residual, w)

@@ -1,4 +1,4 @@
-"""The reference is the truth of the patcher and of CPU tensors: bit for bit what modelling code computes."""
+"""The reference, used by the patcher and for CPU tensors, has the bits of modelling code."""
 
 from __future__ import annotations
 

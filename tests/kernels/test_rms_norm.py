@@ -41,7 +41,7 @@ GEMMA = Norm("gemma", zero_centered=True, x=FP32, w=FP32)
 @pytest.mark.parametrize("units", [0, 0.4])
 @pytest.mark.usefixtures("held_or_in_chunks")
 def test_casting_none_rounds_the_squares_and_their_mean(units: float, dtype: torch.dtype, device: str) -> None:
-    """An eps of less than half a unit is lost on a mean that was rounded before, and moves one that was not."""
+    """An eps below half a unit is lost if the mean is rounded before, and changes an unrounded mean."""
     x, eps = squares_that_round_up((24, 145), dtype, device), units * torch.finfo(dtype).eps
     ours, expected = rms_norm(x, None, eps, casting="none"), none_rounded_once(x, None, eps, False)
     assert_same_rounding(Norm("none", x=dtype, w=None), ours, expected)
@@ -56,11 +56,11 @@ def test_eps_is_added_to_the_mean_of_squares(eps: float, device: str) -> None:
 
 
 def test_gradients_are_rounded_once(device: str) -> None:
-    """Better than stock: fp32 arithmetic and one rounding, so the error is half a unit of the element itself."""
+    """Better than stock: fp32 arithmetic and one rounding, so the error is half a unit of the element."""
     norm = Norm("gemma", zero_centered=True, x=BF16, w=BF16)
     inputs = norm.inputs((1030, 33), device)
-    ours, truth = run(norm.fused, inputs), run_true(norm, inputs)
-    assert_rounded_once(ours, truth, scales(norm, inputs, truth), ("dx", "dw"))
+    ours, reference = run(norm.fused, inputs), run_true(norm, inputs)
+    assert_rounded_once(ours, reference, scales(norm, inputs, reference), ("dx", "dw"))
 
 
 @pytest.mark.parametrize("norm", [LLAMA, Norm("gemma", True, BF16, BF16), Norm("none", x=BF16, w=BF16)], ids=str)
@@ -73,7 +73,7 @@ def test_large_weights_and_rows_of_any_size(norm: Norm, device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3, 130), (7, 130)], ids=str)
 def test_expanded_rows_and_gradients(shape: tuple[int, ...], device: str) -> None:
-    """Stride 0 along the first dimension of x, and along all of dy, as after ``.sum().backward()``."""
+    """x has stride 0 along its first dimension, and dy along all dimensions, as after ``.sum().backward()``."""
     norm = Norm("llama", x=FP32, w=FP32)
     inputs = norm.inputs(shape, device)
     inputs.x = inputs.x[:1].expand(shape)
@@ -95,14 +95,14 @@ def test_overlapping_rows(device: str) -> None:
 
 
 def test_what_is_saved_is_looked_at_once(device: str) -> None:
-    """Checkpoints refuse a second look, and a backward that may be differentiated again must not need one."""
+    """Checkpoints allow saved tensors to be unpacked once, which must suffice for a differentiable backward too."""
     x = torch.randn(3, 7, device=device, requires_grad=True)
     w = torch.randn(7, device=device, requires_grad=True)
     for create_graph in (False, True):
         y = torch.utils.checkpoint.checkpoint(lambda x: rms_norm(x, w) * 1.0, x, use_reentrant=False)
-        found = torch.autograd.grad(y, (x, w), torch.ones_like(y), create_graph=create_graph)
+        grads = torch.autograd.grad(y, (x, w), torch.ones_like(y), create_graph=create_graph)
         expected = torch.autograd.grad(rms_norm(x, w), (x, w), torch.ones_like(y), create_graph=create_graph)
-        assert_same(found, expected)
+        assert_same(grads, expected)
 
 
 @pytest.mark.parametrize("w", [FP32, BF16], ids=str)
@@ -135,14 +135,14 @@ def test_casting_none_does_not_overflow_in_fp16(device: str) -> None:
     inputs = norm.inputs((4, 145), device)
     inputs.x = ((2 * torch.rand(4, 145, generator=torch.Generator().manual_seed(1)) - 1) * 6e4).to(device, FP16)
     assert (run(norm.stock, inputs).y == 0).all()
-    ours, truth = run(norm.fused, inputs), run_true(norm, inputs)
+    ours, reference = run(norm.fused, inputs), run_true(norm, inputs)
     half_step = 2.0**-25
     rstd = inputs.x.double().square().mean(-1, keepdim=True).rsqrt()
-    allowed = (half_step / rstd + 2 * torch.finfo(FP16).eps) * truth.y.abs() + half_step
-    assert ((ours.y.double() - truth.y).abs() <= allowed).all()
-    assert ((ours.dx.double() - truth.dx).abs() <= torch.finfo(FP16).eps * truth.dx.abs() + 2 * half_step).all()
-    error = (ours.dw.double() - truth.dw).abs()
-    assert (error <= torch.finfo(FP16).eps * scales(norm, inputs, truth)["dw"]).all()
+    allowed = (half_step / rstd + 2 * torch.finfo(FP16).eps) * reference.y.abs() + half_step
+    assert ((ours.y.double() - reference.y).abs() <= allowed).all()
+    assert ((ours.dx.double() - reference.dx).abs() <= torch.finfo(FP16).eps * reference.dx.abs() + 2 * half_step).all()
+    error = (ours.dw.double() - reference.dw).abs()
+    assert (error <= torch.finfo(FP16).eps * scales(norm, inputs, reference)["dw"]).all()
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ assert "Function" not in type(y.grad_fn).__name__
 
 
 def test_saved_tensors_may_come_back_in_another_layout(device: str) -> None:
-    """As from hooks that keep activations elsewhere: a transposed input is handed back contiguous."""
+    """Hooks that offload saved tensors do this: a transposed input comes back contiguous."""
     inputs = LLAMA.inputs((2, 3, 5, 64), device)
     inputs.x = in_layout("transposed heads", inputs.x)
     expected = run(LLAMA.fused, inputs)

@@ -1,6 +1,6 @@
-"""Operators on DTensors: each device computes its own rows; what it cannot compute alone is left to PyTorch.
+"""Operators on DTensors: each device computes its own rows; calls that a device cannot compute alone go to PyTorch.
 
-The process takes itself for one of two, and nothing that is tested here may need the other one.
+The process acts as one of two, and no test may need the other one.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ OPERATORS: dict[str, tuple[Callable[..., Any], str]] = {
     "qk_norm_rope": (kernels.qk_norm_rope, "hhwwaa"),
     "rope": (kernels.rope, "hhaa"),
 }
-"""Each operator and its tensors: ``x`` rows, ``h`` heads, ``w`` a weight, ``a`` angles."""
+"""Each operator and its tensors: ``x`` is rows, ``h`` heads, ``w`` a weight, ``a`` angles."""
 
 CUTS = [(name, dim) for name in OPERATORS for dim in (1, None)] + [("rms_norm", 0), ("glu", 2)]
-"""Operators, and the dimension that devices share; None: each of them has and computes all."""
+"""Operators, and the dimension that is sharded; None if all devices have and compute everything."""
 
 
 @pytest.fixture
 def mesh(device: str) -> Iterator[DeviceMesh]:
-    """Two devices, of which this process has the second: the one with fewer rows where they do not divide."""
+    """Make a mesh of two devices, of which this process is the second: it has fewer rows if they do not divide."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
         yield init_device_mesh(device, (2,))
@@ -61,8 +61,8 @@ def mesh(device: str) -> Iterator[DeviceMesh]:
 
 
 def tensors_for(kinds: str, device: str) -> list[Tensor]:
-    made = [torch.randn(SHAPES[kind], device=device) for kind in kinds]
-    return [one if kind == "a" else one.requires_grad_() for one, kind in zip(made, kinds, strict=True)]
+    tensors = [torch.randn(SHAPES[kind], device=device) for kind in kinds]
+    return [tensor if kind == "a" else tensor.requires_grad_() for tensor, kind in zip(tensors, kinds, strict=True)]
 
 
 def part_of(whole: Tensor, placement: Placement) -> Tensor:
@@ -71,10 +71,10 @@ def part_of(whole: Tensor, placement: Placement) -> Tensor:
 
 
 def spread(whole: Tensor, part: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    made = DTensor.from_local(
+    dtensor = DTensor.from_local(
         part.detach(), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    return made.detach().requires_grad_(whole.requires_grad)
+    return dtensor.detach().requires_grad_(whole.requires_grad)
 
 
 @pytest.mark.parametrize(("name", "dim"), CUTS)
@@ -86,11 +86,11 @@ def test_a_device_computes_its_rows_and_weights_get_the_gradient_of_these(
     rows = Replicate() if dim is None else Shard(dim)
     placements = [Replicate() if kind in WHOLE else rows for kind in kinds]
     parts = [part_of(whole, placement) for whole, placement in zip(wholes, placements, strict=True)]
-    given = [spread(*one, mesh, placement) for *one, placement in zip(wholes, parts, placements, strict=True)]
+    dtensors = [spread(*pair, mesh, placement) for *pair, placement in zip(wholes, parts, placements, strict=True)]
 
     expected = operator(*parts)
     with called_operators() as called, CommDebugMode() as communication:
-        outputs = operator(*given)
+        outputs = operator(*dtensors)
         assert communication.get_total_counts() == 0
     assert len(called) == 1
     everywhere = operator(*wholes)
@@ -107,10 +107,10 @@ def test_a_device_computes_its_rows_and_weights_get_the_gradient_of_these(
         torch.autograd.backward(outputs, sharded)
     assert communication.get_total_counts() == 0
     torch.autograd.backward(expected, incoming)
-    for kind, one, part in zip(kinds, given, parts, strict=True):
+    for kind, dtensor, part in zip(kinds, dtensors, parts, strict=True):
         if kind != "a":
-            assert torch.equal(one.grad.to_local(), part.grad)
-            assert one.grad.placements == ((Partial(),) if kind == "w" and dim is not None else (rows,))
+            assert torch.equal(dtensor.grad.to_local(), part.grad)
+            assert dtensor.grad.placements == ((Partial(),) if kind == "w" and dim is not None else (rows,))
 
 
 def test_a_device_without_rows_gives_its_weight_no_gradient(mesh: DeviceMesh, device: str) -> None:
@@ -125,7 +125,7 @@ def test_a_device_without_rows_gives_its_weight_no_gradient(mesh: DeviceMesh, de
 
 
 def test_the_gradients_of_leaves_do_not_share_their_memory(mesh: DeviceMesh, device: str) -> None:
-    branch, residual, weight = (spread(one, one, mesh, Replicate()) for one in tensors_for("xxw", device))
+    branch, residual, weight = (spread(tensor, tensor, mesh, Replicate()) for tensor in tensors_for("xxw", device))
     y, _ = kernels.add_rms_norm(branch, residual, weight)
     y.backward(y.detach())
     expected = residual.grad.to_local().clone()
@@ -135,15 +135,15 @@ def test_the_gradients_of_leaves_do_not_share_their_memory(mesh: DeviceMesh, dev
 
 
 def test_the_reason_says_what_no_device_can_compute_alone(mesh: DeviceMesh, device: str) -> None:
-    whole, other = tensors_for("xx", device)
+    whole, residual = tensors_for("xx", device)
     weight = torch.randn(WIDTH, device=device)
     rows, cut, summed, alike = (
         spread(whole, part_of(whole, placement), mesh, placement)
         for placement in (Shard(1), Shard(2), Partial(), Replicate())
     )
-    w, w_cut = (spread(weight, part_of(weight, one), mesh, one) for one in (Replicate(), Shard(0)))
+    w, w_cut = (spread(weight, part_of(weight, placement), mesh, placement) for placement in (Replicate(), Shard(0)))
     assert placement_obstacle((rows, None), (w, None)) is None
-    assert placement_obstacle((whole, other), (weight,)) is None
+    assert placement_obstacle((whole, residual), (weight,)) is None
     assert placement_obstacle((cut,), (w,)) == "the input is placed as Shard(dim=2)"
     assert placement_obstacle((cut, cut), elementwise=True) is None
     assert placement_obstacle((summed,), (w,)) == "the input is placed as Partial(sum)"
@@ -156,15 +156,15 @@ def test_the_reason_says_what_no_device_can_compute_alone(mesh: DeviceMesh, devi
 
 
 def test_an_adapter_is_left_to_pytorch(mesh: DeviceMesh, device: str) -> None:
-    x, base = (one.detach().bfloat16() for one in tensors_for("xx", device))
+    x, base = (tensor.detach().bfloat16() for tensor in tensors_for("xx", device))
     factor = torch.randn(3, WIDTH, device=device)
     # By batches: PyTorch 2.11 flattens the rows of a linear's input, and not across devices.
     wholes, placements = (base, x, factor, factor.t()), (Shard(0), Shard(0), Replicate(), Replicate())
-    parts = [part_of(*one) for one in zip(wholes, placements, strict=True)]
-    given = [spread(*one, mesh, placement) for *one, placement in zip(wholes, parts, placements, strict=True)]
-    assert LORA_ADD.unsupported(*given, 0.5) == ("it has no form for DTensors", None)
+    parts = [part_of(*pair) for pair in zip(wholes, placements, strict=True)]
+    dtensors = [spread(*pair, mesh, placement) for *pair, placement in zip(wholes, parts, placements, strict=True)]
+    assert LORA_ADD.unsupported(*dtensors, 0.5) == ("it has no form for DTensors", None)
     with called_operators() as called:
-        y = kernels.lora_add(*given, 0.5)
+        y = kernels.lora_add(*dtensors, 0.5)
     assert not len(called)
     assert torch.equal(y.to_local(), LORA_ADD.reference(*parts, 0.5))
 
@@ -188,19 +188,19 @@ def test_angles_of_four_dimensions_tell_the_heads_whatever_unsqueeze_dim_is(
     """The second device turned its tokens by the angles of the first one's."""
     q, k = (torch.randn(2, 4, 4, WIDTH, device=device) for _ in range(2))
     angles = torch.randn(2, 1, 4, WIDTH, device=device).unbind()
-    cos, sin = (one.unsqueeze(heads_dim) for one in angles)
-    given = [spread(one, one, mesh, Replicate()) for one in (cos, sin)]
+    cos, sin = (angle.unsqueeze(heads_dim) for angle in angles)
+    dtensors = [spread(tensor, tensor, mesh, Replicate()) for tensor in (cos, sin)]
     for unsqueeze_dim in (1, 2):
         for dim in (1, 2):
-            heads = [spread(one, part_of(one, Shard(dim)), mesh, Shard(dim)) for one in (q, k)]
-            by_norm = QK_NORM.unsupported(*heads, None, None, *given, LLAMA, unsqueeze_dim, None)
-            by_itself = ROPE.unsupported(*heads, *given, unsqueeze_dim, False, "half", False, None)
+            heads = [spread(tensor, part_of(tensor, Shard(dim)), mesh, Shard(dim)) for tensor in (q, k)]
+            by_norm = QK_NORM.unsupported(*heads, None, None, *dtensors, LLAMA, unsqueeze_dim, None)
+            by_itself = ROPE.unsupported(*heads, *dtensors, unsqueeze_dim, False, "half", False, None)
             assert (by_norm is None) == (by_itself is None) == (dim == heads_dim)
             if by_itself is None:
-                turned = kernels.rope(*heads, *given, unsqueeze_dim=unsqueeze_dim)
+                turned = kernels.rope(*heads, *dtensors, unsqueeze_dim=unsqueeze_dim)
                 expected = kernels.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-                for one, whole in zip(turned, expected, strict=True):
-                    assert torch.equal(one.to_local(), part_of(whole, Shard(dim)))
+                for local, whole in zip(turned, expected, strict=True):
+                    assert torch.equal(local.to_local(), part_of(whole, Shard(dim)))
 
 
 def test_the_result_of_a_running_collective_is_waited_for(device: str) -> None:

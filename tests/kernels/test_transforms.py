@@ -37,7 +37,7 @@ class Case(Call):
 
 
 def _case(name: str, device: str) -> Case:
-    """In fp32, with an eps that keeps second derivatives small."""
+    """Return a call in fp32, with an eps that keeps second derivatives small."""
     calls = every_call(device, width=8, dtype=FP32)
     calls["glu by erf"] = calls["glu"]._replace(options=("gelu",))
     case = Case(*calls[name.removesuffix(" of a row")])
@@ -50,16 +50,16 @@ OF_A_ROW = [
     f"{name} of a row"
     for name in ("norm", "add", "add scaled", "norm and add", "sandwich", "heads", "glu", "gated in groups")
 ]
-"""Calls of tensors of one dimension, which is a row."""
+"""Calls of tensors of one dimension, each a single row."""
 CASES = pytest.mark.parametrize("case", [*NAMES, "norm of a row", "glu by erf"])
 
 
 def _assert_close(ours: Sequence[Tensor | None], expected: Sequence[Tensor | None], tolerance: float = 1e-4) -> None:
-    for one, other in zip(ours, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            largest = max(1.0, other.abs().max().item())
-            torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=tolerance * largest)
+    for a, b in zip(ours, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            largest = max(1.0, b.abs().max().item())
+            torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=tolerance * largest)
 
 
 def _loss(outputs: Sequence[Tensor]) -> Tensor:
@@ -76,7 +76,7 @@ def _differentiable(case: Case) -> list[Tensor]:
 def second_derivatives(case: Case, function: Function) -> Sequence[Tensor]:
     leaves = _differentiable(case)
     first = torch.autograd.grad(_loss(function(*leaves)), leaves, create_graph=True)
-    return *first, *torch.autograd.grad(sum(one.cos().sum() for one in first), leaves)
+    return *first, *torch.autograd.grad(sum(grad.cos().sum() for grad in first), leaves)
 
 
 def second_derivatives_with_respect_to_an_incoming_gradient(case: Case, function: Function) -> Sequence[Tensor]:
@@ -84,7 +84,7 @@ def second_derivatives_with_respect_to_an_incoming_gradient(case: Case, function
     outputs = function(*leaves)
     incoming = [output.detach().cos().requires_grad_() for output in outputs]
     first = torch.autograd.grad(outputs, leaves, incoming, create_graph=True)
-    return torch.autograd.grad(sum(one.cos().sum() for one in first), incoming)
+    return torch.autograd.grad(sum(grad.cos().sum() for grad in first), incoming)
 
 
 def gradients_of_a_dual_incoming_gradient_with_their_tangents(case: Case, function: Function) -> Sequence[Tensor]:
@@ -92,7 +92,7 @@ def gradients_of_a_dual_incoming_gradient_with_their_tangents(case: Case, functi
     outputs = function(*leaves)
     with forward_ad.dual_level():
         incoming = [forward_ad.make_dual(output.detach().sin(), output.detach().cos()) for output in outputs]
-        unpacked = [forward_ad.unpack_dual(one) for one in torch.autograd.grad(outputs, leaves, incoming)]
+        unpacked = [forward_ad.unpack_dual(grad) for grad in torch.autograd.grad(outputs, leaves, incoming)]
         return [part.clone() for pair in unpacked for part in (pair.primal, pair.tangent)]
 
 
@@ -127,12 +127,14 @@ def _adapter_of_a_row(device: str) -> Case:
 @pytest.mark.parametrize("name", [*OF_A_ROW, "adapter of a row"])
 def test_gradients_of_a_single_row_are_differentiated_again(name: str, device: str) -> None:
     case = _adapter_of_a_row(device) if name.startswith("adapter") else _case(name, device)
-    _assert_close(*(second_derivatives(case, one) for one in (case.kernel_backward, case.by_formula)), _tolerance(case))
+    _assert_close(
+        *(second_derivatives(case, function) for function in (case.kernel_backward, case.by_formula)), _tolerance(case)
+    )
 
 
 def _tolerance(case: Case) -> float:
-    """That of second derivatives, which round as the narrowest tensor does."""
-    return 1e-4 if all(one.dtype == FP32 for one in case.inputs) else 0.05
+    """Return the tolerance of second derivatives, which round as the narrowest tensor does."""
+    return 1e-4 if all(tensor.dtype == FP32 for tensor in case.inputs) else 0.05
 
 
 @pytest.mark.parametrize("written", ["llama", "gemma", "factors"])
@@ -151,10 +153,10 @@ def test_weights_that_are_written_between_have_the_second_derivatives_of_their_f
             for leaf in leaves[first:]:
                 leaf.mul_(-3)
         gradients = torch.autograd.grad(loss, leaves, create_graph=True)
-        return *gradients, *torch.autograd.grad(sum(one.float().cos().sum() for one in gradients), leaves)
+        return *gradients, *torch.autograd.grad(sum(gradient.float().cos().sum() for gradient in gradients), leaves)
 
-    found = [second_derivatives_after_a_write(one) for one in (case.kernel_backward, case.by_formula)]
-    _assert_close(*found, _tolerance(case))
+    results = [second_derivatives_after_a_write(by) for by in (case.kernel_backward, case.by_formula)]
+    _assert_close(*results, _tolerance(case))
 
 
 TRANSFORMED = (
@@ -167,12 +169,12 @@ TRANSFORMED = (
 
 
 @CASES
-@pytest.mark.parametrize("transformed", TRANSFORMED, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("transformed", TRANSFORMED, ids=lambda function: function.__name__)
 def test_kernels_and_formula_agree_in(transformed: Callable[..., Sequence[Tensor]], case: str, device: str) -> None:
     call = _case(case, device)
     ours = transformed(call, call.kernel_backward)
     if case == "conv" and transformed is gradients_of_a_dual_incoming_gradient_with_their_tangents:
-        return  # which PyTorch's own SiLU, whose bits the formula has, does not take
+        return  # PyTorch's own SiLU, whose bits the formula has, does not support this
     _assert_close(ours, transformed(call, call.by_formula))
 
 
@@ -181,25 +183,25 @@ def test_kernels_and_formula_agree_in(transformed: Callable[..., Sequence[Tensor
 def test_second_derivatives_where_one_output_is_unused(case: str, used: tuple[bool, bool], device: str) -> None:
     call = _case(case, device)
 
-    def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor | None]:
+    def derivatives(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor | None]:
         leaves = [leaf.clone().requires_grad_() for leaf in call.inputs]
         outputs = [output for output, keep in zip(function(*leaves), used, strict=True) if keep]
         first = torch.autograd.grad(_loss(outputs), leaves, create_graph=True, allow_unused=True)
-        total = sum(one.square().sum() for one in first if one is not None)
+        total = sum(grad.square().sum() for grad in first if grad is not None)
         return *first, *torch.autograd.grad(total, leaves, allow_unused=True)
 
-    _assert_close(found(call.kernel_backward), found(call.by_formula))
+    _assert_close(derivatives(call.kernel_backward), derivatives(call.by_formula))
 
 
 def test_a_weight_made_from_the_input_is_no_part_of_the_inputs_own_gradient(device: str) -> None:
     case = _case("norm", device)
 
-    def found(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
+    def derivatives(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
         x = case.inputs[0].clone().requires_grad_()
         (first,) = torch.autograd.grad(_loss(function(x, x.sin().sum((0, 1, 2)))), x, create_graph=True)
         return first, *torch.autograd.grad(first.cos().sum(), x)
 
-    _assert_close(found(case.kernel_backward), found(case.by_formula), 1e-3)
+    _assert_close(derivatives(case.kernel_backward), derivatives(case.by_formula), 1e-3)
 
 
 @pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
@@ -211,19 +213,19 @@ def test_second_derivatives_in_bf16_have_the_dtypes_of_their_tensors(casting: st
     case = Case("rms_norm", (x, w), (NormSpec(casting, eps=1e-3), None))  # type: ignore[arg-type]
     first = torch.autograd.grad(_loss(case.kernel_backward(x, w)), (x, w), create_graph=True)
     plain = torch.autograd.grad(_loss(case.kernel_backward(x, w)), (x, w))
-    second = torch.autograd.grad(sum(one.float().square().sum() for one in first), (x, w))
-    for one, other in zip((*first, *second), (*plain, *plain), strict=True):
-        assert one.dtype == other.dtype
+    second = torch.autograd.grad(sum(grad.float().square().sum() for grad in first), (x, w))
+    for a, b in zip((*first, *second), (*plain, *plain), strict=True):
+        assert a.dtype == b.dtype
     _assert_close(first, plain, 2**-6)
     exact = [leaf.detach().double().requires_grad_() for leaf in (x, w)]
     firsts = torch.autograd.grad(_loss(case.by_formula(*exact)), exact, create_graph=True)
-    expected = torch.autograd.grad(sum(one.square().sum() for one in firsts), exact)
-    for ours, truth in zip(second, expected, strict=True):
-        assert (ours.double() - truth).norm() <= 0.03 * truth.norm()
+    expected = torch.autograd.grad(sum(grad.square().sum() for grad in firsts), exact)
+    for ours, exact_grad in zip(second, expected, strict=True):
+        assert (ours.double() - exact_grad).norm() <= 0.03 * exact_grad.norm()
 
 
 def _negated(tensor: Tensor) -> Tensor:
-    """Equal values, their signs in a bit of the tensor."""
+    """Return equal values as a view with the negative bit."""
     view = torch.complex(torch.zeros_like(tensor.float()), -tensor.float()).conj().imag
     assert view.is_neg()
     return view
@@ -236,12 +238,12 @@ def test_a_tensor_with_the_negative_bit_is_read_with_its_sign(case: str, launche
     incoming = [output.cos() for output in expected]
     for place in range(len(call.inputs)):
         leaves = [leaf.clone().requires_grad_() for leaf in call.inputs]
-        given = [_negated(leaf) if at == place else leaf for at, leaf in enumerate(leaves)]
+        inputs = [_negated(leaf) if at == place else leaf for at, leaf in enumerate(leaves)]
         with torch.no_grad():
-            _assert_close(call.kernel_backward(*given), expected)
-        outputs = call.kernel_backward(*given)
+            _assert_close(call.kernel_backward(*inputs), expected)
+        outputs = call.kernel_backward(*inputs)
         _assert_close(outputs, expected)
-        gradients = torch.autograd.grad(outputs, leaves, [_negated(one) for one in incoming])
+        gradients = torch.autograd.grad(outputs, leaves, [_negated(dy) for dy in incoming])
         plain = torch.autograd.grad(call.by_formula(*leaves), leaves, incoming)
         _assert_close(gradients, plain)
     assert not any(tensor is not None and tensor.is_neg() for launch in launches for tensor in launch.tensors)

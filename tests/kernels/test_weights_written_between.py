@@ -1,8 +1,7 @@
-"""A weight that is written into between a forward and its backward: gradients, or the error, are stock's.
+"""If a weight is written to between a forward and its backward, gradients or the error are stock's.
 
-Stock code keeps a weight for its backward, or something that it has made of the weight, or neither. Code that writes
-through ``.data`` (averages of weights, weight sync, optimizers of 8 bits) goes unseen by autograd, an optimizer's step
-does not.
+Stock code saves a weight for its backward, a tensor computed from it, or neither. Autograd does not see writes through
+``.data`` (weight averaging, weight sync, 8-bit optimizers), but it sees an optimizer's step.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def uncast_gemma(x: Tensor, weight: Tensor, spec: NormSpec, _: None) -> Tensor:
 
 
 def call_of(kind: str, spec: NormSpec | None, x: torch.dtype, w: torch.dtype, device: str) -> Call:
-    """A call of weights in one dtype and of all else in another."""
+    """Return a call with weights in one dtype and all other tensors in another."""
     calls = every_call(device, width=24)
     norm, add = calls["norm"], calls["add"]
     calls["one dimension"] = norm.placed(0, norm.tensors[0][0, 0, 0])
@@ -46,15 +45,15 @@ def call_of(kind: str, spec: NormSpec | None, x: torch.dtype, w: torch.dtype, de
         call = call._replace(options=(spec, *call.options[1:]))
     dtypes = [w if name in WEIGHTS else x for name in OPERATORS[call.name].tensor_names]
     tensors = zip(call.tensors, dtypes, strict=True)
-    return call._replace(tensors=[None if one is None else one.to(dtype) for one, dtype in tensors])
+    return call._replace(tensors=[None if tensor is None else tensor.to(dtype) for tensor, dtype in tensors])
 
 
 def stock_of(call: Call) -> Callable[..., Any]:
-    """The stock code that a call stands for: of one output for all consumers, each of them reads that."""
+    """Return the stock code of a call: one output for all consumers."""
     reference = OPERATORS[call.name].reference
     if call.name == "rms_norm_for_consumers":
-        return lambda *given: [
-            y for y, times in zip(reference(*given), (CONSUMERS, 1), strict=True) for _ in range(times)
+        return lambda *args: [
+            y for y, times in zip(reference(*args), (CONSUMERS, 1), strict=True) for _ in range(times)
         ]
     return reference if call.spec is None or call.spec.casts_weight else uncast_gemma
 
@@ -69,19 +68,19 @@ def counted(weight: Tensor) -> None:
 
 
 def outcome(function: Callable[..., Any], call: Call, needed: str, write: Callable[[Tensor], None]) -> Any:
-    """The gradients, with weights written before the backward; "error" if autograd sees the write."""
+    """Return the gradients if weights are written to before the backward, or "error" if autograd sees the write."""
     names = OPERATORS[call.name].tensor_names
-    leaves = [None if one is None else one.clone() for one in call.tensors]
+    leaves = [None if tensor is None else tensor.clone() for tensor in call.tensors]
     for name, leaf in list(zip(names, leaves, strict=True))[: call.differentiated]:
         leaf.requires_grad_(NEEDED[needed](name))
-    outputs = [one for one in call.outputs(leaves, function) if one.requires_grad]
+    outputs = [output for output in call.outputs(leaves, function) if output.requires_grad]
     for name, leaf in zip(names, leaves, strict=True):
         if name in WEIGHTS:
             write(leaf)
-    dys = [torch.linspace(-1, 2, one.numel()).view_as(one).to(one) for one in outputs]
-    wanted = [one for one in present(leaves) if one.requires_grad]
+    dys = [torch.linspace(-1, 2, output.numel()).view_as(output).to(output) for output in outputs]
+    inputs = [leaf for leaf in present(leaves) if leaf.requires_grad]
     try:
-        return torch.autograd.grad(outputs, wanted, dys, allow_unused=True)
+        return torch.autograd.grad(outputs, inputs, dys, allow_unused=True)
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
@@ -89,16 +88,16 @@ def outcome(function: Callable[..., Any], call: Call, needed: str, write: Callab
 
 
 def check(call: Call, needed: Sequence[str] = ("all",)) -> None:
-    """Compare the results of writes of both kinds, of the call that is recorded and of one that repeats it."""
-    roundoff = max(torch.finfo(one.dtype).eps for one in present(call.tensors))
+    """Compare the results after writes of both kinds, for the call that is recorded and for one that repeats it."""
+    roundoff = max(torch.finfo(tensor.dtype).eps for tensor in present(call.tensors))
     for which, write in itertools.product(needed, (through_data, counted)):
         expected = outcome(stock_of(call), call, which, write)
         for _ in range(2):
-            found = outcome(OPERATORS[call.name], call, which, write)
-            assert (found == "error") == (expected == "error"), (which, write)
-            for one, other in zip(found, expected, strict=True) if found != "error" else ():
-                difference = (one.double() - other.double()).norm() / other.double().norm()
-                assert one.dtype == other.dtype
+            actual = outcome(OPERATORS[call.name], call, which, write)
+            assert (actual == "error") == (expected == "error"), (which, write)
+            for a, b in zip(actual, expected, strict=True) if actual != "error" else ():
+                difference = (a.double() - b.double()).norm() / b.double().norm()
+                assert a.dtype == b.dtype
                 assert difference < 4 * roundoff, (which, write)
 
 

@@ -1,4 +1,4 @@
-"""The table against the installed transformers: sizes, sites, semantics, and models that come out the same."""
+"""The table matches the installed transformers: sizes, sites, semantics, and models that are reproducible."""
 
 from dataclasses import asdict
 
@@ -13,7 +13,7 @@ FAMILY_NAMES = families_here()
 
 
 def specs_of(model):
-    """What the table says of the norms of a model, by path."""
+    """Return the specs of a model's norms by path, according to the table."""
     family = FAMILIES[model.config.model_type]
     specs = {f"model.{name}": family.spec for name in (*family.decoder_norms, family.final_norm)}
     for index in range(model.config.num_hidden_layers):
@@ -40,14 +40,14 @@ def test_the_tiny_model_has_the_norms_and_layers_of_the_table(model_type):
     assert model.config.model_type == model_type
     layers = len(model.model.layers)
     assert layers == model.config.num_hidden_layers
-    # Every parameter of one dimension is the weight of a norm, but for biases, sinks and the decays of a delta net.
+    # Every one-dimensional parameter is a norm's weight, except biases, sinks and the decays of a delta net.
     specs = specs_of(model)
     others = ("bias", "sinks", "A_log")
     assert {n for n, parameter in model.named_parameters() if parameter.dim() == 1 and not n.endswith(others)} == {
         f"{path}.weight" for path, spec in specs.items() if spec.weighted
     }
     assert len(specs) == sites["norm"] + sites.get("qk", 0)
-    # Some norms are those of what branches return; of the others all but a layer's first take a sum of the layer.
+    # Some norms take the output of a branch; all others but a layer's first take a residual sum.
     assert {*family.sandwich_norms, *family.residual_norms} <= {*family.layer_norms}
     of_the_stream = [name for name in family.layer_norms if name not in family.sandwich_norms]
     assert list(family.residual_norms) == of_the_stream[1:]
@@ -136,9 +136,9 @@ def test_tiny_models_whose_layers_differ_have_every_sort_of_layer():
 def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_generator_alone(model_type):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    one, same, other = build(model_type, seed=1), build(model_type, seed=1), build(model_type, seed=2)
+    model, same, other_seed = build(model_type, seed=1), build(model_type, seed=1), build(model_type, seed=2)
     assert torch.equal(torch.get_rng_state(), before)
-    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+    for (name, a), b, c in zip(model.named_parameters(), same.parameters(), other_seed.parameters(), strict=True):
         assert torch.equal(a, b), name
         assert not torch.equal(a, c) or name.endswith("bias"), name
 

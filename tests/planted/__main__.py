@@ -1,6 +1,6 @@
-"""Plants all faults in models of the convergence suite and prints what became of each; exit code 1 for a missed one.
+"""Plants all faults in models of the convergence suite and prints what became of each.
 
-``python -m tests.planted`` takes the options of ``fused-norm converge``.
+The exit code is 1 if a fault is missed. ``python -m tests.planted`` takes the options of ``fused-norm converge``.
 """
 
 from __future__ import annotations

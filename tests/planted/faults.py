@@ -1,7 +1,7 @@
 """The faults that are planted in fused operators and blocks, one at a time, to see that the verdict turns red.
 
-Each stands for a mistake that kernels or patchers have made. Most are one of a few changes of a call: an argument that
-is left out, cut off, shifted or swapped, a cast that is missing or in another place, a result that is off by little.
+Each stands for a mistake that kernels or patchers have made. Most change a call in one of a few ways: an argument that
+is left out, truncated, shifted or swapped, a cast that is missing or in another place, a result that is slightly off.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from .planting import (
     logits_of_the_latest_batch,
     never_answers,
     replaced_by,
-    with_other,
+    with_changed_table,
 )
 
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
@@ -77,7 +77,7 @@ OF_ADAPTERS = (LORA_ADD, LORA_ADD_DROPPED, LORA_LINEAR_4BIT)
 """The operators of adapters."""
 _EVERY = (*_IN_MODELS, LINEAR_4BIT, *OF_ADAPTERS)
 OF_ROWS = tuple(operator for operator in _EVERY if operator is not EXPERT_BIAS)
-"""Those whose first tensor has the rows of a batch, and may hold NaN; the first one of EXPERT_BIAS is a parameter."""
+"""Operators whose first tensor has the rows of a batch, and may hold NaN; EXPERT_BIAS begins with a parameter."""
 _IN_4_BITS = (LINEAR_4BIT, LORA_LINEAR_4BIT)
 _OF_QLORA = (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT, GLU_FOR_CONSUMERS)
 _NORM_OF_SUM = (ADD_RMS_NORM, NORM_ADD_NORM)
@@ -86,7 +86,7 @@ _SUMMED = (ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM)
 # norm_add has the backward of rms_norm.
 _WITH_WEIGHTS = (RMS_NORM, ADD_RMS_NORM, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM, *OF_ADAPTERS)
 _EVERY_BACKWARD = tuple(
-    one for one in (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS, LINEAR_4BIT) if one in OF_ROWS
+    op for op in (*_WITH_WEIGHTS, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS, LINEAR_4BIT) if op in OF_ROWS
 )
 _FOR_CONSUMERS = (RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS, NORM_ADD_NORM_FOR_CONSUMERS)
 _INPUTS = ("dx", "dr", "dq", "dk", "dgate", "dup")
@@ -100,12 +100,11 @@ class Fault:
 
     Attributes:
         name: its key in ``FAULTS``.
-        planted: puts it in its place for the length of a ``with``.
-        hidden: why it may change no number in some models and precisions; empty for one that always does.
+        planted: plants it for the length of a ``with``.
+        hidden: why it may change no number in some models and precisions; empty if it always changes some.
         where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
-            ``consumers`` for a step of a model whose norms know their consumers, another execution of the suite, those
-            of calls of adapters and of heads among them, or ``fp8`` for calls of operators that write FP8 codes, which
-            no model makes by itself.
+            ``consumers`` for a step of a model whose norms know their consumers, ``fp8`` for operators that write FP8
+            codes, which no model calls, or the name of another execution of the suite.
     """
 
     name: str
@@ -115,7 +114,7 @@ class Fault:
 
     @property
     def operator(self) -> str:
-        """The name of the operator that goes wrong, or of that which it is a form of."""
+        """The name of the operator that goes wrong, or of the operator that it is a form of."""
         return self.name.partition("-")[0].removesuffix("_for_consumers")
 
 
@@ -123,7 +122,7 @@ class Fault:
 
 
 def _codes_by(call: Forward, multiplier: Tensor, *, saturated: bool = True) -> list[Tensor | None]:
-    """The results, with codes of the norm's result by this multiplier."""
+    """Return the results, with codes of the norm's result by this multiplier."""
     results = call.results()
     q = results[0]
     assert q is not None
@@ -134,7 +133,7 @@ def _codes_by(call: Forward, multiplier: Tensor, *, saturated: bool = True) -> l
 
 
 def _normed(call: Forward) -> Tensor:
-    """The norm's result y, of which codes are made, in float32."""
+    """Return the norm's result y before it is cast, in float32."""
     x, residual, weight, _, _, spec, scale, _ = call.arguments
     if residual is None:
         y = RMS_NORM.forward(x, weight, spec, None, training=False)[0]
@@ -145,7 +144,7 @@ def _normed(call: Forward) -> Tensor:
 
 
 def _scales_of_columns(call: Forward) -> Results:
-    """Codes made by a scale for each column, read with one for each row."""
+    """Write codes with a scale for each column, which are read with one for each row."""
     largest = _normed(call).abs().flatten(0, -2).amax(0).clamp(min=1e-12)
     return _codes_by(call, torch.exp2((torch.finfo(torch.float8_e4m3fn).max / largest).log2().floor()))
 
@@ -160,7 +159,7 @@ def _scale_of_the_first_call(call: Forward) -> Results:
 
 
 def _not_saturated(call: Forward) -> Results:
-    """The scale is half of what it has to be, and codes beyond the largest one are NaN."""
+    """Halve the scale, so that values beyond the largest code become NaN."""
     scale = call.results()[1]
     assert scale is not None
     results = _codes_by(call, 2 * scale.reciprocal(), saturated=False)
@@ -172,7 +171,7 @@ def _not_saturated(call: Forward) -> Results:
 
 
 def _with_spec(change: Callable[[Any], dict[str, Any]]) -> Callable[[Forward], Results]:
-    """The results by a norm that differs from the right one."""
+    """Return the results of a norm with a changed spec."""
 
     def wrong(call: Forward) -> Results:
         return call.results(spec=replace(call["spec"], **change(call["spec"])))
@@ -181,7 +180,7 @@ def _with_spec(change: Callable[[Any], dict[str, Any]]) -> Callable[[Forward], R
 
 
 def _with_angles(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[[Forward], Results]:
-    """The results of a rotation by other angles, if there is one."""
+    """Return the results of a rotation by changed angles, if there is one."""
 
     def wrong(call: Forward) -> Results:
         cos, sin = call["cos"], call["sin"]
@@ -193,7 +192,7 @@ def _with_angles(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> C
 
 
 def _edited(change: Callable[[Tensor], Tensor], *names: str) -> Callable[[Any], Results]:
-    """The results, or the outputs or gradients of these names, changed."""
+    """Change the results, or the outputs or gradients with these names."""
     return lambda call: call.edited(change, *names)
 
 
@@ -239,11 +238,11 @@ def _of_the_first_sequence(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos[:1].expand_as(cos).contiguous(), sin[:1].expand_as(sin).contiguous()
 
 
-_rotated_the_other_way = _with_angles(lambda cos, sin: (cos, -sin))
+_rotated_backwards = _with_angles(lambda cos, sin: (cos, -sin))
 
 
-def _half_of_it_rotated_the_other_way(call: Forward) -> Results:
-    """The partner of the first half is added instead of taken off."""
+def _half_rotated_backwards(call: Forward) -> Results:
+    """Add the partner of the first half instead of subtracting it."""
     half = call["sin"].shape[-1] // 2
 
     def mixed(right: Tensor | None, wrong: Tensor | None) -> Tensor | None:
@@ -251,11 +250,11 @@ def _half_of_it_rotated_the_other_way(call: Forward) -> Results:
             return right
         return torch.where(torch.arange(right.shape[-1], device=right.device) < half, wrong, right)
 
-    return [mixed(*pair) for pair in zip(call.results(), _rotated_the_other_way(call), strict=True)]
+    return [mixed(*pair) for pair in zip(call.results(), _rotated_backwards(call), strict=True)]
 
 
 def _end_lost(y: Tensor) -> Tensor:
-    """A few numbers at the end are not written, where sizes are multiples of 1024."""
+    """Leave a few numbers at the end unwritten if the size is a multiple of 1024."""
     return y if y.numel() % 1024 else torch.cat((y.flatten()[:-32], y.new_zeros(32))).view(y.shape)
 
 
@@ -287,7 +286,7 @@ def _sum_unrounded(call: Forward) -> Results:
     return call.results("y", x=call["x"].float(), residual=call["residual"].float())
 
 
-def _other_activation(call: Forward) -> Results:
+def _wrong_activation(call: Forward) -> Results:
     return call.results(activation="gelu" if call["activation"] == "gelu_tanh" else "gelu_tanh")
 
 
@@ -313,7 +312,7 @@ def _copy_cut_off(call: Forward) -> Results:
 
 
 def _cut_off(x: Tensor) -> Tensor:
-    """The numbers of an fp32 tensor that are left if it is cut off to 16 bits."""
+    """Truncate the numbers of an fp32 tensor to 16 bits."""
     return (x.view(torch.int32) & -(2**16)).view(torch.float32)
 
 
@@ -332,19 +331,19 @@ def _gradients_swapped(call: Backward) -> Results:
 
 
 def _slope_without_its_square(call: Backward) -> Results:
-    """The slope of the tanh GELU, the inner polynomial differentiated as if it were linear."""
-    found, up = call.results(), call["up"]
-    if call["activation"] != "gelu_tanh" or up is None or found[0] is None:
-        return found
+    """Differentiate the tanh GELU as if the inner polynomial were linear."""
+    gradients, up = call.results(), call["up"]
+    if call["activation"] != "gelu_tanh" or up is None or gradients[0] is None:
+        return gradients
     x, root = call["gate"].float(), (2 / torch.pi) ** 0.5
     t = torch.tanh(root * (x + 0.044715 * x**3))
     slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root
-    found[0] = (call["dy"].float() * up.float() * slope).to(found[0].dtype)
-    return found
+    gradients[0] = (call["dy"].float() * up.float() * slope).to(gradients[0].dtype)
+    return gradients
 
 
 def _half_nearer_zero(x: Tensor) -> Tensor:
-    """16-bit numbers as they are if fp32 is cut off: half of them the neighbour that is nearer zero."""
+    """Return 16-bit numbers as if fp32 were truncated: half of them move to the neighbour nearer to zero."""
     if x.dtype == torch.float32:
         return x
     bits = x.contiguous().view(torch.int16)
@@ -358,7 +357,7 @@ def _dx_where_the_weight_is_frozen(call: Backward) -> Results:
 
 
 def _without_rows(last: Callable[[int], int]) -> Callable[[Backward], Results]:
-    """dw without the last rows, as many as ``last`` says of all."""
+    """Compute dw without the last rows; ``last`` gives their number."""
 
     def cut(gradient: Any) -> Any:
         if gradient is None:
@@ -375,17 +374,17 @@ def _without_rows(last: Callable[[int], int]) -> Callable[[Backward], Results]:
 
 
 def _writes_over_a_gradient(call: Backward) -> Results:
-    found = call.results()
+    gradients = call.results()
     last = [gradient for gradient in tree_leaves(call.call.incoming) if gradient is not None][-1]
-    last.mul_(0.5)  # the kernel has written its own result where somebody else's gradient was
-    return found
+    last.mul_(0.5)  # as if the kernel wrote its result into an incoming gradient
+    return gradients
 
 
 # ---- Faults of norms that know their consumers ----
 
 
 def _of_consumers(change: Callable[[tuple[Tensor, ...]], Any]) -> Callable[[Backward], Results]:
-    """A backward with other gradients of a norm's consumers, of which that of the last one comes first."""
+    """Return a backward that changes the gradients of a norm's consumers, the last consumer's first."""
 
     def wrong(call: Backward) -> Results:
         dys = call.call.incoming[0]
@@ -395,12 +394,12 @@ def _of_consumers(change: Callable[[tuple[Tensor, ...]], Any]) -> Callable[[Back
 
 
 def _residual_times(factor: float) -> Callable[[Backward], Results]:
-    """A backward with a multiple of the gradient of what reads the sum, or the norm's input, behind the norm."""
+    """Return a backward that scales the gradient of the sum, or of the norm's input, that comes from after the norm."""
     return lambda call: call.results() if call["ds"] is None else call.results(ds=factor * call["ds"])
 
 
 def _residual_before_rounding(call: Backward) -> Results:
-    """The gradient through the norm is not rounded before that of the residual connection is added."""
+    """Add the residual's gradient before the gradient through the norm is rounded."""
     dys, x = call["dy"], call["x"]
     if isinstance(dys, tuple):
         dys = reduce(add, [dy.to(norm_dtype(call["spec"], x.dtype, call["weight"])) for dy in dys])
@@ -431,7 +430,7 @@ def _detached_input(right: Any, memory: Any, *arguments: Any, **named: Any) -> A
 
 
 def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], layer: FusedAdapter, x: Any) -> Any:
-    """An adapter reads the output that is there for the adapter before it in the block."""
+    """Let an adapter read the output of the adapter before it in the block."""
     if isinstance(x, AdapterInput):
         before = memory.get("own", x.own)
         memory["own"] = x.own
@@ -449,22 +448,22 @@ def _all_but_chunk_ends(call: Losses) -> Results:
 
 
 def _chunk_ends_twice(call: Losses) -> Results:
-    """The chunk after a row has it once more, which the losses do not show: they are written to the same place."""
+    """Count the last row of a chunk twice, which the losses do not show: they are written to the same place."""
     losses, dx, *others = call.right()
     _, _, *again = call.right(target=_labels(call, _at_chunk_ends(call)))
-    return losses, dx, *(one if one is None else one + more for one, more in zip(others, again, strict=True))
+    return losses, dx, *(grad if grad is None else grad + more for grad, more in zip(others, again, strict=True))
 
 
 def _at_chunk_ends(call: Losses) -> Tensor:
-    """A mask of the last of each ``_ROWS_OF_CHUNK`` rows."""
+    """Return a mask of the last of each ``_ROWS_OF_CHUNK`` rows."""
     labels = call.arguments["target"].flatten()
     return torch.arange(len(labels), device=labels.device) % _ROWS_OF_CHUNK == _ROWS_OF_CHUNK - 1
 
 
-def _labels(call: Losses, kept: Tensor) -> Tensor:
-    """The labels of these rows; the others have none."""
+def _labels(call: Losses, mask: Tensor) -> Tensor:
+    """Return the labels of these rows; all other rows are ignored."""
     target: Tensor = call.arguments["target"]
-    return target.where(kept.view(target.shape), call.arguments["ignore_index"])
+    return target.where(mask.view(target.shape), call.arguments["ignore_index"])
 
 
 def _rounded_by_chunk(call: Losses) -> Results:
@@ -485,7 +484,7 @@ def _ignored_rows_counted(call: Losses) -> Results:
 def _scaled_after_rounding(call: Losses) -> Results:
     losses, *gradients = call.right(gradient=None)
     factor = 1.0 if call.gradient is None else call.gradient
-    return losses, *(one if one is None else (one * factor).to(one.dtype) for one in gradients)
+    return losses, *(gradient if gradient is None else (gradient * factor).to(gradient.dtype) for gradient in gradients)
 
 
 def _gradient_of_a_neighbours_label(call: Losses) -> Results:
@@ -494,7 +493,7 @@ def _gradient_of_a_neighbours_label(call: Losses) -> Results:
 
 
 def _losses_wrong_without_gradients(call: Losses) -> Results:
-    has_gradients = any(one is not None for one in call.right()[1:])
+    has_gradients = any(gradient is not None for gradient in call.right()[1:])
     return call.edited(lambda losses: losses if has_gradients else losses * 1.01, "losses")
 
 
@@ -504,9 +503,9 @@ def _dx_where_the_head_is_frozen(call: Losses) -> Results:
 
 
 def _writes_over_its_rows(call: Losses) -> Results:
-    found = call.right()
+    results = call.right()
     call.arguments["x"].detach().mul_(0.5)
-    return found
+    return results
 
 
 def _slope_of_cap_without_its_square(call: Losses) -> Results:
@@ -515,9 +514,9 @@ def _slope_of_cap_without_its_square(call: Losses) -> Results:
     cap = call.arguments["softcap"]
     launch = linear_cross_entropy.launch_cross_entropy
 
-    def wrong(logits: Tensor, labels: Tensor, losses: Tensor, gradient: Tensor | None, **how: Any) -> None:
-        tanh = (logits.float() * (how["scale"] or 1.0) / cap).tanh()
-        launch(logits, labels, losses, gradient, **how)
+    def wrong(logits: Tensor, labels: Tensor, losses: Tensor, gradient: Tensor | None, **options: Any) -> None:
+        tanh = (logits.float() * (options["scale"] or 1.0) / cap).tanh()
+        launch(logits, labels, losses, gradient, **options)
         if gradient is not None:
             logits.copy_(logits.float() / (1 - tanh.square()) * (1 - tanh))
 
@@ -530,21 +529,22 @@ def _rows_in_the_mean(right: Any, memory: Any, target: Tensor, *others: Any) -> 
     return right(target.clamp(min=0) if ignored < 0 else target, *others)
 
 
-def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, how: Any) -> Tensor:
-    """The loss of real logits if the model is given the number of labels in a step."""
-    if how.num_items is None:
-        found: Tensor = right(call, x, how)
-        return found
-    head, target = call.head, how.target.as_subclass(Tensor)
-    given = x, head.weight, head.bias, target, torch.as_tensor(how.num_items), how.reduction, how.ignore_index
-    return reference.linear_cross_entropy(*given, how.label_smoothing, how.scale, how.cap, how.in_fp32)
+def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, request: Any) -> Tensor:
+    """Compute the loss of real logits if the model is given the number of labels in a step."""
+    if request.num_items is None:
+        loss: Tensor = right(call, x, request)
+        return loss
+    head, target = call.head, request.target.as_subclass(Tensor)
+    args = target, torch.as_tensor(request.num_items), request.reduction, request.ignore_index, request.label_smoothing
+    logits = request.scale, request.cap, request.in_fp32
+    return reference.linear_cross_entropy(x, head.weight, head.bias, *args, *logits)
 
 
 # ---- Faults of recomputation and of adapters ----
 
 
 def _times_1_003(right: Any, memory: Any, *arguments: Any) -> Any:
-    return tree_map(lambda one: one * 1.003, right(*arguments))
+    return tree_map(lambda tensor: tensor * 1.003, right(*arguments))
 
 
 def _not_in_the_first_layer(right: Any, memory: dict[str, Any], forward: Any, layer: Any, *others: Any) -> Any:
@@ -557,15 +557,15 @@ def _held_for_ever(right: Any, memory: dict[str, list[Any]], *arguments: Any) ->
     return right(*arguments)
 
 
-def _never_freed(right: Any, memory: Any, recomputed: Any, wanted: Any) -> Tensor:
-    found: Tensor = right(recomputed, wanted)
-    recomputed._made[wanted] = found
-    return found
+def _never_freed(right: Any, memory: Any, recomputed: Any, place: Any) -> Tensor:
+    output: Tensor = right(recomputed, place)
+    recomputed._made[place] = output
+    return output
 
 
 def _recomputes_as(**levels: Any) -> Planting:
-    """Levels of ``recompute`` do what other levels do: each key what its value does."""
-    return with_other(
+    """Swap levels of ``recompute``: each key does what its value should do."""
+    return with_changed_table(
         recompute,
         "_CONSUMERS_OF_LINEARS",
         lambda right: {level: right[levels.get(str(level), level)] for level in right},
@@ -599,45 +599,47 @@ def _dropped_as_in_the_first(right: Any, memory: dict[str, Tensor], dropout: nn.
         return right(dropout, x)
 
 
-_num_items_unheeded = in_head(lambda how: replace(how, num_items=(how.target != how.ignore_index).sum().clamp(min=1)))
+_num_items_unheeded = in_head(
+    lambda request: replace(request, num_items=(request.target != request.ignore_index).sum().clamp(min=1))
+)
 _real_logits = replaced_by(losses, "_why_real", lambda *_: "")
 
 _IN_LOSSES: tuple[tuple[Any, ...], ...] = (
     ("size", in_losses(_edited(lambda losses: losses * 1.003, "losses"))),  # the loss is .3 % too large
     ("nan", in_losses(_edited(lambda losses: losses.nan_to_num(0.0), "losses"))),  # NaN becomes 0
-    ("no-grad", in_losses(_losses_wrong_without_gradients)),  # wrong where no gradient is wanted
-    ("in-place", in_losses(_writes_over_its_rows)),  # the input is written over
+    ("no-grad", in_losses(_losses_wrong_without_gradients)),  # wrong if no gradient is needed
+    ("in-place", in_losses(_writes_over_its_rows)),  # the input is overwritten
     ("dx-size", in_losses(_edited(lambda dx: dx * 0.99, "dx"))),  # the gradient of the input is 1 % too small
     ("dw-size", in_losses(_edited(lambda dw: dw * 1.01, "dweight"))),  # the gradient of the weight is 1 % too large
     ("dw", in_losses(_edited(torch.zeros_like, "dweight"))),  # the gradient of the weight is zero
     ("dbias", in_losses(_edited(torch.zeros_like, "dbias")), "no head has a bias"),  # the gradient of the bias is zero
-    ("frozen", in_losses(_dx_where_the_head_is_frozen)),  # dx is wrong where the weight is frozen
+    ("frozen", in_losses(_dx_where_the_head_is_frozen)),  # dx is wrong if the weight is frozen
     ("few", in_losses(_all_but_chunk_ends)),  # the last row of a chunk is left out
     ("many", in_losses(_chunk_ends_twice)),  # dw has the last row of a chunk twice
     ("dw-chunks", in_losses(_rounded_by_chunk)),  # dw is rounded once for each chunk
     ("ignored", in_losses(_ignored_rows_counted)),  # rows without a label have one
     ("mean", replaced_by(linear_cross_entropy, "_divisor", _rows_in_the_mean)),  # rows without a label count in a mean
-    # Gradients are divided by the number of labels after their rounding.
+    # Gradients are divided by the number of labels after they are rounded.
     ("divided-late", in_losses(_scaled_after_rounding)),
     ("neighbour", in_losses(_gradient_of_a_neighbours_label)),  # the gradient is that of the label of the row before
     ("square", in_losses(_slope_of_cap_without_its_square), "no logits are capped"),
-    ("unshifted", in_head(lambda how: replace(how, target=how.target.roll(1)))),  # labels are not shifted
-    ("num-items", _num_items_unheeded),  # the number of labels that a step has is not heeded
+    ("unshifted", in_head(lambda request: replace(request, target=request.target.roll(1)))),  # labels are not shifted
+    ("num-items", _num_items_unheeded),  # the number of labels in a step is ignored
 )
 """Faults of heads with their losses: the name, the fault, and why it may be hidden."""
 
 _IN_RECOMPUTATION: tuple[tuple[str, Planting], ...] = (
     ("size", replaced_by(Recompute, "outputs", _times_1_003)),  # what is recomputed is .3 % too large
-    # Outputs of linears are .3 % too large where they are recomputed.
+    # Outputs of linears are .3 % too large if they are recomputed.
     ("linears", replaced_by(recompute_linears, "_linear", _times_1_003)),
-    ("never", replaced_by(recompute, "_is_possible", lambda *_: False)),  # nothing is recomputed, in silence
-    ("attention", _recomputes_as(attention="mlp")),  # attention keeps what its linears make, in silence
+    ("never", replaced_by(recompute, "_is_possible", lambda *_: False)),  # nothing is recomputed, silently
+    ("attention", _recomputes_as(attention="mlp")),  # attention silently keeps the outputs of its linears
     ("no-linears", _recomputes_as(mlp=True, attention=True)),  # outputs of no linear are recomputed
     ("one-layer", replaced_by(fused_classes, "call_recomputing", _not_in_the_first_layer)),  # one layer keeps all
     # Outputs that are recomputed are held as well.
     ("held", replaced_by(_Recomputable, "recipe_for_view", _held_for_ever)),
     ("freed", replaced_by(_Recomputable, "materialize", _never_freed)),  # what was recomputed is never freed
-    ("head", _real_logits),  # logits are real in silence
+    ("head", _real_logits),  # logits are real, silently
 )
 """Faults in what is recomputed, and in what a level of ``recompute`` saves, which changes no number."""
 
@@ -645,45 +647,45 @@ _IN_LAZY_LOGITS: tuple[tuple[Any, ...], ...] = (
     ("batch", logits_of_the_latest_batch, ROUNDINGS),  # logits that are read are those of the latest batch
     ("graph", replaced_by(LazyLogits, "read", lambda right, _, *lazy: right(*lazy).detach()), ROUNDINGS),
 )
-"""Faults of logits that are computed when they are read, as ``_IN_LOSSES``."""
+"""Faults of logits that are computed when they are read; the columns are as in ``_IN_LOSSES``."""
 
 _IN_SUMS: tuple[tuple[Any, ...], ...] = (
-    # Gradients are added up from the first consumer on.
+    # Gradients are summed from the first consumer on.
     ("order", _FOR_CONSUMERS, _of_consumers(lambda dys: dys[::-1])),
     # Sums of fp32 gradients are rounded to 16 bits.
     ("early", _FOR_CONSUMERS, _of_consumers(lambda dys: reduce(add, dys))),
     ("late", _FOR_CONSUMERS, _of_consumers(lambda dys: reduce(add, [dy.float() for dy in dys]))),
     ("ds-joined", _FOR_CONSUMERS[:1], _residual_before_rounding),  # the residual's gradient joins before a rounding
 )
-"""Faults in the roundings of a sum of gradients of a norm that knows its consumers, as ``_IN_BACKWARDS``."""
+"""Faults in the roundings of a norm that sums its consumers' gradients; the columns are as in ``_IN_BACKWARDS``."""
 
 _AMONG_CONSUMERS: tuple[tuple[Any, ...], ...] = (
     ("input", fused_block, "NormOutputs", _last_reads_the_input),  # a linear reads the norm's input
     ("neighbour", fused_block, "NormOutputs", _last_reads_the_norm_before),  # a linear reads the norm before
-    ("detached", FusedBlock, "fused_norm_passthrough", _detached_input),  # the input that is handed on has no gradient
+    ("detached", FusedBlock, "fused_norm_passthrough", _detached_input),  # the input that is passed on has no gradient
 )
-"""Faults in who reads what: the name, the function and its owner, and what is called instead."""
+"""Faults in which tensor a consumer reads: the name, the function and its owner, and the replacement."""
 
 _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     # The linear's output has no gradient.
     ("dbase", "lora", replaced_by(LORA_ADD, "compute_grads", _no_gradient_of_base)),
-    ("fallback", "lora-alone", falls_back(LORA_ADD)),  # runs stock code in silence
-    # The input is not cast although some of it is dropped.
+    ("fallback", "lora-alone", falls_back(LORA_ADD)),  # runs stock code silently
+    # The input is not cast if dropout is on.
     ("dropout-cast", "lora-dropout", replaced_by(FusedAdapter, "_cast_for_adapter", _not_cast)),
     ("dropout-none", "lora-dropout", replaced_by(nn.Dropout, "forward", _nothing_dropped)),  # nothing is dropped
-    # What is dropped is the same in all adapters.
+    # All adapters drop the same elements.
     ("dropout-same", "lora-dropout", replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first)),
     # What the adapter of a 4-bit linear reads is rounded before its dropout, too.
     ("cast-twice", "qlora-dropout", replaced_by(linear_inputs, "adapter_reads_in", lambda *_: True), ROUNDINGS),
-    # Hooks see 16 bits where they see float32 in stock.
+    # Hooks see 16 bits although they see float32 in stock.
     ("16-bits", "qlora", replaced_by(adapters, "run_fused", _in_16_bits)),
-    # An adapter reads another one's output of a norm.
+    # An adapter reads another adapter's output of a norm.
     ("shared", "lora-alone", replaced_by(FusedAdapter, "forward", _adapter_shares_another_ones), ROUNDINGS),
 )
 """Faults of adapters: the name, the execution, the fault, and why it may be hidden."""
 
 _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
-    # x_hat is rounded elsewhere than stock rounds it.
+    # x_hat is rounded at another point than in stock.
     (
         "casting",
         _NORMED,
@@ -694,28 +696,29 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("centering", _NORMED, _with_spec(lambda spec: {"zero_centered": not spec.zero_centered})),
     ("eps", _NORMED, _with_spec(lambda spec: {"eps": 10 * spec.eps}), "eps all but vanishes in a rounding"),
     ("size", _EVERY, _too_large),  # y is .3 % too large
-    ("last-row", _EVERY, _edited(_last_row_copied)),  # the last row is that before it
+    ("last-row", _EVERY, _edited(_last_row_copied)),  # the last row is a copy of the one before
     ("nan", OF_ROWS, _edited(lambda y: y.nan_to_num(0.0))),  # NaN becomes 0
-    # Wrong where no gradient is wanted.
+    # Wrong if no gradient is needed.
     ("no-grad", _EVERY, lambda call: call.results() if call.training else call.edited(lambda y: y * 1.01)),
     ("shape", OF_ROWS, _rows_of_the_first_call),  # a second, smaller shape loses a row
-    ("in-place", _EVERY, _writes_over_its_branch),  # the input is written over
+    ("in-place", _EVERY, _writes_over_its_branch),  # the input is overwritten
     # The sum is normalised before it is rounded.
     ("unrounded", _NORM_OF_SUM, _sum_unrounded, _16_BITS),
     ("stream", _SUMMED, _edited(_narrow, "s"), "no sum is in fp32"),  # an fp32 sum is rounded to bf16
     ("residual", _SUMMED, lambda call: call.results(residual=torch.zeros_like(call["residual"]))),
     ("scale", (ADD_RMS_NORM,), lambda call: call.results(scale=1.0), "no branch is scaled"),  # the branch is not scaled
-    ("rotation", _ROTATED, _rotated_the_other_way),  # rotated the wrong way
+    ("rotation", _ROTATED, _rotated_backwards),  # rotated the wrong way
     ("position", _ROTATED, _with_angles(_of_a_neighbour)),  # rotated by a neighbour's angles from position 32 on
-    ("half", (ROPE,), _half_of_it_rotated_the_other_way),  # the first half is rotated the wrong way
+    ("half", (ROPE,), _half_rotated_backwards),  # the first half is rotated the wrong way
     ("unrounded", (GLU,), lambda call: call.results(gate=call["gate"].float()), _16_BITS),
-    ("activation", (GLU,), _other_activation),
+    ("activation", (GLU,), _wrong_activation),
     ("tap", (CAUSAL_CONV1D,), lambda call: call.results(weight=call["weight"].roll(1, 1))),  # a tap off by one
-    ("unrounded", (CAUSAL_CONV1D,), _convolution_unrounded, _16_BITS),  # SiLU before the convolution is rounded
+    # SiLU is computed before the convolution is rounded.
+    ("unrounded", (CAUSAL_CONV1D,), _convolution_unrounded, _16_BITS),
     ("bias", (CAUSAL_CONV1D,), lambda call: call.results(bias=None), "no convolution has a bias"),
     ("activation", (CAUSAL_CONV1D,), lambda call: call.results(activation=None), "no convolution has SiLU behind it"),
     ("packed", _ROTATED, _with_angles(_of_the_first_sequence)),  # all sequences are rotated by the first one's angles
-    # The halves of gate and up are exchanged.
+    # The halves of gate and up are swapped.
     ("halves", (EXPERT_GATE,), lambda call: call.results(x=call["x"].roll(call["x"].shape[-1] // 2, -1))),
     # Rows get the bias of the next expert.
     ("next-bias", (EXPERT_BIAS,), lambda call: call.results(bias=call["bias"].roll(1, 0))),
@@ -724,13 +727,13 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     # Rows have the weights of the next token, or of the token's next expert.
     ("next-weights", (EXPERT_UNPERMUTE,), lambda call: call.results(weights=call["weights"].roll(1, 0))),
     ("next-expert", (EXPERT_UNPERMUTE,), lambda call: call.results(weights=call["weights"].roll(1, 1))),
-    ("end", (GLU,), _edited(_end_lost)),  # the end is lost where sizes are multiples of 1024
+    ("end", (GLU,), _edited(_end_lost)),  # the end is lost if sizes are multiples of 1024
     ("even", _EVERY, _edited(_last_of_an_even_number_lost)),  # the last of an even number of rows is lost
-    ("factors", OF_ADAPTERS, _factors_cut_off, "the adapter is in 16 bits"),  # a and b are cut off, not rounded
+    ("factors", OF_ADAPTERS, _factors_cut_off, "the adapter is in 16 bits"),  # a and b are truncated, not rounded
     ("cut", (LORA_ADD,), lambda call: call.results(x=_half_nearer_zero(call["x"]))),
     ("products", (LORA_ADD,), _products_unrounded),  # the products are not rounded
     ("scale", (LORA_ADD,), lambda call: call.results(scale=call["scale"] ** 2)),  # the scale is applied twice
-    # Gate and up come as two summands each, of which the second one is lost.
+    # Gate and up are sums of two terms each, of which the second is lost.
     ("summands", (GLU_FOR_CONSUMERS,), _second_summand_lost, "gate and up come in one piece"),
     ("gate", (GLU_FOR_CONSUMERS,), lambda call: call.results(gate=0.99 * call["gate"])),
     ("rank", (*OF_ADAPTERS, LORA_SUMMANDS_4BIT), _last_rank_lost),
@@ -738,11 +741,11 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("factor", (LORA_LINEAR_4BIT,), lambda call: call.results(factor=call["factor"] ** 2)),  # it is applied twice
     ("cut", (LORA_LINEAR_4BIT,), lambda call: call.results(adapter_x=_half_nearer_zero(call["adapter_x"]))),
     ("absmax", _IN_4_BITS, lambda call: call.results(scale=call["scale"].roll(-1))),  # of the next block
-    # The codes of a byte change places.
+    # The two codes of a byte are swapped.
     ("codes", _IN_4_BITS, lambda call: call.results(packed=call["packed"] << 4 | call["packed"] >> 4)),
     # The offset of double quantisation is lost.
     ("offset", _IN_4_BITS, lambda call: call.results(offset=torch.zeros_like(call["offset"]))),
-    ("copy", _FOR_CONSUMERS, _copy_cut_off, "nothing is copied"),  # the copy in 16 bits is cut off, not rounded
+    ("copy", _FOR_CONSUMERS, _copy_cut_off, "nothing is copied"),  # the copy in 16 bits is truncated, not rounded
 )
 """Forms of faults in forwards: the name, the operators, the wrong forward, and why it may be hidden."""
 
@@ -752,7 +755,7 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dh", (LORA_ADD,), lambda call: call.results("dx", "da", scale=1.0)),
     ("dh", (LORA_LINEAR_4BIT,), lambda call: call.results("dadapter_x", "da", factor=1.0)),
     ("absmax-back", _IN_4_BITS, lambda call: call.results(scale=call["scale"].roll(-1))),
-    # The gradient of b is of other rows.
+    # The gradient of b uses other rows.
     ("shifted", (*OF_ADAPTERS, LORA_SUMMANDS_4BIT), lambda call: call.results(h=call["h"].roll(1, -2))),
     ("dgate", (GLU,), _edited(lambda dgate: dgate * 1.003, "dgate")),  # the gradient of the gate is .3 % too large
     ("square", (GLU,), _slope_without_its_square, "no GELU by tanh"),  # a slope without its square term
@@ -768,7 +771,7 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("ahead", (CAUSAL_CONV1D,), _edited(lambda dx: dx.roll(1, 1), "dx")),  # the gradient of x is that of the row before
     # The gradient of the input is 1 % too small.
     ("dx-size", _EVERY_BACKWARD, _edited(lambda dx: dx * 0.99, *_INPUTS)),
-    # The gradient of the input is cut off, not rounded.
+    # The gradient of the input is truncated, not rounded.
     ("dx-cut", _EVERY_BACKWARD, _edited(_half_nearer_zero, *_INPUTS), _16_BITS),
     # The gradient of an fp32 stream is rounded to bf16.
     ("dr-stream", _WITH_WEIGHTS[:3], _edited(_narrow, "dr", "dx"), "no stream is in fp32"),
@@ -776,14 +779,14 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dw", _WITH_WEIGHTS, _edited(torch.zeros_like, *WEIGHTS)),  # the gradient of a weight is zero
     ("dw-tile", _WITH_WEIGHTS, _without_rows(lambda rows: 8)),  # dw lacks the last eight rows
     ("dw-share", _WITH_WEIGHTS, _without_rows(lambda rows: rows // 4)),  # dw lacks a quarter of the rows
-    ("frozen", _WITH_WEIGHTS, _dx_where_the_weight_is_frozen),  # dx is wrong where the weight is frozen
+    ("frozen", _WITH_WEIGHTS, _dx_where_the_weight_is_frozen),  # dx is wrong if the weight is frozen
     # The gradient of the first consumer is missing.
     ("dropped", (*_FOR_CONSUMERS, GLU_FOR_CONSUMERS), _of_consumers(lambda dys: dys[:-1])),
     # That of the last consumer counts twice.
     ("doubled", _FOR_CONSUMERS, _of_consumers(lambda dys: (2 * dys[0], *dys[1:]))),
     ("ds", _FOR_CONSUMERS, _residual_times(0.0)),  # the gradient of the residual is missing
     ("ds-twice", _FOR_CONSUMERS, _residual_times(2.0)),  # the gradient of the residual counts twice
-    ("ds-in-place", _EVERY_BACKWARD, _writes_over_a_gradient),  # a gradient handed to it is written over
+    ("ds-in-place", _EVERY_BACKWARD, _writes_over_a_gradient),  # an incoming gradient is overwritten
     ("ds-in-place", (EXPERT_BIAS,), _writes_over_a_gradient, "the product that shares this gradient has read it"),
 )
 
@@ -820,27 +823,27 @@ def _faults() -> Iterator[Fault]:
             yield Fault(f"{what_has_it}-{name}", planted, *hidden, where="loss")
     for name, planted in _IN_RECOMPUTATION:
         yield Fault(f"recomputed-{name}", planted, where="recompute")
-    kept = with_other(LinearOutputs, "_READ", lambda nodes: nodes | {"LoraAddBackward": lambda *_: None})
-    yield Fault("recomputed-adapters", kept, where="lora-recompute")
+    planting = with_changed_table(LinearOutputs, "_READ", lambda nodes: nodes | {"LoraAddBackward": lambda *_: None})
+    yield Fault("recomputed-adapters", planting, where="lora-recompute")
     one_row = falls_back(*_IN_MODELS, where=_trains_one_sequence)
     for name, planted in (
-        ("fallback-rotated", falls_back(QK_NORM, ROPE, GLU)),  # runs its parts in silence
-        ("fallback-sandwich", falls_back(NORM_ADD_NORM)),  # runs its parts in silence
-        ("fallback-onto", falls_back(NORM_ADD)),  # runs its parts in silence
-        ("fallback-head", _real_logits),  # logits are real in silence
+        ("fallback-rotated", falls_back(QK_NORM, ROPE, GLU)),  # runs its parts silently
+        ("fallback-sandwich", falls_back(NORM_ADD_NORM)),  # runs its parts silently
+        ("fallback-onto", falls_back(NORM_ADD)),  # runs its parts silently
+        ("fallback-head", _real_logits),  # logits are real, silently
         ("fallback-one-row", one_row),  # runs stock code for one sequence with gradients
-        # Linears read one tensor in silence.
+        # Linears read one tensor, silently.
         ("consumers-none", replaced_by(fused_block, "consumer_spec", lambda *_: None)),
         # A residual's gradient is added by autograd.
         ("consumers-unjoined", replaced_by(FusedBlock, "fused_norm_passthrough", _not_joined)),
         # The residual connection reads past the norm.
         ("consumers-past", replaced_by(FusedBlock, "fused_norm_passthrough", _handed_on_past_the_norm)),
-        # The loss of a step whose labels are counted reads logits.
+        # The loss of a step with counted labels reads logits.
         ("fallback-counted", replaced_by(LossCall, "_loss", _loss_of_real_logits)),
         # Norms write float32 for linears that read 16 bits.
         ("consumers-wide", never_answers(linear_inputs, "_wide_consumers")),
         ("attention-wide", never_answers(FusedBlock, "fused_norm_read_dtype")),  # queries are written in float32
-        ("num-items-unheeded", _num_items_unheeded),  # the number of labels in a step is not heeded
+        ("num-items-unheeded", _num_items_unheeded),  # the number of labels in a step is ignored
         ("left-stock", left_stock),  # one block has its stock class, and the report says fused
     ):
         yield Fault(name, planted, where="sites")

@@ -29,7 +29,7 @@ from fused_norm.patcher.losses import FusedHead
 Results = Sequence[Tensor | None]
 
 Planting = Callable[[nn.Module], contextlib.AbstractContextManager["PlantedFault"]]
-"""Puts a fault in its place in a model for the length of a ``with``."""
+"""Plants a fault in a model for the length of a ``with``."""
 
 # The package has the function under this name.
 linear_cross_entropy = sys.modules[LINEAR_CROSS_ENTROPY.__module__]
@@ -53,17 +53,17 @@ class PlantedFault:
     memory: dict[Any, Any] = field(default_factory=dict)
 
     def count(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Count a call that gave one of each pair where the other was right."""
-        tensors = [pair for pair in pairs if all(isinstance(one, Tensor) for one in pair)]
+        """Count a call with these pairs of right and actual results."""
+        tensors = [pair for pair in pairs if all(isinstance(value, Tensor) for value in pair)]
         self.count_all(max([share_different(*pair) for pair in tensors], default=0.0))
 
     def count_all(self, share: float = 1.0) -> None:
-        """Count a call of which it changed a share."""
+        """Count a call in which it changed this share of the numbers."""
         self.calls, self.share = self.calls + 1, max(self.share, share)
 
-    def add(self, other: PlantedFault) -> None:
-        """Count what another planting of the same fault has changed."""
-        self.calls, self.share = self.calls + other.calls, max(self.share, other.share)
+    def add(self, fault: PlantedFault) -> None:
+        """Add the counts of another planting of the same fault."""
+        self.calls, self.share = self.calls + fault.calls, max(self.share, fault.share)
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class Forward:
         return self.operator.by_name(self.arguments).get(name)
 
     def results(self, *names: str, **changed: Any) -> list[Tensor | None]:
-        """The right results, but for the outputs of these names, of all if there are none.
+        """Return the right results, except for the outputs with these names, or for all outputs if there are no names.
 
-        Those are the outputs for other arguments, by name, in the dtypes of the right ones.
+        Those outputs are computed from changed arguments, given by name, and cast to the dtypes of the right ones.
         """
         results = list(self.right(*self.arguments, training=self.training))
         if not changed:
@@ -98,7 +98,7 @@ class Forward:
         return _replaced(results, self.operator.outputs, others, names)
 
     def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
-        """The results with the outputs of these names, all unless given, changed."""
+        """Return the results with the outputs of these names changed, or with all of them changed."""
         return _edited(self.results(), self.operator.outputs, edit, names or self.operator.outputs)
 
 
@@ -114,9 +114,9 @@ class Backward:
         return self.operator.backward_by_name(self.call).get(name)
 
     def results(self, *names: str, **changed: Any) -> list[Tensor | None]:
-        """The right gradients, but for those of these names, of all if there are none.
+        """Return the right gradients, except for those with these names, or for all of them if there are no names.
 
-        Those are the gradients for other tensors or facts, by name, in the dtypes of the right ones.
+        Those gradients are computed from changed tensors or facts, given by name, and cast to the right ones' dtypes.
         """
         results = list(self.right(self.call))
         if not changed:
@@ -126,7 +126,7 @@ class Backward:
         return _replaced(results, self.operator.gradients, self.right(call), names)
 
     def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
-        """The gradients, those of these names changed."""
+        """Return the gradients with those of these names changed."""
         return _edited(self.results(), self.operator.gradients, edit, names)
 
 
@@ -134,9 +134,9 @@ def _replaced(
     tensors: list[Tensor | None], names: Sequence[str], others: Results, chosen: Sequence[str]
 ) -> list[Tensor | None]:
     for place, name in enumerate(names):
-        right, other = tensors[place], others[place]
-        if right is not None and other is not None and (not chosen or name in chosen):
-            tensors[place] = other.to(right.dtype)
+        right, replacement = tensors[place], others[place]
+        if right is not None and replacement is not None and (not chosen or name in chosen):
+            tensors[place] = replacement.to(right.dtype)
     return tensors
 
 
@@ -151,7 +151,7 @@ def _edited(
 
 
 def in_forward(operator: Operator, wrong: Callable[[Forward], Results]) -> Planting:
-    """Plant a fault in the forward of an operator: ``wrong`` makes its results instead."""
+    """Plant a fault in the forward of an operator, whose results ``wrong`` computes."""
 
     def wronged(operator: Operator, state: PlantedFault) -> Any:
         right = operator.forward
@@ -159,14 +159,14 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Results]) -> Plant
         def forward(*arguments: Any, training: bool, launch: bool = True, **copied: Sequence[str]) -> Results:
             if not launch:
                 return right(*arguments, training=training, launch=False, **copied)
-            before = [_copy(one) for one in arguments]
+            before = [_copy(argument) for argument in arguments]
             expected = right(*arguments, training=training, **copied)
             again = functools.partial(right, **copied)
-            found = wrong(Forward(operator, arguments, training, again, state.memory))
-            # What is kept for the backward is nobody's number.
-            given = zip(operator.outputs, expected, found, strict=False)
-            state.count([*((one, other) for _, one, other in given), *zip(before, arguments, strict=True)])
-            return tuple(found)
+            actual = wrong(Forward(operator, arguments, training, again, state.memory))
+            # Tensors saved for the backward do not count.
+            triples = zip(operator.outputs, expected, actual, strict=False)
+            state.count([*((a, b) for _, a, b in triples), *zip(before, arguments, strict=True)])
+            return tuple(actual)
 
         return replaced_in(operator, forward=forward)
 
@@ -174,7 +174,7 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Results]) -> Plant
 
 
 def in_backward(operator: Operator, wrong: Callable[[Backward], Results]) -> Planting:
-    """Plant a fault in the backward of an operator: ``wrong`` makes its gradients instead."""
+    """Plant a fault in the backward of an operator, whose gradients ``wrong`` computes."""
 
     def wronged(operator: Operator, state: PlantedFault) -> Any:
         right = operator.backward
@@ -182,11 +182,11 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Results]) -> Pla
         def backward(call: BackwardCall, *, launch: bool = True) -> Results:
             if not launch:
                 return right(call, launch=False)
-            before = [_copy(one) for one in tree_leaves(call.incoming)]
+            before = [_copy(leaf) for leaf in tree_leaves(call.incoming)]
             expected = right(call)
-            found = wrong(Backward(operator, call, right))
-            state.count([*zip(expected, found, strict=True), *zip(before, tree_leaves(call.incoming), strict=True)])
-            return tuple(found)
+            actual = wrong(Backward(operator, call, right))
+            state.count([*zip(expected, actual, strict=True), *zip(before, tree_leaves(call.incoming), strict=True)])
+            return tuple(actual)
 
         return replaced_in(operator, backward=backward)
 
@@ -194,13 +194,13 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Results]) -> Pla
 
 
 def _in_all_forms(operator: Operator, wronged: Callable[[Operator, PlantedFault], Any]) -> Planting:
-    """Plant a fault in an operator, and in its forms for consumers, which models call."""
+    """Plant a fault in an operator and in its forms for consumers, which models call."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
         state = PlantedFault()
         with contextlib.ExitStack() as stack:
-            for form in [one for one in OPERATORS.values() if operator.name in (one.name, one.plain_name)]:
+            for form in [op for op in OPERATORS.values() if operator.name in (op.name, op.plain_name)]:
                 stack.enter_context(wronged(form, state))
             yield state
 
@@ -222,14 +222,14 @@ class Losses:
     right: Callable[..., list[Tensor | None]]
 
     def edited(self, edit: Callable[[Tensor], Tensor], name: str) -> list[Tensor | None]:
-        """The losses, or the gradient of this name, changed."""
+        """Return the losses and gradients, with the one of this name changed."""
         return _edited(self.right(), ("losses", *LINEAR_CROSS_ENTROPY.gradients), edit, [name])
 
 
 def in_losses(wrong: Callable[[Losses], Results]) -> Planting:
     """Plant a fault in the operator of heads and losses.
 
-    ``wrong`` computes the losses of rows, and the gradients of x, weight and bias, instead.
+    ``wrong`` computes the losses of rows and the gradients of x, weight and bias.
     """
 
     @contextlib.contextmanager
@@ -244,10 +244,10 @@ def in_losses(wrong: Callable[[Losses], Results]) -> Planting:
 
             expected = right()
             before = by_name["x"].clone()
-            found = wrong(Losses(by_name, gradient, right))
-            sums = [(expected[0].sum(), found[0].sum())]  # rows without a label may be left out of one of them
-            state.count([*sums, *zip(expected[1:], found[1:], strict=True), (before, by_name["x"])])
-            return tuple(found)
+            actual = wrong(Losses(by_name, gradient, right))
+            sums = [(expected[0].sum(), actual[0].sum())]  # rows without a label may be left out of one of them
+            state.count([*sums, *zip(expected[1:], actual[1:], strict=True), (before, by_name["x"])])
+            return tuple(actual)
 
         with mock.patch.object(linear_cross_entropy, "_by_chunks", wronged):
             yield state
@@ -256,10 +256,10 @@ def in_losses(wrong: Callable[[Losses], Results]) -> Planting:
 
 
 def in_head(change: Callable[[CrossEntropy], CrossEntropy]) -> Planting:
-    """Plant a fault in what a head is asked for: its loss is another one."""
+    """Plant a fault in the loss that a head is asked for."""
 
-    def wrong(right: Any, memory: Any, head: FusedHead, x: Tensor, how: CrossEntropy, *further: Any) -> Tensor:
-        loss: Tensor = right(head, x, how if fused_norm_module.is_disabled() else change(how), *further)
+    def wrong(right: Any, memory: Any, head: FusedHead, x: Tensor, request: CrossEntropy, *args: Any) -> Tensor:
+        loss: Tensor = right(head, x, request if fused_norm_module.is_disabled() else change(request), *args)
         return loss
 
     return replaced_by(FusedHead, "fused_norm_cross_entropy", wrong)
@@ -267,36 +267,36 @@ def in_head(change: Callable[[CrossEntropy], CrossEntropy]) -> Planting:
 
 @contextlib.contextmanager
 def logits_of_the_latest_batch(model: nn.Module) -> Iterator[PlantedFault]:
-    """Plant logits that are computed of the hidden states which a head has got last, whenever they are read."""
-    state, compute, made = PlantedFault(), Projection.compute, Projection.__post_init__
+    """Plant logits that are computed from the hidden states of a head's latest call, whenever they are read."""
+    state, compute, post_init = PlantedFault(), Projection.compute, Projection.__post_init__
 
     def noted(projection: Projection) -> None:
         state.memory["x"] = projection.x
-        made(projection)
+        post_init(projection)
 
     def wrong(projection: Projection) -> Tensor:
-        found = compute(replace(projection, x=state.memory["x"]))
-        state.count([(compute(projection), found)])
-        return found
+        logits = compute(replace(projection, x=state.memory["x"]))
+        state.count([(compute(projection), logits)])
+        return logits
 
     with mock.patch.multiple(Projection, compute=wrong, __post_init__=noted):
         yield state
 
 
 def in_compiled_backward(operator: Operator) -> Planting:
-    """Plant a fault that only compiled code has: dw of the registered operator, which it calls, is 1 % too large."""
+    """Plant a fault that only compiled code has: dw of the registered operator is 1 % too large."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
         state, right, forward = PlantedFault(), operator._backward_op, operator.forward
 
-        def counted(*arguments: Any, **how: Any) -> Any:
+        def counted(*arguments: Any, **kwargs: Any) -> Any:
             state.count_all()
-            return forward(*arguments, **how)
+            return forward(*arguments, **kwargs)
 
         def wrong(*arguments: Any) -> Any:
-            found = zip(operator.gradients, right(*arguments), strict=True)
-            return tuple(one * 1.01 if name in WEIGHTS else one for name, one in found)
+            named_gradients = zip(operator.gradients, right(*arguments), strict=True)
+            return tuple(gradient * 1.01 if name in WEIGHTS else gradient for name, gradient in named_gradients)
 
         with replaced_in(operator, _backward_op=wrong, forward=counted):
             yield state
@@ -305,7 +305,7 @@ def in_compiled_backward(operator: Operator) -> Planting:
 
 
 def falls_back(*operators: Operator, where: Callable[[Tensor], bool] = lambda x: True) -> Planting:
-    """Plant fallbacks: modules do not get these operators, where the first tensor is such, and run stock code."""
+    """Plant fallbacks: if ``where`` holds for the first tensor, modules run stock code instead of these operators."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -362,8 +362,8 @@ def replaced_by(owner: Any, name: str, wrong: Callable[..., Any]) -> Planting:
     return planted
 
 
-def with_other(owner: Any, name: str, change: Callable[[Any], Any]) -> Planting:
-    """Plant another table in place of one of the patcher's."""
+def with_changed_table(owner: Any, name: str, change: Callable[[Any], Any]) -> Planting:
+    """Plant a changed table of the patcher."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -374,7 +374,7 @@ def with_other(owner: Any, name: str, change: Callable[[Any], Any]) -> Planting:
 
 
 def never_answers(owner: Any, name: str) -> Planting:
-    """Plant a function that returns None; a call counts if it would have returned something else."""
+    """Plant a function that returns None; a call counts if it should have returned something else."""
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
@@ -392,7 +392,7 @@ def never_answers(owner: Any, name: str) -> Planting:
 
 @contextlib.contextmanager
 def replaced_in(operator: Operator, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Replace methods of an operator for the length of a ``with``; it repeats no earlier call's launches meanwhile."""
+    """Replace methods of an operator for the length of a ``with``, without recorded calls."""
     forget_all()
     try:
         with mock.patch.multiple(operator, _recorded=lambda *_: None, **methods):
@@ -401,5 +401,5 @@ def replaced_in(operator: Operator, **methods: Callable[..., Any]) -> Iterator[N
         forget_all()
 
 
-def _copy(one: Any) -> Any:
-    return one.clone() if isinstance(one, Tensor) else one
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

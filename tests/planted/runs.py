@@ -30,16 +30,16 @@ from .planting import PlantedFault
 Outcome = Literal["caught", "missed", "hidden", "sound", "invalid"]
 
 _TOGETHER = 24
-"""Faults that share one stock run and its controls."""
+"""Number of faults that share one stock run and its controls."""
 
 _MADE_AGAIN = {operator.name for operator in (*OF_ADAPTERS, LINEAR_CROSS_ENTROPY)}
-"""The operators whose calls are made again in executions of their own."""
+"""The operators whose calls are repeated in executions of their own."""
 
 _EXECUTION_OF = {"sites": "eager", "consumers": "eager"}
-"""The execution in which faults are planted that no execution of the suite has to itself."""
+"""The execution for faults that no execution of the suite has to itself."""
 
 SOUND = "none"
-"""Stands for the fused model without a fault."""
+"""The name of the fused model without a fault."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FaultResult:
 
     Attributes:
         fault: its name.
-        outcome: ``caught`` or ``missed`` by the verdict, ``hidden`` where it changes hardly a number, ``sound``
+        outcome: ``caught`` or ``missed`` by the verdict, ``hidden`` if it changes hardly a number, ``sound``
             for a green run without a fault, else ``invalid``.
         reasons: those of the verdict, or why the fault is hidden.
     """
@@ -81,10 +81,10 @@ def run_faults(plan: Plan, comparison: Comparison, names: Iterable[str]) -> Iter
 
 
 class _Checks:
-    """What planted faults are looked for with, before a model is trained.
+    """Looks for planted faults before a model is trained.
 
-    The calls of a step are kept, one of each kind, and those of its operator made again with each fault: it is in every
-    one of them, or in none. Those in fp16 are for faults that are lost in the roundings of bf16.
+    One call of each kind is kept from a step, and the calls of a fault's operator are repeated with the fault, which is
+    in all of these calls or in none. Calls in fp16 show faults that are lost in the roundings of bf16.
     """
 
     def __init__(self, trainer: PairedRuns) -> None:
@@ -101,16 +101,16 @@ class _Checks:
         return self._kept[half]
 
     def records(self, fault: Fault, state: PlantedFault) -> Iterator[CallRecord]:
-        """The records of a model with this fault, the cheapest one first; ``state`` counts what it has changed."""
+        """Yield the records of a model with this fault, the cheapest first; ``state`` counts what it has changed."""
         precision = PRECISIONS[self._trainer.comparison.precision]
         if fault.where == "eager" or fault.operator in _MADE_AGAIN:
             for half in (False, True) if precision.weights == "bfloat16" else (False,):
                 model, calls = self._calls(half)
                 record = CallRecord()
                 with fault.planted(model) as planted:
-                    # The norm with a rotation is one operator with that without.
-                    mine = [c for c in calls if fault.operator in {one.removesuffix("_rope") for one in c.operators}]
-                    compare(record, model, mine, mixed=precision.mixed)
+                    # The norm with and without a rotation is one operator.
+                    own_calls = [c for c in calls if fault.operator in {op.removesuffix("_rope") for op in c.operators}]
+                    compare(record, model, own_calls, mixed=precision.mixed)
                 state.add(planted)
                 yield record
         elif fault.where in ("sites", "compile"):
@@ -135,12 +135,12 @@ def faulty(comparison: Comparison, fault: Fault, state: PlantedFault) -> ModelCh
     """Fuse the model of a comparison with a fault in it; ``state`` counts what it has changed."""
 
     @contextmanager
-    def made(model: nn.Module) -> Iterator[Sequence[Site]]:
+    def fused_with_fault(model: nn.Module) -> Iterator[Sequence[Site]]:
         with fused_for(comparison.feature)(model) as sites, fault.planted(model) as planted:
             yield sites
         state.add(planted)
 
-    return made
+    return fused_with_fault
 
 
 def _run_fault(baseline: Baseline, comparison: Comparison, checks: _Checks, fault: Fault) -> FaultResult:
@@ -148,12 +148,12 @@ def _run_fault(baseline: Baseline, comparison: Comparison, checks: _Checks, faul
     calls = CallRecord()
     for calls in checks.records(fault, state):
         result = ComparisonResult(comparison, baseline.record, baseline.controls, calls=calls)
-        if _is_caught(result):  # what one step shows needs no training
+        if _is_caught(result):  # no training is needed if one step shows it
             return FaultResult(fault.name, "caught", result.verdict.reasons)
     if fault.hidden == ROUNDINGS and not calls.bits:
         return FaultResult(fault.name, "hidden", (fault.hidden,))
     is_checked = bool(calls.bits) if fault.where == "consumers" else fault.where != "sites"
-    if fault.where == "loss" and not state.calls:  # a call that is made again has its labels
+    if fault.where == "loss" and not state.calls:  # a repeated call has its labels
         is_checked = False
     if is_checked and state.share <= BY_NAME["call_outputs"].bar:
         hidden = fault.hidden if state.calls else "nothing here calls what has it"
@@ -175,31 +175,32 @@ def _is_caught(result: ComparisonResult) -> bool:
 
 
 def tasks_of(args: argparse.Namespace) -> list[tuple[Comparison, list[str]]]:
-    """The comparisons that a command line asks for, with the faults that are planted in each, a few at a time."""
-    found = []
-    for baseline in dict.fromkeys(each.baseline for each in _plan(args).comparisons if each.execution == "eager"):
+    """Return the comparisons of a command line with the faults that are planted in each, a few at a time."""
+    tasks = []
+    eager = [comparison for comparison in _plan(args).comparisons if comparison.execution == "eager"]
+    for baseline in dict.fromkeys(comparison.baseline for comparison in eager):
         for execution in EXECUTIONS:
             names = [
                 name for name, fault in FAULTS.items() if (_EXECUTION_OF.get(fault.where, fault.where)) == execution
             ]
             comparison = replace(baseline, execution=execution)
             comparison = replace(comparison, precision=precision_of(comparison))
-            found += [(comparison, names[at : at + _TOGETHER]) for at in range(0, len(names), _TOGETHER)]
-    return found
+            tasks += [(comparison, names[at : at + _TOGETHER]) for at in range(0, len(names), _TOGETHER)]
+    return tasks
 
 
 def precision_of(comparison: Comparison) -> str:
-    """The precision in which the faults of a comparison's execution are planted: its own where all show them."""
-    if comparison.execution in LORA:  # autocast is what takes their casts back
+    """Return the precision in which the faults of a comparison's execution are planted: its own if all show them."""
+    if comparison.execution in LORA:  # autocast undoes their casts
         return "mixed"
-    if comparison.execution == "loss" and comparison.precision == "fp32":  # nothing is rounded in it
+    if comparison.execution == "loss" and comparison.precision == "fp32":  # fp32 rounds nothing here
         return "bf16"
     # In 16 bits one percent of a gradient is at the limit of what compiled code, which has no calls, shows.
     return "fp32" if comparison.execution == "compile" else comparison.precision
 
 
 def run_task(args: argparse.Namespace, comparison: Comparison, names: Sequence[str]) -> list[FaultResult]:
-    """``run_faults`` for the plan of a command line, in a process that has only that."""
+    """Call ``run_faults`` for the plan of a command line, in a process of its own."""
     return list(run_faults(_plan(args), comparison, names))
 
 

@@ -49,7 +49,7 @@ SEEN = ("casting", "centering", "size", "unrounded", "residual", "scale", "dx-si
 
 
 @pytest.mark.parametrize(
-    "fault", [SEEN[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SEEN[1:-1]), SEEN[-1]]
+    "fault", [SEEN[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SEEN[1:-1]), SEEN[-1]]
 )
 def test_a_fault_changes_gradients_while_it_is_planted_and_not_afterwards(fault, fused):
     model, before = fused
@@ -87,29 +87,29 @@ def test_a_fault_that_nothing_calls_has_no_effect(fused):
 
 def test_every_operator_has_every_fault_that_it_can_have():
     for operator in OPERATORS.values():
-        if operator.plain_name and operator not in OF_ADAPTERS:  # a form of another, which gets its faults
+        if operator.plain_name and operator not in OF_ADAPTERS:  # a form of another operator, which gets its faults
             faults = OF_QLORA.get(operator.name, OF_CONSUMERS)
             assert {f"{operator.name}-{fault}" for fault in faults} <= set(FAULTS)
             continue
-        if not operator.gradients:  # makes again what another operator has made
+        if not operator.gradients:  # recomputes what another operator has computed
             continue
-        if operator.outputs[0] == "q":  # the norm in it, and its backward, are those of another operator
+        if operator.outputs[0] == "q":  # the norm in it, and its backward, belong to another operator
             assert {f"{operator.name}-{fault}" for fault in OF_CODES} <= set(FAULTS)
             continue
-        mine = {name.removeprefix(f"{operator.name}-") for name in FAULTS if name.startswith(f"{operator.name}-")}
-        assert {"size", "no-grad", "in-place"} <= mine
-        if operator is LINEAR_CROSS_ENTROPY:  # its output is one number, and its gradients are made in its forward
-            assert {"nan", "dx-size", "dw-size", "dw", "dbias", "frozen"} <= mine
+        own_faults = {name.removeprefix(f"{operator.name}-") for name in FAULTS if name.startswith(f"{operator.name}-")}
+        assert {"size", "no-grad", "in-place"} <= own_faults
+        if operator is LINEAR_CROSS_ENTROPY:  # its output is one number, and its forward computes the gradients
+            assert {"nan", "dx-size", "dw-size", "dw", "dbias", "frozen"} <= own_faults
             continue
-        assert {"last-row", "even"} <= mine
-        assert operator not in OF_ROWS or {"nan", "shape"} <= mine
+        assert {"last-row", "even"} <= own_faults
+        assert operator not in OF_ROWS or {"nan", "shape"} <= own_faults
         # No model is checkpointed with adapters.
-        assert operator in (LINEAR_4BIT, *OF_ADAPTERS) or "checkpointed" in mine
-        assert not operator.takes_spec or {"casting", "centering", "eps"} <= mine
+        assert operator in (LINEAR_4BIT, *OF_ADAPTERS) or "checkpointed" in own_faults
+        assert not operator.takes_spec or {"casting", "centering", "eps"} <= own_faults
         if type(operator).backward is not Operator.backward:
-            assert {"ds-in-place", *(("dx-size", "dx-cut") if operator in OF_ROWS else ("dbias",))} <= mine
+            assert {"ds-in-place", *(("dx-size", "dx-cut") if operator in OF_ROWS else ("dbias",))} <= own_faults
             has_weights = operator.takes_spec or operator in OF_ADAPTERS
-            assert not has_weights or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= mine
+            assert not has_weights or {"dw-size", "dw", "dw-tile", "dw-share", "frozen"} <= own_faults
 
 
 OF_QLORA = {"glu_for_consumers": ("gate", "summands", "dropped"), "lora_summands_4bit": ("rank", "shifted")}
@@ -169,14 +169,14 @@ def test_faults_of_rotations_gates_and_convolutions_show_while_they_are_planted(
     spoilt[-1, -1, -1, -1] = torch.nan
 
     def results():
-        given = x.clone().requires_grad_()
+        leaf = x.clone().requires_grad_()
         with torch.no_grad():
-            silent = [call(given), call(given[:1]), call(spoilt.clone())]
-        y = call(given)
+            silent = [call(leaf), call(leaf[:1]), call(spoilt.clone())]
+        y = call(leaf)
         dy = y.detach().cos()
         handed = dy.clone()
-        (dx,) = torch.autograd.grad(y, given, handed)
-        return [one.nan_to_num(1e4) for one in (*silent, y.detach(), dx, given.detach(), handed)]
+        (dx,) = torch.autograd.grad(y, leaf, handed)
+        return [tensor.nan_to_num(1e4) for tensor in (*silent, y.detach(), dx, leaf.detach(), handed)]
 
     before = results()
     with FAULTS[name].planted(torch.nn.Module()) as planted:

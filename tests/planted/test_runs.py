@@ -10,10 +10,10 @@ from .faults import FAULTS
 from .runs import SOUND, run_faults
 
 
-def outcomes_of(family, precision, names, execution="eager", **how):
-    """What becomes of faults in the fused model of a comparison, which is green without one."""
+def outcomes_of(family, precision, names, execution="eager", **options):
+    """Return what became of faults in the fused model of a comparison, which must be green without one."""
     comparison = Comparison(family, precision, execution)
-    results = {each.fault: each for each in run_faults(tiny_plan([comparison], **how), comparison, names)}
+    results = {result.fault: result for result in run_faults(tiny_plan([comparison], **options), comparison, names)}
     assert results.pop(SOUND).outcome == "sound"
     assert set(results) == set(names)
     return {name: result.outcome for name, result in results.items()}
@@ -24,7 +24,7 @@ OF_NO_FAMILY = ("gated_rms_norm", "causal_conv1d", "expert_bias", "expert_gate",
 
 
 def one_fault_of_each_form():
-    """Each way to go wrong once where code is not compiled, the operators in turns: by family, the names of faults."""
+    """Each kind of fault once, in code that is not compiled, by family; the operators alternate."""
     forms = {}
     for name, fault in FAULTS.items():
         operator, _, form = name.partition("-")
@@ -45,7 +45,7 @@ def one_fault_of_each_form():
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "precision"), [("granite", "mixed"), ("gemma3_text", "bf16")])
 def test_no_fault_is_missed(family, precision):
-    """Together these have a scaled branch, a wide stream, sandwiches, heads, gates and a rotation by itself."""
+    """Together these have a scaled branch, a wide stream, sandwiches, heads, gates and a rotation without norms."""
     names = one_fault_of_each_form()[family]
     outcomes = outcomes_of(family, precision, names, layers=FAMILIES[family].tiny["num_hidden_layers"])
     assert set(outcomes.values()) <= {"caught", "hidden"}, outcomes
@@ -62,7 +62,7 @@ def test_no_fault_of_biases_of_experts_is_missed():
 
 @pytest.mark.slow
 def test_no_fault_of_experts_is_missed():
-    """Each way to go wrong once, the operators in turns; this model's experts have no biases."""
+    """Each kind of fault once; the operators alternate. This model's experts have no biases."""
     forms = {}
     for name, fault in FAULTS.items():
         if name.startswith("expert_") and not name.startswith("expert_bias-") and fault.where == "eager":
@@ -100,7 +100,7 @@ IN_SITES = [*TOO_WIDE, "consumers-unjoined", "consumers-past", "fallback-counted
 CHECKPOINTED, DROPOUT = ["glu-checkpointed"], ["adapter-dropout-cast", "adapter-dropout-none", "adapter-dropout-same"]
 PACKED_FORMS = ("absmax", "codes", "offset", "absmax-back", "dx-cut", "frozen")
 PACKED = ["adapter-16-bits", *(f"lora_linear_4bit-{form}" for form in PACKED_FORMS)]
-# Autograd itself refuses a step whose products are written over.
+# Autograd itself rejects a step whose products are overwritten.
 WITHOUT_ADAPTERS = [name for name in faults_where("qlora-qv") if name != "linear_4bit-in-place"]
 SOME_HEADS = [f"linear_cross_entropy-{form}" for form in ("few", "dw-chunks", "divided-late", "num-items")]
 

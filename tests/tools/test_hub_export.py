@@ -1,4 +1,4 @@
-"""What is exported for the kernels hub is loaded by the package ``kernels`` and gives norms the bits of stock."""
+"""The package ``kernels`` loads the export for the kernels hub, which gives norms the bits of stock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..conftest import slow_rows
 
 
 def has(base: Path, name: str) -> bool:
-    """Whether ``from base import name`` finds a module, or a name that a file of its own gives."""
+    """Return whether ``from base import name`` finds a module, or a name that a file defines."""
     if base.with_suffix(".py").is_file() or (base / f"{name}.py").is_file() or (base / name).is_dir():
         return True
     return name in (base / "__init__.py").read_text()
@@ -112,9 +112,9 @@ def kernelized(stock: nn.Module, mapping: Any, mode: Any = None) -> nn.Module:
 
 
 def replaced(model: nn.Module) -> set[str]:
-    """The classes of the modules that an exported layer computes."""
-    found = [module for module in model.modules() if "forward" in vars(module)]
-    return {type(module).__name__ for module in found if module.forward.__func__.__module__.endswith(".layers")}
+    """Return the class names of the modules that an exported layer replaces."""
+    patched = [module for module in model.modules() if "forward" in vars(module)]
+    return {type(module).__name__ for module in patched if module.forward.__func__.__module__.endswith(".layers")}
 
 
 def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -146,8 +146,8 @@ def test_kernelized_norms_give_the_bits_of_stock_and_its_gradients(name: str, no
     (expected, stock_gradients), (logits, gradients) = step(stock), step(hub)
     assert (logits != expected).float().mean() < 0.01
     for key, gradient in stock_gradients.items():
-        apart = (gradients[key].double() - gradient.double()).norm() / gradient.double().norm()
-        assert apart < 0.02, key
+        difference = (gradients[key].double() - gradient.double()).norm() / gradient.double().norm()
+        assert difference < 0.02, key
 
 
 def test_a_module_that_computes_something_else_keeps_its_forward(mapping, device: str) -> None:

@@ -1,4 +1,4 @@
-"""What modules normalise is told by their results, whatever they are called."""
+"""Modules are recognised as norms by their results, whatever they are called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 24
 
 
 class Module(nn.Module):
-    """A module of a weight, or a buffer, that computes what it is told."""
+    """A module with a weight or a buffer that computes a given function."""
 
     def __init__(self, weight: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ def root(x: torch.Tensor) -> torch.Tensor:
 
 
 def module(name, forward, weight="parameter"):
-    """A module of a class of this name with this forward."""
+    """Return a module of a class with this name and forward."""
     ones = torch.ones(WIDTH)
     cls = type(name, (Module,), {"forward": forward})
     return cls({"parameter": nn.Parameter(ones), "buffer": ones, None: None}[weight])
@@ -50,7 +50,7 @@ MODULES = [
     (module("Length", lambda self, x: functional.normalize(x, dim=-1), None), "length"),
     (module("Subtracting", lambda self, x: self.weight * root(x - x.mean(-1, keepdim=True))), "layer"),
     (nn.LayerNorm(WIDTH), "layer"),
-    (module("RMSNorm", lambda self, x: self.weight * x), None),  # a norm by name alone
+    (module("RMSNorm", lambda self, x: self.weight * x), None),  # a norm by name only
     (module("Clip", lambda self, x: x * (1 / x.norm(dim=-1, keepdim=True)).clamp(max=1), None), None),
     (module("Softmax", lambda self, x: x.softmax(-1), None), None),
     (module("Signs", lambda self, x: x.sign(), None), None),

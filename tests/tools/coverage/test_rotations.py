@@ -1,4 +1,4 @@
-"""How attentions rotate is told by the functions that they call, and these by their results."""
+"""Rotations of attentions are recognised by the functions that they call, and these by their results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_setting_chooses_between_two_rotations(interleave: bool, layout: str) 
 
 
 def of_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """A swap of neighbours without a sign, which is no rotation."""
+    """Swap neighbours without a sign, which is no rotation."""
 
     def turned(x: Tensor) -> Tensor:
         return x * cos + x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin
@@ -55,7 +55,7 @@ def of_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
 
 
 class Unlike(nn.Module):
-    """A module that calls what looks like a rotation."""
+    """A module that calls a function that looks like a rotation."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return of_pairs(q, k, cos, sin)
@@ -66,7 +66,7 @@ def test_what_is_no_rotation_does_not_count() -> None:
 
 
 class Choosing(nn.Module):
-    """An attention that rotates in a method, if its settings say so; it is called with tensors of any kind."""
+    """An attention that rotates in a method if its settings say so; it is called with tensors of any kind."""
 
     def __init__(self, mode: str, layers: list[int]) -> None:
         super().__init__()

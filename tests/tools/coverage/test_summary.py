@@ -1,4 +1,4 @@
-"""A summary comes back as it was stored, says what changed since another one, and is what the page's tables show."""
+"""A summary is loaded as it was stored, lists its changes since another one, and is what the page's tables show."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ def test_totals_and_gaps_are_sums_over_the_types(summary: Summary) -> None:
 
 
 def test_what_came_went_and_changed_is_told(summary: Summary) -> None:
-    other = copy.deepcopy(summary)
-    assert changes(summary, other) == []
-    other.classes["one.OneNorm"] = "norm 44444444"
-    other.classes["two.TwoMLP"] = "mlp 55555555"
-    del other.classes["one.OneAttention"]
-    other.types["two"]["norm"] = [5, 4]
-    assert changes(summary, other) == [
+    changed = copy.deepcopy(summary)
+    assert changes(summary, changed) == []
+    changed.classes["one.OneNorm"] = "norm 44444444"
+    changed.classes["two.TwoMLP"] = "mlp 55555555"
+    del changed.classes["one.OneAttention"]
+    changed.types["two"]["norm"] = [5, 4]
+    assert changes(summary, changed) == [
         "attention one.OneAttention: gone",
         "norm one.OneNorm: its forward is written otherwise",
         "mlp two.TwoMLP: new",
         "type two: 5 of 5 norms, 2 of 2 residual adds, 2 of 2 half rotations"
         " -> 4 of 5 norms, 2 of 2 residual adds, 2 of 2 half rotations",
     ]
-    assert changes(summary, other, only=["one"]) == [
+    assert changes(summary, changed, only=["one"]) == [
         "norm one.OneNorm: its forward is written otherwise",
         "mlp two.TwoMLP: new",
     ]
@@ -83,13 +83,13 @@ def test_tables_show_shares_and_what_is_kept_and_why(summary: Summary) -> None:
     rows = shown["model_types.md"]
     assert "In transformers 5.9.0, 1 of 2 model types keep nothing that is counted." in rows
     assert "| `two` | 5 of 5 norms, 2 of 2 residual adds, 2 of 2 half rotations |  |" in rows
-    kept = "2 half rotations (OneAttention): of another \\| kind"
-    assert f"| `one` | 5 of 5 norms, 2 of 2 residual adds, 0 of 2 half rotations | {kept} |" in rows
+    kept_cell = "2 half rotations (OneAttention): of another \\| kind"
+    assert f"| `one` | 5 of 5 norms, 2 of 2 residual adds, 0 of 2 half rotations | {kept_cell} |" in rows
 
 
 def test_pages_show_the_stored_summaries() -> None:
     summaries = [Summary.load(path) for path in stored(command.STORED).values()]
-    assert [one.transformers for one in summaries] == list(stored(command.STORED))
+    assert [summary.transformers for summary in summaries] == list(stored(command.STORED))
     for name, table in tables(summaries).items():
         page = (command.DOCS / name).read_text(encoding="utf-8")
         assert page_with(page, "coverage", table) == page, f"python -m tools.coverage --table writes {name}"
@@ -104,8 +104,8 @@ def test_a_type_with_what_is_not_counted_is_an_example_of_the_page() -> None:
 
 def test_what_is_counted_apart_is_in_every_stored_summary() -> None:
     summaries = [Summary.load(path) for path in stored(command.STORED).values()]
-    for one in summaries:
-        assert {"neighbours", "complex", "conv"} <= {kind for kind in KINDS if one.totals()[kind][0]}
+    for summary in summaries:
+        assert {"neighbours", "complex", "conv"} <= {kind for kind in KINDS if summary.totals()[kind][0]}
     newest = summaries[-1].types
     assert newest["glm4"]["neighbours"] == [40, 40]
     assert newest["llama4"]["complex"][1] == 0
@@ -114,7 +114,7 @@ def test_what_is_counted_apart_is_in_every_stored_summary() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for summaries in place of the stored ones."""
+    """Use a temporary folder for summaries instead of the stored ones."""
     monkeypatch.setattr(command, "STORED", tmp_path)
     return tmp_path
 
@@ -128,9 +128,9 @@ def test_the_command_compares_summaries_and_writes_the_page(
     monkeypatch.setattr(command, "_sweep", lambda args: (summary, 0))
     monkeypatch.setattr("transformers.__version__", summary.transformers)
     assert command.main(["--store", "--against"]) == 1
-    said = capsys.readouterr().out
-    assert "since transformers 5.9.0: 1 changes" in said
-    assert "norm one.OneNorm: its forward is written otherwise" in said
+    out = capsys.readouterr().out
+    assert "since transformers 5.9.0: 1 changes" in out
+    assert "norm one.OneNorm: its forward is written otherwise" in out
     assert command.main(["--against", "5.10.0"]) == 0, "what was stored before"
     assert "no changes" in capsys.readouterr().out
     monkeypatch.setattr(command, "DOCS", folder)
@@ -170,16 +170,16 @@ def test_the_command_sweeps_past_a_type_that_dies_and_tells_what_changed_upstrea
     monkeypatch.setattr(command, "_count", lambda name: os._exit(5) if name == "mistral" else count(name))
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    found, _ = command._sweep(parser.parse_args(["mistral", "llama", "vit"]))
-    assert found.types["llama"]["norm"] == [65, 65]
-    assert found.without == ["vit"]
-    assert found.unbuilt == {"mistral": "the process ended with code 5"}
-    found.classes["llama.LlamaDecoderLayer"] = "layer 00000000"
-    del found.classes["llama.LlamaRMSNorm"]
-    found.save(folder / "transformers-4.0.0.json")
+    swept, _ = command._sweep(parser.parse_args(["mistral", "llama", "vit"]))
+    assert swept.types["llama"]["norm"] == [65, 65]
+    assert swept.without == ["vit"]
+    assert swept.unbuilt == {"mistral": "the process ended with code 5"}
+    swept.classes["llama.LlamaDecoderLayer"] = "layer 00000000"
+    del swept.classes["llama.LlamaRMSNorm"]
+    swept.save(folder / "transformers-4.0.0.json")
     assert command.main(["llama", "--against", "4.0.0"]) == 1
-    said = capsys.readouterr().out.partition("2 changes\n")[2].splitlines()
-    assert said == [
+    changed_lines = capsys.readouterr().out.partition("2 changes\n")[2].splitlines()
+    assert changed_lines == [
         "  layer llama.LlamaDecoderLayer: its forward is written otherwise",
         "  norm llama.LlamaRMSNorm: new",
     ]

@@ -1,4 +1,4 @@
-"""A job that fails, dies or takes too long is reported, and stops none of the others."""
+"""A job that fails, dies or takes too long is reported, and does not stop the others."""
 
 from __future__ import annotations
 
@@ -40,4 +40,4 @@ def test_no_more_processes_run_than_are_allowed() -> None:
         return {"began": began, "ended": time.time()}
 
     results = dict(sweep(note, [str(number) for number in range(4)], jobs=2)).values()
-    assert max(sum(other["began"] <= one["began"] < other["ended"] for other in results) for one in results) <= 2
+    assert max(sum(a["began"] <= b["began"] < a["ended"] for a in results) for b in results) <= 2

@@ -1,5 +1,7 @@
-"""Only an add of two whole tensors, made by the module that holds the norm in the same call, counts as feeding it; of
-convolutions those of few taps that see no later token."""
+"""An add feeds a norm only if it adds two whole tensors in the same call of the module that holds the norm.
+
+A convolution counts if it has few taps and sees no later token.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +16,37 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    def __init__(self, how: str) -> None:
+    def __init__(self, form: str) -> None:
         super().__init__()
-        self.how = how
+        self.form = form
         self.norms = nn.ModuleList([nn.RMSNorm(WIDTH, eps=1e-5)])
         self.inside = nn.Identity()
 
     def forward(self, x, earlier):
-        if self.how == "earlier call":
+        if self.form == "earlier call":
             return self.norms[0](earlier)
         y = {"broadcast": lambda: x + x[:1], "product": lambda: x * x, "in place": lambda: x.clone().add_(x)}.get(
-            self.how, lambda: x + x
+            self.form, lambda: x + x
         )()
-        if self.how == "written":
+        if self.form == "written":
             y.mul_(2)
-        if self.how == "viewed":
+        if self.form == "viewed":
             y = y.view_as(y)
         return self.norms[0](y)
 
 
 class Gated(nn.Module):
-    def __init__(self, how: str) -> None:
+    def __init__(self, form: str) -> None:
         super().__init__()
-        self.how, self.act = how, nn.Tanh() if how == "tanh" else nn.GELU()
+        self.form, self.act = form, nn.Tanh() if form == "tanh" else nn.GELU()
 
     def forward(self, x, _):
-        gate = functional.silu(x) if self.how == "function" else self.act(x)
-        return gate * (2.0 if self.how == "scaled" else gate if self.how == "squared" else x)
+        gate = functional.silu(x) if self.form == "function" else self.act(x)
+        return gate * (2.0 if self.form == "scaled" else gate if self.form == "squared" else x)
 
 
 class Reaching(nn.Module):
-    """A sum of its own for a norm that another module holds."""
+    """A module with a sum of its own, for a norm that another module holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,16 +68,16 @@ def traced(block: nn.Module, norms: set[str]) -> TracedSums:
 
 
 @pytest.mark.parametrize(
-    ("how", "fed"),
+    ("form", "fed"),
     [
         ("plain", True),
         ("in place", True),
         ("viewed", True),
-        *((how, False) for how in ("written", "broadcast", "product", "earlier call")),
+        *((form, False) for form in ("written", "broadcast", "product", "earlier call")),
     ],
 )
-def test_a_norm_is_fed_by_an_add_of_the_same_call(how: str, fed: bool) -> None:
-    sums = traced(Block(how), {"0.norms.0"})
+def test_a_norm_is_fed_by_an_add_of_the_same_call(form: str, fed: bool) -> None:
+    sums = traced(Block(form), {"0.norms.0"})
     assert sums.called == {"0.norms.0"}
     assert bool(sums.fed) == fed
 
@@ -86,14 +88,15 @@ def test_a_norm_is_not_fed_by_an_add_of_a_module_that_does_not_hold_it() -> None
 
 
 @pytest.mark.parametrize(
-    ("how", "gated"), [("module", True), ("function", True), *((how, False) for how in ("tanh", "scaled", "squared"))]
+    ("form", "gated"),
+    [("module", True), ("function", True), *((form, False) for form in ("tanh", "scaled", "squared"))],
 )
-def test_a_product_with_a_silu_or_a_gelu_is_a_gate(how: str, gated: bool) -> None:
-    assert traced(Gated(how), set()).gated == ({"0"} if gated else set())
+def test_a_product_with_a_silu_or_a_gelu_is_a_gate(form: str, gated: bool) -> None:
+    assert traced(Gated(form), set()).gated == ({"0"} if gated else set())
 
 
 class Convolving(nn.Module):
-    """A convolution, as a module or a function; by default of three taps, padded on both sides by two."""
+    """A convolution, as a module or a function; by default with three taps, padded on both sides by two."""
 
     def __init__(self, by_function: bool = False, **changed: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The counts of model types are those of the stored summary, and what the patcher misses is told from what it fuses."""
+"""Counts of model types match the stored summary, and sites that the patcher misses are counted separately."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def stored() -> Summary:
 @pytest.mark.parametrize("model_type", [*QUICK, *slow(*SLOW)])
 def test_a_type_has_what_the_stored_summary_says(model_type: str, stored: Summary) -> None:
     result = json.loads(json.dumps(count(model_type).to_dict()))
-    found = summarise(stored.transformers, {model_type: result})
-    assert found.types.get(model_type) == stored.types.get(model_type)
-    assert found.classes == {name: stored.classes.get(name) for name in found.classes}
-    assert (model_type in stored.without) == (model_type in found.without)
+    summary = summarise(stored.transformers, {model_type: result})
+    assert summary.types.get(model_type) == stored.types.get(model_type)
+    assert summary.classes == {name: stored.classes.get(name) for name in summary.classes}
+    assert (model_type in stored.without) == (model_type in summary.without)
 
 
 @pytest.mark.slow
