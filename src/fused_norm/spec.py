@@ -70,13 +70,13 @@ class GatedNormSpec(NormSpec):
     """The meaning of an RMSNorm with a gate: ``y = norm(x) * act(gate)`` or ``y = norm(x * act(gate))``.
 
     Activation and products are computed in fp32; the norm is rounded as by itself, and the result to the input's dtype
-    where the norm comes first.
+    if the norm comes first.
 
     Attributes:
         activation: ``silu`` or ``sigmoid``.
         norm_before_gate: the norm comes first, not the gate.
         groups: equal parts of a row, each normalised by itself.
-        width: of the rows that are known to have so many groups; 0 where there is one group.
+        width: of the rows that are known to have so many groups; 0 if there is one group.
     """
 
     activation: str = "silu"

@@ -191,7 +191,7 @@ class Verdict:
         status: ``green``, ``red``, or ``invalid`` for a comparison that says nothing.
         reasons: why it is not green, in words.
         checks: all of them.
-        divergence: the layer in which a red run leaves the stock run first, and where in it; None where no layer does.
+        divergence: the layer in which a red run leaves the stock run first, and where in it; None if no layer does.
     """
 
     status: Status
@@ -332,7 +332,7 @@ def _reasons(failed: Sequence[BoundCheck]) -> Iterator[str]:
 def _divergence(failed: Sequence[BoundCheck], outputs: list[str]) -> str | None:
     """The layer where a red run leaves the stock run first: forward through the layers, then backward through them.
 
-    A gradient that is wrong where it leaves a layer's output was made wrong in what comes after that output.
+    A gradient that is wrong as it leaves a layer's output was made wrong in what comes after that output.
     """
 
     def position(where: str) -> int:

@@ -1,6 +1,6 @@
 """4-bit linears of bitsandbytes as a kernel reads them: their packed weight, and the calls that are left to their code.
 
-Names of bitsandbytes that are not public are asked for each time, and where one is missing, or a weight is packed in
+Names of bitsandbytes that are not public are asked for each time, and if one is missing, or a weight is packed in
 another way, the linear's own code runs.
 """
 

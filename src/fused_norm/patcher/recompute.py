@@ -74,7 +74,7 @@ COMPILED = "it is compiled, and its compiler decides what is kept; gradient chec
 def call_recomputing(
     forward: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], level: RecomputeLevel = True
 ) -> Any:
-    """``forward(layer, *args, **kwargs)``, outputs of fused operators, and of linears, recomputed where possible."""
+    """``forward(layer, *args, **kwargs)``, outputs of fused operators, and of linears, recomputed if possible."""
     if not torch.is_grad_enabled():
         return forward(layer, *args, **kwargs)
     if torch.compiler.is_compiling():

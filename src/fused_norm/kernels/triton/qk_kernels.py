@@ -293,7 +293,7 @@ def _backward_tiles(
     x, d, w_ptr, cos, sin, dx, share_ptr, counts, program, programs, eps, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     STAGES: tl.constexpr, SHAPE: tl.constexpr, SPEC: tl.constexpr, HAS_DW: tl.constexpr,
 ):  # fmt: skip
-    """Every ``programs``-th tile; the share of dw, where one is wanted, goes to the N floats at ``share_ptr``."""
+    """Every ``programs``-th tile; the share of dw, if dw is needed, goes to the N floats at ``share_ptr``."""
     T, _, H = counts
     N: tl.constexpr = SHAPE.N
     R: tl.constexpr = SHAPE.R

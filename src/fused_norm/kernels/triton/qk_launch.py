@@ -30,7 +30,7 @@ from .weight_grad import reduce_partials
 
 Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """q, k, q's weight, k's weight, cos and sin. Without RoPE cos and sin are None; of the weights both or neither are
-None; k is None only where one tensor is rotated without a norm."""
+None; k is None only if one tensor is rotated without a norm."""
 
 NormedInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """``Inputs`` with a k."""
@@ -129,7 +129,7 @@ def launch_qk_backward(
 ) -> None:
     """Write the gradients of q and k (``dx``, from ``empty_rows_like``) and of their weights (``dw``).
 
-    None is written where one is None; a side without ``incoming`` gradient has none.
+    None is written if one is None; a side without ``incoming`` gradient has none.
     """
     call = _Call(inputs, list(zip(inputs[:2], incoming, strict=True)), dx, unsqueeze_dim)
     (q, q_d), (k, k_d) = call.sides
@@ -142,7 +142,7 @@ def launch_qk_backward(
     q_programs, programs, shares = q_tiles, q_tiles + k_tiles, None
     if any(partial is not None for partial in dw):
         if programs > plan.programs:
-            # Each side its part of the programs, and at least one where there is anything to do.
+            # Each side its part of the programs, and at least one if there is anything to do.
             most = plan.programs - min(1, k_tiles)
             q_programs = min(max(round(plan.programs * q_tiles / programs), min(1, q_tiles)), most)
             programs = plan.programs
@@ -158,7 +158,7 @@ def launch_qk_backward(
 
 
 class _Call:
-    """The rows of both sides, the weights and the angles, copied where kernels cannot read them in place.
+    """The rows of both sides, the weights and the angles, copied if kernels cannot read them in place.
 
     ``read`` are a side's tensors, x first; one with a None has no rows. ``written`` is as evenly spaced as x is.
     """
@@ -223,7 +223,7 @@ class _Call:
 
 
 def _layout(tensors: Sequence[Tensor], heads_dim: int | None) -> _Layout | None:
-    """The layout of ``tensors``, the first of which gives the order; None where three strides each do not tell it.
+    """The layout of ``tensors``, the first of which gives the order; None if three strides each do not tell it.
 
     ``heads_dim``: of four dimensions, the one of the heads. Without RoPE (None) any rows will do: with as few strides
     as possible, in the order of memory.
