@@ -79,7 +79,8 @@ def results_in(folder):
 
 _TRAINED = {
     "llama": "bf16", "mistral": "mixed", "granite": "bf16", "gemma": "bf16", "gemma2": "mixed", "gemma3_text": "bf16",
-    "olmo3": "mixed", "glm4": "bf16", "gpt_oss": "mixed", "gemma4_text": "mixed", "qwen3_5_text": "bf16",
+    "olmo2": "bf16", "olmo3": "mixed", "glm4": "bf16", "gpt_oss": "mixed", "gemma4_text": "mixed",
+    "qwen3_5_text": "bf16",
 }  # fmt: skip
 """Qwen3 has tests of its own, Ministral 3 nothing that Mistral has not, and a near-tie of a router may turn a mixture
 of experts red."""

@@ -115,6 +115,9 @@ def test_tiny_models_keep_what_is_special_about_their_family():
     assert gemma2.config._attn_implementation == "eager"
     assert gemma2.config.attn_logit_softcapping
     assert gemma2.config.final_logit_softcapping
+    olmo2 = build("olmo2", seed=0)
+    attention = olmo2.model.layers[0].self_attn
+    assert (attention.q_norm.weight.numel(), attention.k_norm.weight.numel()) == (72, 36), "over all heads"
 
 
 def test_tiny_models_whose_layers_differ_have_every_sort_of_layer():
@@ -204,6 +207,7 @@ PUBLISHED_PARAMETERS = {
     "google/gemma-2-2b": 2_614_341_888,
     "google/gemma-2-27b": 27_227_128_320,
     "google/gemma-3-1b-pt": 999_885_952,
+    "allenai/OLMo-2-1124-7B": 7_298_617_344,
 }
 
 

@@ -361,7 +361,7 @@ _FAMILIES = (
         ),
     ),
     Family(
-        model_type="olmo3",
+        model_type="olmo2",
         spec=NormSpec("gemma", eps=1e-6, casts_weight=False),
         layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         residual_norms=(),
@@ -369,6 +369,25 @@ _FAMILIES = (
         qk_norms=_QK_NORMS,
         joins_residual=False,
         # At the config's 0.02 the norms of q and k divide by so little that stock gradients overflow in fp16.
+        tiny=_tiny(
+            intermediate_size=136,
+            initializer_range=0.2,
+            tie_word_embeddings=False,
+            rms_norm_eps=1e-6,
+            pad_token_id=0,
+            eos_token_id=1,
+        ),
+        shapes=(Shape("allenai/OLMo-2-1124-7B", 4096, 32, 32, 32, 128, 11008, 100352, False),),
+    ),
+    Family(
+        model_type="olmo3",
+        spec=NormSpec("gemma", eps=1e-6, casts_weight=False),
+        layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        residual_norms=(),
+        sandwich_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        qk_norms=_QK_NORMS,
+        joins_residual=False,
+        # Initialised as OLMo 2 is.
         tiny=_tiny(
             intermediate_size=136,
             layer_types=["sliding_attention", "full_attention"],
