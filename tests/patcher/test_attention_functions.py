@@ -31,6 +31,7 @@ from fused_norm.patcher.attention_functions import read_dtype
 from fused_norm.patcher.fused_block import FusedBlock
 
 from .models import assert_same, slow, tokens
+from .test_meta_device import autocast_on
 
 OLD = transformers.__version__.startswith("4.")
 TAKEN = inspect.signature(transformers.Qwen3ForCausalLM.forward).parameters
@@ -336,13 +337,8 @@ def on_cuda(dtype: torch.dtype) -> Any:
 
 @pytest.fixture
 def cuda_autocast() -> Iterator[None]:
-    """Autocast is on for CUDA, even on a machine without a GPU."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", BF16)
-    yield
-    torch.set_autocast_enabled("cuda", before[0])
-    torch.set_autocast_dtype("cuda", before[1])
+    with autocast_on("cuda"):
+        yield
 
 
 @pytest.mark.usefixtures("cuda_autocast")
