@@ -17,17 +17,12 @@ import fused_norm
 from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 
-from .models import assert_same
+from .models import Subclass, assert_same
+from .test_adapters import with_integers
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RANK, WIDTH, COLUMNS = 4, 24, 20
 ABOUT_PEFT = "PEFT's LoRA code"
-
-
-def with_integers(weight: Tensor) -> None:
-    """Fill a weight with numbers whose sums are exact in 16 bits, so that the order of a sum changes no bit."""
-    with torch.no_grad():
-        weight.copy_(torch.randint(-1, 2, weight.shape))
 
 
 def adapted(device: str, *, bias: bool = False, dtype: torch.dtype = BF16, **config: Any) -> Any:
@@ -322,16 +317,12 @@ def test_an_input_is_rounded_to_the_first_factors_dtype_before_it_is_dropped(
             assert torch.equal(outputs[1][7:], layer_of(fused).base_layer(x[7:])), "nothing is added"
 
 
-class Own(Tensor):
-    """A tensor with a class of its own."""
-
-
 def test_an_input_of_another_class_gives_an_output_of_that_class(device: str) -> None:
     stock, fused = pair(device)
     x = torch.randint(-1, 2, (3, WIDTH)).to(device, BF16)
     with torch.autocast(device, BF16):
-        actual, expected = (model(x.as_subclass(Own)) for model in (fused, stock))
-    assert type(actual) is type(expected) is Own
+        actual, expected = (model(x.as_subclass(Subclass)) for model in (fused, stock))
+    assert type(actual) is type(expected) is Subclass
     assert torch.equal(actual, expected)
 
 

@@ -120,7 +120,8 @@ def in_8_bits(width: int, columns: int) -> nn.Module:
     return Linear8bitLt(width, columns, bias=False, has_fp16_weights=False)
 
 
-def with_integers(weight: nn.Parameter) -> None:
+def with_integers(weight: Tensor) -> None:
+    """Fill a weight with numbers whose sums are exact in 16 bits, so that the order of a sum changes no bit."""
     with torch.no_grad():
         weight.copy_(torch.randint(-1, 2, weight.shape))
 

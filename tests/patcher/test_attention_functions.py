@@ -15,7 +15,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flash_attention, sdpa_attention
@@ -30,7 +29,7 @@ from fused_norm.patcher import attention_functions
 from fused_norm.patcher.attention_functions import read_dtype
 from fused_norm.patcher.fused_block import FusedBlock
 
-from .models import assert_same, slow, tokens
+from .models import Subclass, Watching, assert_same, slow, tokens
 from .test_meta_device import autocast_on
 
 OLD = transformers.__version__.startswith("4.")
@@ -40,14 +39,17 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @contextmanager
-def attention_dtypes() -> Iterator[list[tuple[torch.dtype, ...]]]:
-    """Yield a list of the dtypes of q and k in calls of PyTorch's attention, noted without replacing a function."""
+def attention_dtypes(*names: str) -> Iterator[list[tuple[torch.dtype, ...]]]:
+    """Yield a list of dtypes in the forwards' calls of PyTorch's attention, noted without replacing a function.
+
+    ``names``: the caller's variables whose dtypes are noted.
+    """
     dtypes: list[tuple[torch.dtype, ...]] = []
 
     def noted(frame: Any, event: str, function: Any) -> None:
         is_attention = event == "c_call" and function is nn.functional.scaled_dot_product_attention
         if is_attention and torch._C._current_graph_task_id() == -1:
-            dtypes.append((frame.f_locals["query"].dtype, frame.f_locals["key"].dtype))
+            dtypes.append(tuple(frame.f_locals[name].dtype for name in names))
 
     before = sys.getprofile()
     sys.setprofile(noted)
@@ -71,7 +73,7 @@ def results(model: Any, ids: Tensor, dtype: torch.dtype = BF16, **kwargs: Any) -
     # Without a mask transformers 4 creates its own.
     kwargs = {"use_cache": False, "output_hidden_states": True, "attention_mask": torch.ones_like(ids), **kwargs}
     kwargs = {name: value() if isinstance(value, type) else value for name, value in kwargs.items()}
-    with attention_dtypes() as dtypes:
+    with attention_dtypes("query", "key") as dtypes:
         with torch.autocast(ids.device.type, dtype):
             output = model(input_ids=ids, labels=ids, **kwargs)
         tensors = [output.logits.detach()]
@@ -227,15 +229,6 @@ def decision(device: str, **changed: Any) -> torch.dtype | None:
         "mask": None, "key": x, "value": x, "further": {"position_ids": None},
     } | changed  # fmt: skip
     return read_dtype(**arguments)
-
-
-class Subclass(Tensor):
-    pass
-
-
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class Seeing(TorchFunctionMode):

@@ -17,7 +17,7 @@ import fused_norm
 from fused_norm.kernels.triton.norm_backward import MOST_CONSUMERS
 from fused_norm.patcher import fused_norm_module
 
-from .models import assert_same, equal_in_fp32, fused_copy, relative
+from .models import Subclass, assert_same, equal_in_fp32, fused_copy, relative
 from .test_consumer_contracts import (
     BF16,
     BLOCK,
@@ -178,18 +178,14 @@ def test_a_weight_of_another_class_sees_the_norm_of_stock(place: str, device: st
     assert_near(*steps)
 
 
-class Own(Tensor):
-    """A tensor with a class of its own."""
-
-
 def test_an_input_of_another_class_is_stocks(device: str) -> None:
     model = build_model().to(device)
     x = torch.randn(2, 3, WIDTH, device=device)
     outputs = []
     for variant in (fused_copy(model, strict=False), model):
         with torch.autocast(device, BF16):
-            outputs.append(variant.layers[0](x.clone().as_subclass(Own)))
-    assert type(outputs[0]) is type(outputs[1]) is Own
+            outputs.append(variant.layers[0](x.clone().as_subclass(Subclass)))
+    assert type(outputs[0]) is type(outputs[1]) is Subclass
     assert_near([outputs[0]], [outputs[1]])
 
 

@@ -347,7 +347,7 @@ def test_a_rotation_of_a_vision_tower_gives_what_stock_gives(case: str, device: 
 
 
 ROTATIONS = {
-    gpt_oss_rotation: (4, (1, 5, 9), [()]),  # with the angles of one half
+    gpt_oss_rotation: (4, (1, 5, 9), [()]),  # with the angles of half a head
     with_positions: (5, (2, 5, 18), [(None,), (torch.tensor(1),)]),
     of_a_table: (5, (9, 18), [(torch.tensor([[3, 4, 0, 8, 1], [0, 1, 2, 3, 4]]),)]),
     of_sections: (5, (3, 2, 5, 12), [([1, 2, 3],), ((4, 1, 1),)]),

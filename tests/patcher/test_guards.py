@@ -1,4 +1,4 @@
-"""A forward is what a patch would make of its module as it is now: with hooks that have come since, and gone again."""
+"""A forward equals that of a fresh patch of its module, even if hooks were added or removed since."""
 
 from __future__ import annotations
 

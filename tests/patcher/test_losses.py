@@ -38,6 +38,7 @@ from fused_norm.patcher.lazy_logits import CrossEntropy, LazyLogits, Projection
 from fused_norm.patcher.losses import CountedLabels, FusedHead, FusedLoss
 
 from .models import (
+    Subclass,
     assert_all_near,
     assert_gradients_near,
     gradients_of,
@@ -516,14 +517,11 @@ def test_a_mask_of_another_shape_raises_as_in_stock(device: str) -> None:
 
 
 def test_labels_of_another_class_have_real_logits(device: str) -> None:
-    class Own(Tensor):
-        pass
-
     own, fused = pair(device)
     losses = []
     for model in (own, fused):
         with called_operators() as called:
-            output = model(input_ids=tokens(device), labels=tokens(device).as_subclass(Own))
+            output = model(input_ids=tokens(device), labels=tokens(device).as_subclass(Subclass))
         losses.append((type(output.loss), float(output.loss)))
         assert type(output.logits) is not LazyLogits
         assert "linear_cross_entropy" not in called

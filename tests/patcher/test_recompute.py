@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_norm
 from fused_norm import FusedNormError
@@ -38,7 +37,7 @@ from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.recompute import call_recomputing
 from fused_norm.patcher.recompute_linears import Recipe
 
-from .models import assert_same, assert_same_bits, loss_of, slow, snapshot, step, tokens
+from .models import Subclass, Watching, assert_same, assert_same_bits, loss_of, slow, snapshot, step, tokens
 from .ranks import called_operators, on_two_ranks
 from .saved_tensors import recomputed_in, saved_bytes, saved_in
 
@@ -354,10 +353,6 @@ def replaced_then_cast(y: Tensor) -> Tensor:
     return replaced(y).to(BF16)
 
 
-class Own(Tensor):
-    """A tensor with a class of its own."""
-
-
 SAVED: dict[str, tuple[Callable, int]] = {
     "as it is": (as_it_is, 1),
     "through views": (through_views, 1),
@@ -375,7 +370,7 @@ SAVED: dict[str, tuple[Callable, int]] = {
     "its bits as integers": (scaled(lambda y: y.view(torch.int32)), 0),
     "negated as a view": (scaled(torch._neg_view), 0),
     "in complex numbers": (scaled(lambda y: torch.view_as_complex(y.unflatten(2, (8, 2))).conj().imag), 0),
-    "of a class of its own": (scaled(lambda y: y.as_subclass(Own)), 0),
+    "of a class of its own": (scaled(lambda y: y.as_subclass(Subclass)), 0),
     "sparse": (lambda x, weight, factor: torch.sparse.mm(normed(x, weight).to_sparse(), factor.t()), 0),
     "edited in place": (lambda x, weight, factor: normed(x, weight).mul_(3) * factor, 0),
     "edited without gradient": (edited_without_gradient, 0),
@@ -444,13 +439,6 @@ def test_a_cast_on_another_device_is_saved_as_it_is(device: str) -> None:
         return y.to("meta") * factor.to("meta")
 
     assert len(recomputed_in(call_recomputing(forward, inputs[0], tuple(inputs[1:]), {}).grad_fn)) == 0
-
-
-class Watching(TorchDispatchMode):
-    """A mode that sees every operator of PyTorch and changes nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("around", [Watching, forward_ad.dual_level, partial(disable_saved_tensors_hooks, "not here")])
