@@ -1,4 +1,4 @@
-"""Records of the fused operators that patched models call, and of the products that they recompute."""
+"""Fixtures that record the fused operators that patched models call, and the products that they recompute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_norm.patcher import recompute_linears
 
 @pytest.fixture
 def launches(monkeypatch) -> list[str]:
-    """The names of the public operators, as patched modules call them."""
+    """Return a list of the names of the public operators that patched modules call."""
     calls: list[str] = []
     call, run_cached = Operator.__call__, Operator.run_cached
 
@@ -26,10 +26,10 @@ def launches(monkeypatch) -> list[str]:
         return call(operator, *arguments)
 
     def counted_if_cached(operator, replaces, *arguments):
-        found = run_cached(operator, replaces, *arguments)
-        if found is not None:
+        results = run_cached(operator, replaces, *arguments)
+        if results is not None:
             note(operator, arguments)
-        return found
+        return results
 
     monkeypatch.setattr(Operator, "__call__", counted)
     monkeypatch.setattr(Operator, "run_cached", counted_if_cached)
@@ -38,7 +38,7 @@ def launches(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights, ``[K, N]``, that products are recomputed with."""
+    """Return a list of the shapes ``[K, N]`` of the weights of recomputed products."""
     shapes: list[tuple[int, ...]] = []
     compute = recompute_linears._linear
 
@@ -52,7 +52,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def recomputed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the operators that make outputs again."""
+    """Return a list of the names of the operators that recompute outputs in a backward."""
     names: list[str] = []
     call = Operator.results_of
 

@@ -23,7 +23,7 @@ from fused_norm.patcher.rewrite import Rewrite
 
 
 class Recorder:
-    """The parts that forwards use. No two of them commute, so an operand out of place changes the value."""
+    """The modules that forwards call. No two of them commute, so an operand out of place changes the value."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -153,7 +153,7 @@ def embed(q: Heads, k: Heads, cos: int, sin: int) -> tuple[Heads, Heads]:
 
 
 class Cache:
-    """Keeps keys and values, and returns others."""
+    """A cache that returns other keys and values than it is updated with."""
 
     def update(self, k: Heads, v: Heads) -> tuple[Heads, Heads]:
         return Heads(k.value + 100), Heads(v.value + 200)
@@ -207,9 +207,9 @@ _number = count()
 def layer_of(
     body: str, parameters: str = "a, b", base: type = Recorder, names: Mapping[str, object] = NAMES
 ) -> type[Any]:
-    """A class whose forward has ``body``.
+    """Return a class whose forward has ``body``.
 
-    ``names``: what the forward may name, by default all of this module.
+    ``names``: the globals of the forward, by default those of this module.
     """
     lines = textwrap.indent(textwrap.dedent(body).strip(), " " * 8)
     text = f"class Layer(Base):\n    def forward(self, {parameters}):\n{lines}\n"
@@ -221,7 +221,7 @@ def layer_of(
 
 
 def everything(layer: type) -> tuple[Rewrite, ...]:
-    """The rewrites that fuse all matches in a forward."""
+    """Return the rewrites that fuse all matches in a forward."""
     patterns = patterns_of(layer)
     names = [zip(("norm", "inner", "dropout"), add.names, strict=True) for add in patterns.adds]
     adds = (Rewrite("adds", i, tuple(part for part, name in parts if name)) for i, parts in enumerate(names))
@@ -236,7 +236,7 @@ def everything(layer: type) -> tuple[Rewrite, ...]:
 
 
 def source_of_body(function: Any) -> str:
-    """The body of a function, without the prefix of the names that rewriting gives."""
+    """Return the body of a function, without the prefix of the names that rewriting introduces."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(definition, ast.FunctionDef)
     return re.sub(r"\b_fused_norm_", "", "\n".join(map(ast.unparse, definition.body)))
@@ -255,8 +255,8 @@ def assert_becomes(
         layer: a class whose forward is rewritten.
         after: the expected body.
         all_arguments: the arguments of each call of both forwards.
-        rewrites: what is fused, by default all matches.
-        in_order: the methods that note their calls in ``order`` are called in the same order.
+        rewrites: the rewrites to apply, by default those of all matches.
+        in_order: also assert that the methods that note their calls in ``order`` are called in the same order.
     """
     forward = rewritten_forward(layer, everything(layer) if rewrites is None else rewrites)
     expected, actual = ast.unparse(ast.parse(textwrap.dedent(after))), source_of_body(forward)

@@ -1,4 +1,4 @@
-"""Tiny models, what is fused in them, a step of training, and how far results are apart."""
+"""Tiny models, the sites that are fused in them, steps of training, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
 import fused_norm
@@ -26,38 +27,38 @@ NEWER_MODEL_TYPES = [
 """The families of ``test_newer_families.py``."""
 
 MODEL_TYPES = [name for name in families_here() if name not in NEWER_MODEL_TYPES]
-"""The families that every other test of this folder takes."""
+"""The families that all other tests of this folder use."""
 
 QUICK_MODEL_TYPES = ("qwen3", "llama", "gemma3_text")
-"""Those that the fast tests take: with norms of heads, with rotations by themselves, with sandwiches."""
+"""The families of the fast tests: with norms of heads, with rotations alone, with sandwich norms."""
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
-"""Parameters of a slow test."""
+"""Mark parameters of a test as slow."""
 
 
 def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """These values of a parameter, slow but for the quick ones."""
+    """Return these values of a parameter, all but the quick ones marked as slow."""
     return [value if value in quick else slow(value) for value in values]
 
 
 SLOW_BUT_FOR_A_FEW = slow_but(QUICK_MODEL_TYPES, MODEL_TYPES)
-"""All of them, for tests that take long with each."""
+"""All families, for tests that take long with each."""
 
 EXPERTS_ARE_MLPS = transformers.__version__.startswith("4.")
-"""Each expert is a module of its own, like a dense MLP."""
+"""Whether each expert is a separate module, like a dense MLP."""
 
 
 def sites(model_type: str, layers: int | None = None) -> dict[Kind, int]:
-    """The counts of the report on a family's tiny model."""
+    """Return the counts of the report on a family's tiny model."""
     family = FAMILIES[model_type]
-    found = family.sites(layers)
+    fused = family.sites(layers)
     if EXPERTS_ARE_MLPS and family.dense_layers is not None:
-        found["mlp"] += found.pop("experts") * family.tiny["num_experts"]
-    return counts(**found)
+        fused["mlp"] += fused.pop("experts") * family.tiny["num_experts"]
+    return counts(**fused)
 
 
 def experts(model_type: str) -> set[str]:
-    """The paths of the experts in a family's tiny model that are computed together."""
+    """Return the paths of the experts in a family's tiny model that are computed together."""
     family = FAMILIES[model_type]
     if EXPERTS_ARE_MLPS or family.dense_layers is None:
         return set()
@@ -66,17 +67,17 @@ def experts(model_type: str) -> set[str]:
 
 
 def counts(**fused: int) -> dict[Kind, int]:
-    """The counts of a report: these, and none of the other kinds."""
+    """Return the counts of a report: these, and 0 for the other kinds."""
     return dict.fromkeys(KINDS, 0) | fused
 
 
 def tokens(device: str = "cpu", batch: int = 2, length: int = 5) -> torch.Tensor:
-    """Few, for the interpreter takes time for each program of a grid."""
+    """Return few tokens: the interpreter takes time for each program of a grid."""
     return torch.randint(0, 256, (batch, length), generator=torch.Generator().manual_seed(1), device="cpu").to(device)
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    """Copies of the gradients that parameters have, by their names in a model that is not compiled."""
+    """Return copies of all gradients, by the parameters' names in a model that is not compiled."""
     gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
     return {name.removeprefix("_orig_mod."): grad.clone() for name, grad in gradients if grad is not None}
 
@@ -86,7 +87,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def step(model: nn.Module, ids: torch.Tensor) -> Step:
-    """Logits and gradients of a step of training, in which every trained parameter gets one."""
+    """Return logits and gradients of a step of training; assert that every trained parameter has a gradient."""
     model.zero_grad()
     output = model(input_ids=ids, labels=ids, use_cache=False)
     output.loss.backward()
@@ -95,78 +96,91 @@ def step(model: nn.Module, ids: torch.Tensor) -> Step:
 
 
 Gradients = dict[str, torch.Tensor]
-"""By the name of the parameter."""
+"""Gradients by the name of the parameter."""
 
 Step = tuple[torch.Tensor, Gradients]
-"""What ``step`` returns: logits, and gradients."""
+"""The logits and the gradients that ``step`` returns."""
+
+
+class Subclass(torch.Tensor):
+    """A class of tensors that changes nothing."""
+
+
+class Watching(TorchDispatchMode):
+    """A mode that sees all operators of PyTorch and changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 Tensors = Iterable[torch.Tensor | None] | Mapping[str, torch.Tensor | None]
-"""Several, in their order or by name, of which some may be None."""
+"""Tensors in their order or by name, of which some may be None."""
 
 
-def assert_all_near(found: Tensors, expected: Tensors, bound: float) -> None:
-    """They have the same dtypes, are None in the same places, and relatively no further apart than ``bound``."""
-    if isinstance(found, Mapping) and isinstance(expected, Mapping):
-        assert found.keys() == expected.keys()
-        pairs = [(name, found[name], other) for name, other in expected.items()]
+def assert_all_near(actual: Tensors, expected: Tensors, bound: float) -> None:
+    """Assert equal dtypes, None in the same places, and relative distances below ``bound``."""
+    if isinstance(actual, Mapping) and isinstance(expected, Mapping):
+        assert actual.keys() == expected.keys()
+        pairs = [(name, actual[name], b) for name, b in expected.items()]
     else:
-        pairs = [(str(place), *pair) for place, pair in enumerate(zip(found, expected, strict=True))]
+        pairs = [(str(place), *pair) for place, pair in enumerate(zip(actual, expected, strict=True))]
     far = []
-    for name, one, other in pairs:
-        if one is None or other is None:
-            far += [] if one is other else [f"{name}: one is None"]
-        elif one.dtype != other.dtype:
-            far.append(f"{name}: {one.dtype}, not {other.dtype}")
-        elif not (torch.equal(one, other) or (bound and relative(one, other) < bound)):
-            far.append(f"{name}: {relative(one, other):.2g} apart")
+    for name, a, b in pairs:
+        if a is None or b is None:
+            far += [] if a is b else [f"{name}: one is None"]
+        elif a.dtype != b.dtype:
+            far.append(f"{name}: {a.dtype}, not {b.dtype}")
+        elif not (torch.equal(a, b) or (bound and relative(a, b) < bound)):
+            far.append(f"{name}: {relative(a, b):.2g} apart")
     assert not far, f"of {len(pairs)} tensors these differ: {far}"
 
 
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    """They have the same bits and dtypes, and are None in the same places."""
-    assert_all_near(found, expected, 0.0)
+def assert_same(actual: Tensors, expected: Tensors) -> None:
+    """Assert equal bits and dtypes, and None in the same places."""
+    assert_all_near(actual, expected, 0.0)
 
 
-def assert_same_bits(one: Step, other: Step) -> None:
-    assert_same({"logits": one[0], **one[1]}, {"logits": other[0], **other[1]})
+def assert_same_bits(actual: Step, expected: Step) -> None:
+    assert_same({"logits": actual[0], **actual[1]}, {"logits": expected[0], **expected[1]})
 
 
-def equal_in_fp32(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two calls agree whose kernels differ: to the bit, on a GPU but for the order of the sums in a row."""
-    if not one.is_cuda:
-        return torch.equal(one, other)
-    return one.dtype == other.dtype and relative(one, other) < (2e-6 if one.dtype == torch.float32 else 2e-3)
+def equal_in_fp32(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether results of different kernels agree: to the bit, or on a GPU but for the order of sums in a row."""
+    if not actual.is_cuda:
+        return torch.equal(actual, expected)
+    return actual.dtype == expected.dtype and relative(actual, expected) < (
+        2e-6 if actual.dtype == torch.float32 else 2e-3
+    )
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The messages of this package: other packages log as well, some of them on a GPU alone."""
+    """Return the messages of this package: other packages log too, some of them only on a GPU."""
     return [record.getMessage() for record in caplog.records if record.name == "fused_norm"]
 
 
-def relative(value: torch.Tensor, truth: torch.Tensor) -> float:
-    return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def assert_gradients_near(actual: Gradients, expected: Gradients, bound: float = 1e-5, floor: float = 0.0) -> None:
-    """The same parameters have gradients, and none is further away than ``bound``, relatively.
+    """Assert that the same parameters have gradients, with relative distances of at most ``bound``.
 
-    ``floor``: a distance that is none, for gradients that are 0 but for roundings.
+    ``floor``: an absolute distance that is allowed too, for gradients that are 0 but for roundings.
     """
     assert expected
     assert actual.keys() == expected.keys()
     distances = {name: (actual[name].double() - value.double()).norm() for name, value in expected.items()}
     norms = {name: value.double().norm() for name, value in expected.items()}
     far = {
-        name: (one.item(), norms[name].item())
-        for name, one in distances.items()
-        if not one <= bound * norms[name] + floor
+        name: (distance.item(), norms[name].item())
+        for name, distance in distances.items()
+        if not distance <= bound * norms[name] + floor
     }
     assert not far, f"distances and norms: {far}"
 
 
 def assert_near(actual: Step, expected: Step, gradients: float = 1e-5) -> None:
-    """In fp32, but for the order of sums."""
+    """Assert that two steps in fp32 agree but for the order of sums."""
     assert relative(actual[0], expected[0]) < 2e-6
     assert_gradients_near(actual[1], expected[1], gradients)
 
@@ -176,14 +190,14 @@ def assert_trains_as_stock(stock: nn.Module, fused: nn.Module, ids: torch.Tensor
 
 
 def rows_of(ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Data of a Trainer: sequences that are their own labels."""
+    """Return a Trainer's data: sequences that are their own labels."""
     return [{"input_ids": row, "labels": row} for row in ids.cpu()]
 
 
 def trainer_of(
     model: Any, folder: Path, data: list[dict[str, torch.Tensor]], kind: type[Trainer] = Trainer, **options: Any
 ) -> Trainer:
-    """A Trainer that logs every step; ``options`` are its own, or those of ``TrainingArguments``."""
+    """Return a Trainer that logs every step; ``options``: its own, or those of ``TrainingArguments``."""
     own = {name: options.pop(name) for name in ("callbacks", "compute_metrics", "model_init") if name in options}
     how = {
         "per_device_train_batch_size": 1, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no",
@@ -194,7 +208,7 @@ def trainer_of(
 
 
 def losses_of(trainer: Trainer) -> torch.Tensor:
-    """The losses that a Trainer has logged."""
+    """Return the losses that a Trainer has logged."""
     return torch.tensor([row["loss"] for row in trainer.state.log_history if "loss" in row])
 
 
@@ -203,13 +217,13 @@ def snapshot(model: nn.Module) -> list[tuple[type, dict]]:
 
 
 def fused_copy(stock: nn.Module, **options: Any) -> Any:
-    """A copy of a model, fused with these options."""
+    """Return a copy of a model, fused with these options."""
     fused = copy.deepcopy(stock)
     fused_norm.apply_fused_norm(fused, **options)
     return fused
 
 
 def twins(config_or_type: Any, device: str, **kwargs) -> tuple[nn.Module, nn.Module]:
-    """A stock model and its fused copy."""
+    """Return a stock model and its fused copy."""
     stock = build(config_or_type, seed=0, device=device, **kwargs)
     return stock, fused_copy(stock)

@@ -44,7 +44,7 @@ TOKENS_WITH_AN_IMAGE[0, 3:9] = torch.tensor([START, *[IMAGE] * 4, END])
 
 
 class Tower(nn.Module):
-    """A tower with a head that says a token of each feature; what it takes is the same at every call."""
+    """A tower with a head that predicts a token from each feature; its input is the same at every call."""
 
     def __init__(self, tower: nn.Module, name: str, features: Tensor, **others: Tensor) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Tower(nn.Module):
 
 
 class WithAnImage(nn.Module):
-    """A model that is given the same image at every call, so that it takes nothing but tokens."""
+    """A model that gets the same image at every call, so that tokens are its only argument."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def decoder_with_a_tower(config: Any) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Other:
+class OtherFamily:
     """A small model of a family.
 
     Attributes:
@@ -122,7 +122,7 @@ class Other:
     only_in_5: bool = False
 
     def counted(self, launches: list[str]) -> dict[str, int]:
-        """How often the operators ran that ``launches`` of this family says everything of."""
+        """Count the launches of the operators that this family's ``launches`` names."""
         adds = {"add_rms_norm", "norm_add", "norm_add_norm"}
         names = {*launches} & ({*self.launches} | adds) if self.other_launches else {*launches}
         return {name: launches.count(name) for name in names}
@@ -144,89 +144,89 @@ STACK = SIZES | {"num_hidden_layers": 1, "query_pre_attn_scalar": 16, "layer_typ
 
 
 def experts_launched(layers: int) -> dict[str, int]:
-    """How often operators run for layers whose experts are one module; in transformers 4 there is none."""
+    """Count operators for layers whose experts are a single module; in transformers 4 there is no such module."""
     names = ("expert_permute", "expert_gate", "expert_unpermute")
     return {} if EXPERTS_ARE_MLPS else dict.fromkeys(names, layers)
 
 
 def biases_launched(layers: int) -> dict[str, int]:
-    """The same for both biases of such experts."""
+    """Count operators for both biases of such experts."""
     return {} if EXPERTS_ARE_MLPS else {"expert_bias": 2 * layers}
 
 
 def launched(**operators: int) -> dict[str, int]:
-    """How often operators run in a forward of a decoder, besides that of its head."""
+    """Count operators in a forward of a decoder, and add that of its head."""
     return {"linear_cross_entropy": 1, **operators}
 
 
 CONVOLUTION = {} if EXPERTS_ARE_MLPS else {"causal_conv1d": 1}
 """transformers 4 convolves in a method that the forward calls, which is not rewritten."""
 
-OTHERS: Mapping[str, Other] = {
-    "glm4": Other(
+OTHERS: Mapping[str, OtherFamily] = {
+    "glm4": OtherFamily(
         counts(loss=1, norm=9, rope=2, residual=2, sandwich=4, mlp=2),
         launched(rms_norm=3, norm_add_norm=2, norm_add=2, rope=2, glu=2),
         in_bf16=True,
     ),
     # Neighbours are turned together: in fp32 in Cohere, whose norms are LayerNorms, and in ERNIE.
-    "cohere": Other(counts(loss=1, rope=2, mlp=2), launched(rope=2, glu=2), in_bf16=True),
-    "ernie4_5": Other(
+    "cohere": OtherFamily(counts(loss=1, rope=2, mlp=2), launched(rope=2, glu=2), in_bf16=True),
+    "ernie4_5": OtherFamily(
         counts(loss=1, norm=5, rope=2, residual=2, mlp=2),
         launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2),
         in_bf16=True,
     ),
-    "helium": Other(
+    "helium": OtherFamily(
         counts(loss=1, norm=5, rope=2, residual=2, mlp=2), launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2)
     ),
     # No norm in the layer takes a sum. The norms of q and k are over all heads, and differ in width: no pair.
-    "olmo2": Other(
+    "olmo2": OtherFamily(
         counts(loss=1, norm=5, qk=4, rope=2, sandwich=4, mlp=2),
         launched(rms_norm=5, norm_add=4, rope=2, glu=2),
         in_bf16=True,
     ),
     # Its layers without a window do not rotate.
-    "exaone4": Other(
+    "exaone4": OtherFamily(
         counts(loss=1, norm=5, qk=4, rope=1, sandwich=4, mlp=2),
         launched(rms_norm=1, qk_norm=2, norm_add=4, rope=1, glu=2),
         {"sliding_window": 8, "layer_types": LAYERS},
     ),
-    "granite": Other(
+    "granite": OtherFamily(
         counts(loss=1, norm=5, rope=2, residual=2, mlp=2),
         launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2),
         {"residual_multiplier": 0.22},
         in_bf16=True,
     ),
-    "glm4_moe": Other(
+    "glm4_moe": OtherFamily(
         counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2, experts=1),
         launched(rms_norm=3, add_rms_norm=2, qk_norm=2, rope=2, glu=2, **experts_launched(1)),
         {**EXPERTS, "use_qk_norm": True, "n_routed_experts": 4, "n_shared_experts": 1},
         expert_mlps=4,
     ),
-    "hunyuan_v1_dense": Other(
+    "hunyuan_v1_dense": OtherFamily(
         counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2),
         launched(rms_norm=3, add_rms_norm=2, qk_norm=2, rope=2, glu=2),
     ),
-    "phi3": Other(
+    "phi3": OtherFamily(
         counts(loss=1, norm=5, rope=2, residual=2, mlp=2),
         launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2),
         {"partial_rotary_factor": 0.5},
     ),
-    "smollm3": Other(
+    "smollm3": OtherFamily(
         counts(loss=1, norm=5, rope=1, residual=2, mlp=2),
         launched(rms_norm=3, add_rms_norm=2, rope=1, glu=2),
         {"no_rope_layers": [1, 0]},
     ),
-    # Its angles are those of one half.
-    "gpt_oss": Other(
+    # Its angles are those of half a head.
+    "gpt_oss": OtherFamily(
         counts(loss=1, norm=5, rope=2, residual=2, experts=2),
         launched(rms_norm=3, add_rms_norm=2, rope=2, **experts_launched(2), **biases_launched(2)),
         {"num_experts_per_tok": 2, "num_local_experts": 4, "layer_types": LAYERS},
     ),
-    "stablelm": Other(
+    "stablelm": OtherFamily(
         counts(loss=1, rope=2, mlp=2), launched(rope=2, glu=2), {"partial_rotary_factor": 0.5}, only_in_5=True
     ),
     # Queries and keys are rotated one at a time; the norm before each layer's router runs twice.
-    "gemma3n_text": Other(
+    "gemma3n_text": OtherFamily(
         counts(loss=1, norm=18, qk=4, rope=4, sandwich=6, mlp=2),
         launched(rms_norm=18, norm_add=6, rope=4, glu=2),
         {
@@ -237,13 +237,13 @@ OTHERS: Mapping[str, Other] = {
         only_in_5=True,
     ),
     # The norm is called inside the branch's call, in both kinds of layers.
-    "lfm2": Other(
+    "lfm2": OtherFamily(
         {"norm": 5, "qk": 2, "rope": 1, "residual": 2, "sandwich": 0, "mlp": 2, "loss": 1},
         launched(rms_norm=3, add_rms_norm=2, qk_norm_rope=1, glu=2, **CONVOLUTION),
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
         in_bf16=True,
     ),
-    "qwen3_next": Other(
+    "qwen3_next": OtherFamily(
         counts(loss=1, norm=6, qk=2, rope=1, residual=2, mlp=2, conv=1, experts=2),
         launched(
             rms_norm=3, gated_rms_norm=1, add_rms_norm=2, qk_norm_rope=1, glu=2, causal_conv1d=1,
@@ -258,7 +258,7 @@ OTHERS: Mapping[str, Other] = {
     ),
     # Two attentions and two dense MLPs in a layer, whose norms are in lists: four of layers and four of attentions in
     # each, and one at the end.
-    "longcat_flash": Other(
+    "longcat_flash": OtherFamily(
         {"norm": 17, "residual": 6, "sandwich": 0, "rope": 4},
         {"add_rms_norm": 6, "rope": 4},
         {
@@ -272,7 +272,7 @@ OTHERS: Mapping[str, Other] = {
     ),
     # Its Mamba layers add what a transformer layer made, if there is one: two of three are given nothing to add. Three
     # of its norms have a gate, and by its default settings nothing rotates.
-    "zamba2": Other(
+    "zamba2": OtherFamily(
         {"norm": 9, "residual": 3, "sandwich": 0, "rope": 0},
         {"add_rms_norm": 1},
         {
@@ -286,7 +286,7 @@ OTHERS: Mapping[str, Other] = {
     ),
     # Two norms in a layer of the encoder, three in one of the decoder, one at the end of each. Sums are made at the
     # ends of modules that hold one norm each, and reach the next one's from outside.
-    "t5": Other(
+    "t5": OtherFamily(
         counts(norm=12, mlp=4, loss=1),
         launched(rms_norm=12, glu=4),
         {
@@ -298,7 +298,7 @@ OTHERS: Mapping[str, Other] = {
         in_bf16=True,
     ),
     # Four norms in the layer of the encoder and six in that of the decoder; dropout comes after those of branches.
-    "t5gemma": Other(
+    "t5gemma": OtherFamily(
         {"norm": 12, "residual": 3, "sandwich": 5},
         {"norm_add_norm": 3, "norm_add": 2},
         {"encoder": STACK, "decoder": STACK, "dropout_rate": 0.2, "vocab_size": 64},
@@ -308,7 +308,7 @@ OTHERS: Mapping[str, Other] = {
         in_bf16=True,
     ),
     # Two norms in a layer, one before all and one after.
-    "aimv2_vision_model": Other(
+    "aimv2_vision_model": OtherFamily(
         counts(norm=6, residual=2, mlp=2),
         {"rms_norm": 4, "add_rms_norm": 2, "glu": 2},
         {
@@ -320,7 +320,7 @@ OTHERS: Mapping[str, Other] = {
         in_bf16=True,
     ),
     # Nine norms in a layer; of those after branches, one is added in a return, the others have a factor.
-    "gemma3n_audio": Other(
+    "gemma3n_audio": OtherFamily(
         counts(norm=18, sandwich=2),
         {"rms_norm": 16, "norm_add": 2},
         {
@@ -332,7 +332,7 @@ OTHERS: Mapping[str, Other] = {
         in_bf16=True,
     ),
     # A block of the tower has two norms, and so has a layer of the text; there are two more.
-    "qwen2_5_vl": Other(
+    "qwen2_5_vl": OtherFamily(
         {"norm": 10, "residual": 4, "sandwich": 0, "rope": 4},
         {"add_rms_norm": 4, "rope": 4},
         {
@@ -345,7 +345,7 @@ OTHERS: Mapping[str, Other] = {
         in_bf16=True,
     ),
     # A layer of the text has four norms; the tower has two besides those of its blocks.
-    "glm4v": Other(
+    "glm4v": OtherFamily(
         {"norm": 15, "residual": 4, "sandwich": 4, "rope": 4},
         {"add_rms_norm": 2, "norm_add_norm": 2, "norm_add": 2, "rope": 4},
         {
@@ -358,19 +358,19 @@ OTHERS: Mapping[str, Other] = {
         in_bf16=True,
     ),
 }  # fmt: skip
-"""By model type; sites and launches are counted by hand from the layers of each."""
+"""Families by model type; their sites and launches are counted by hand."""
 
 
 def model_of(model_type: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model of one of ``OTHERS``, or of a family in the table."""
+    """Return the model of a family in ``OTHERS`` or in the package's table."""
     if model_type not in OTHERS:
         return build(model_type, seed=0, device=device, dtype=dtype)
-    other = OTHERS[model_type]
-    sizes = copy.deepcopy({**({} if other.make else SIZES), **other.sizes})
+    family = OTHERS[model_type]
+    sizes = copy.deepcopy({**({} if family.make else SIZES), **family.sizes})
     config = AutoConfig.for_model(model_type, **{name: value for name, value in sizes.items() if value is not None})
-    if other.make is None:
+    if family.make is None:
         return build(config, seed=0, device=device, dtype=dtype)
-    model = other.make(config)
+    model = family.make(config)
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ or "T5LayerNorm" in type(module).__name__:
             nn.init.normal_(module.weight, 1, 0.3)

@@ -1,4 +1,4 @@
-"""Random forwards of layers, in the manner of models and in no manner at all, and the modules that they call.
+"""Random forwards of layers, with and without the patterns of real models, and the modules that they call.
 
 A forward has four tensors, ``a`` to ``d``, whose names it gives new values, and returns all of them. What it does with
 them is drawn: adds with norms before and after, gates, heads and their rotations, modules that read a norm, conditions,
@@ -43,7 +43,7 @@ def linear(columns: int = WIDTH) -> nn.Linear:
 
 
 class Block(nn.Module):
-    """What an attention or an MLP is made of."""
+    """The submodules of an attention or an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Layer(Block):
-    """What a layer is made of; a subclass gives it an attention and an MLP."""
+    """The submodules of a layer; a subclass adds an attention and an MLP."""
 
     block_classes: tuple[type[Block], type[Block]]
 
@@ -66,11 +66,11 @@ class Layer(Block):
         self.norm, self.other, self.inner, self.third, self.query_norm, self.key_norm = (Norm() for _ in range(6))
         self.apart = Norm(eps=1e-5)
         self.norms = nn.ModuleList([Norm(), Norm()])
-        self.attention, self.mlp = (one() for one in self.block_classes)
+        self.attention, self.mlp = (cls() for cls in self.block_classes)
 
 
 class Model(nn.Module):
-    """A model of one layer."""
+    """A model with a single layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -106,21 +106,21 @@ GLOBALS = {
 
 
 def layer_with(body: str, *blocks: str) -> type[Layer]:
-    """A class of layers whose forward takes ``a`` to ``d``, and two blocks, which take ``x`` and ``y``."""
-    classes = tuple(layer_of(one, "x, y=None", Block, names=GLOBALS) for one in blocks)
+    """Return a class of layers whose forward takes ``a`` to ``d``, with two blocks, which take ``x`` and ``y``."""
+    classes = tuple(layer_of(block, "x, y=None", Block, names=GLOBALS) for block in blocks)
     base = type("Base", (Layer,), {"block_classes": classes})
     return layer_of(body, "a, b, c, d", base, names=GLOBALS)
 
 
 class Writer:
-    """Draws the statements of forwards."""
+    """A generator of random statements of forwards."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self._temporary = 0
 
     def layer(self) -> type[Layer]:
-        """A class of layers."""
+        """Return a random class of layers."""
         blocks = [self._block(), self._block()]
         lines = [self._statement() for _ in range(self.random.randint(2, 6))]
         lines += ["return a, b, c, d" if self._is(0.7) else f"return {self._value()}, a, b, c, d"]
@@ -129,7 +129,7 @@ class Writer:
     def _is(self, chance: float) -> bool:
         return self.random.random() < chance
 
-    def _one(self, *choices: Any) -> Any:
+    def _choice(self, *choices: Any) -> Any:
         return self.random.choice(choices)
 
     def _drawn(self, **weights: float) -> str:
@@ -146,14 +146,14 @@ class Writer:
         return f"self.{self.random.choice(NORMS)}"
 
     def _test(self) -> str:
-        return self._one(
+        return self._choice(
             "self.flag", "not self.flag", "self.training", "a is None", "b is not a", "self.flag and c is b"
         )
 
     # Layers
 
     def _value(self, depth: int = 0) -> str:
-        """An expression of a tensor as wide as a token."""
+        """Return an expression of a tensor as wide as a token."""
         if depth > 2:
             return self._name()
         kind = self._drawn(
@@ -168,12 +168,12 @@ class Writer:
             case "norm":
                 return f"{self._norm()}({self._value(depth + 1)})"
             case "linear":
-                return f"self.{self._one('q', 'up', 'down')}({self._value(depth + 1)})"
+                return f"self.{self._choice('q', 'up', 'down')}({self._value(depth + 1)})"
             case "block":
                 return self._call(self._value(depth + 1))
             case "scale":
                 value = self._value(depth + 1)
-                return self._one(f"(self.factor * {value})", f"({value} * self.factor)", f"(0.5 * {value})")
+                return self._choice(f"(self.factor * {value})", f"({value} * self.factor)", f"(0.5 * {value})")
             case "choice":
                 return f"({self._value(depth + 1)} if {self._test()} else {self._value(depth + 1)})"
             case "walrus":
@@ -183,19 +183,19 @@ class Writer:
             case "function":
                 return f"torch.tanh({self._value(depth + 1)})"
             case "halve":
-                return f"{self._one('self.halve', 'halve')}({self._value(depth + 1)})"
+                return f"{self._choice('self.halve', 'halve')}({self._value(depth + 1)})"
             case "dropout":
                 return f"self.dropout({self._value(depth + 1)})"
         return f"(lambda: {self._value(depth + 1)})()"
 
     def _product(self, gate: str, up: str) -> str:
-        act = self._one(f"self.act({gate})", f"functional.silu({gate})")
-        up = self._one(up, f"self.up({up})")
-        return self._one(f"({act} * {up})", f"({up} * {act})")
+        act = self._choice(f"self.act({gate})", f"functional.silu({gate})")
+        up = self._choice(up, f"self.up({up})")
+        return self._choice(f"({act} * {up})", f"({up} * {act})")
 
     def _call(self, value: str) -> str:
-        block = self._one("self.attention", "self.mlp")
-        return self._one(f"{block}({value})", f"{block}(x={value})", f"{block}({value}, {self._name()})")
+        block = self._choice("self.attention", "self.mlp")
+        return self._choice(f"{block}({value})", f"{block}(x={value})", f"{block}({value}, {self._name()})")
 
     def _statement(self, depth: int = 0) -> str:
         weights = {
@@ -232,10 +232,10 @@ class Writer:
             case "two":
                 return f"{self._name()} = {self._name()} = {self._value(1)}"
             case "augment":
-                return f"{self._name()} {self._one('+=', '*=')} {self._value(1)}"
+                return f"{self._name()} {self._choice('+=', '*=')} {self._value(1)}"
             case "edit":
                 name = self._name()
-                return self._one(
+                return self._choice(
                     f"{name}.mul_(0.5)", f"{name}[..., 0] = 0.25", f"{name}.add_({self._name()})",
                     f"torch.tanh_({name})", f"self.halve({name})", f"halve({name})",
                     f"{self._name()} = self.halve({name})",
@@ -247,12 +247,12 @@ class Writer:
                 lines = f"if {self._test()}:\n{self._body(depth)}"
                 return f"{lines}\nelse:\n{self._body(depth)}" if self._is(0.5) else lines
             case "for":
-                end = self._one("", f"\n    if {self._name()} is d:\n        break")
+                end = self._choice("", f"\n    if {self._name()} is d:\n        break")
                 return f"for _ in range(2):\n{self._body(depth)}{end}"
             case "while":
                 return f"more = True\nwhile more:\n{self._body(depth)}\n    more = False"
             case "try":
-                fails = self._one("", f"\n    if {self._name()} is a:\n        raise ValueError")
+                fails = self._choice("", f"\n    if {self._name()} is a:\n        raise ValueError")
                 return f"try:\n{self._body(depth)}{fails}\nexcept ValueError:\n{self._body(depth)}"
             case "with":
                 return f"with contextlib.suppress(ValueError):\n{self._body(depth)}"
@@ -266,57 +266,59 @@ class Writer:
         return textwrap.indent("\n".join(lines), indent)
 
     def _residual(self) -> str:
-        """A branch in statements of its own, its sum with the residual, and a norm of that."""
+        """Return the statements of a branch, its sum with the residual, and a norm of the sum."""
         r, h = self.random.sample(NAMES, 2)
         lines = [f"{r} = {h}"] if self._is(0.6) else []
         lines += [f"{h} = {self._norm()}({h})"] if self._is(0.8) else []
-        lines += [f"{h} = {self._one(self._call(h), self._product(h, h), self._value(1))}"]
+        lines += [f"{h} = {self._choice(self._call(h), self._product(h, h), self._value(1))}"]
         lines += [f"{h} = {self._norm()}({h})"] if self._is(0.4) else []
         lines += [f"{h} = self.dropout({h})"] if self._is(0.3) else []
         lines += [f"{self._name()} = {self._name()}"] if self._is(0.15) else []
-        branch = self._one(h, h, h, f"{self._norm()}({h})", f"{h} * self.factor", self._product(h, h))
-        total = self._one(f"{r} + {branch}", f"{r} + {branch}", f"{branch} + {r}")
+        branch = self._choice(h, h, h, f"{self._norm()}({h})", f"{h} * self.factor", self._product(h, h))
+        total = self._choice(f"{r} + {branch}", f"{r} + {branch}", f"{branch} + {r}")
         total = f"{total} if {self._test()} else {h}" if self._is(0.1) else total
         lines += [f"{h} = {total}"]
         lines += [f"{r} = {h}"] if self._is(0.6) else []
-        after = f"{self._name()} = {self._one(f'{self._norm()}({h})', self._call(f'{self._norm()}({h})'))}"
+        after = f"{self._name()} = {self._choice(f'{self._norm()}({h})', self._call(f'{self._norm()}({h})'))}"
         lines += [f"if {self._test()}:\n    {after}" if self._is(0.15) else after]
         return "\n".join(lines)
 
     def _branch(self) -> str:
-        """A residual add in one expression, as vision models have it."""
+        """Return a residual add in a single expression, as vision models write it."""
         h, r = self._name(), self._name()
         branch = self._call(f"{self._norm()}({h})")
-        branch = self._one(branch, branch, f"{self._norm()}({branch})", f"self.dropout({branch})")
-        return f"{h} = {self._one(f'{r} + {branch}', f'{branch} + {r}')}"
+        branch = self._choice(branch, branch, f"{self._norm()}({branch})", f"self.dropout({branch})")
+        return f"{h} = {self._choice(f'{r} + {branch}', f'{branch} + {r}')}"
 
     def _gate(self) -> str:
-        """A product with an activation, in one statement or in several, of two linears or of one."""
+        """Return a product with an activation, in one or several statements, of two linears or a packed one."""
         x, y, gate, up = self._name(), self._name(), self._new(), self._new()
-        other = self._one("", "", f"{self._name()} = {self._value(1)}\n")
-        act = self._one("self.act", "functional.silu")
-        match self._one("one", "names", "ahead", "packed", "normed", "cut"):
-            case "one":
+        between = self._choice("", "", f"{self._name()} = {self._value(1)}\n")
+        act = self._choice("self.act", "functional.silu")
+        match self._choice("single", "names", "ahead", "packed", "normed", "cut"):
+            case "single":
                 return f"{y} = self.down({self._product(f'self.gate({x})', f'self.up({x})')})"
             case "names":
-                return f"{gate} = self.gate({x})\n{up} = self.up({x})\n{other}{y} = {act}({gate}) * {up}"
+                return f"{gate} = self.gate({x})\n{up} = self.up({x})\n{between}{y} = {act}({gate}) * {up}"
             case "ahead":
-                return f"{gate} = {act}(self.gate({x}))\n{other}{up} = self.up({x})\n{y} = {up} * {gate}"
+                return f"{gate} = {act}(self.gate({x}))\n{between}{up} = self.up({x})\n{y} = {up} * {gate}"
             case "packed":
-                return f"{gate}, {up} = self.packed({x}).chunk(2, dim=-1)\n{other}{y} = {up} * {act}({gate})"
+                return f"{gate}, {up} = self.packed({x}).chunk(2, dim=-1)\n{between}{y} = {up} * {act}({gate})"
             case "cut":
-                return f"{gate} = self.packed({x}).chunk(2, dim=-1)\n{other}{y} = {act}({gate}[0]) * {gate}[1]"
+                return f"{gate} = self.packed({x}).chunk(2, dim=-1)\n{between}{y} = {act}({gate}[0]) * {gate}[1]"
         return f"{y} = {self._norm()}({self._product(f'self.gate({x})', f'self.up({x})')})\n{y} = {self._name()} + {y}"
 
     # Blocks
 
     def _block(self) -> str:
-        """The body of a block's forward, most of which read ``x`` in linears alone."""
+        """Return the body of a block's forward, which mostly reads ``x`` only in linears."""
         lines = [self._reads("q"), self._reads("k")] if self._is(0.7) else [self._reads("q"), "k = q"]
         if self._is(0.15):
-            lines.insert(self.random.randint(0, 2), self._one("x = x * 0.5", "x = x if self.flag else x + 1", "y = x"))
+            lines.insert(
+                self.random.randint(0, 2), self._choice("x = x * 0.5", "x = x if self.flag else x + 1", "y = x")
+            )
         if self._is(0.1):
-            lines.insert(self.random.randint(0, 2), self._one("x.mul_(0.5)", "x += 0.25", "halve(x)", "del x"))
+            lines.insert(self.random.randint(0, 2), self._choice("x.mul_(0.5)", "x += 0.25", "halve(x)", "del x"))
         if self._is(0.5):
             lines += self._heads()
         elif self._is(0.8):
@@ -324,42 +326,42 @@ class Writer:
         else:
             lines += ["out = q + k"]
         lines += ["out = out if y is None else out + y"]
-        return "\n".join([*lines, self._one("return out", "return self.down(out)")])
+        return "\n".join([*lines, self._choice("return out", "return self.down(out)")])
 
     def _reads(self, name: str) -> str:
-        """Statements that give a name what a linear makes of ``x``."""
-        linear = self._one(f"self.{name}", "self.gate", "self.up", "self.v")
-        other = self._one("self.v", "self.down")
+        """Return statements that assign a linear of ``x`` to a name."""
+        linear = self._choice(f"self.{name}", "self.gate", "self.up", "self.v")
+        second = self._choice("self.v", "self.down")
         plain = f"{name} = {linear}(x)"
-        return self._one(
+        return self._choice(
             *[plain] * 8,
-            f"if self.flag:\n    {name} = {linear}(x)\nelse:\n    {name} = {other}(x)",
+            f"if self.flag:\n    {name} = {linear}(x)\nelse:\n    {name} = {second}(x)",
             f"for _ in range(2):\n    {name} = {linear}(x)",
-            f"{name} = sum(one(x) for one in ({linear}, {other}))",
+            f"{name} = sum(f(x) for f in ({linear}, {second}))",
             f"{name} = sum({linear}(x) for _ in range(2))",
             f"{name} = (lambda: {linear}(x))()",
             f"def read():\n    return {linear}(x)\n{name} = read()",
             f"{name} = {linear}(*(x,))",
-            f"{name} = {linear}(x) + {other}(x)",
+            f"{name} = {linear}(x) + {second}(x)",
             f"{name} = {linear}(x) + x",
             f"{name} = {linear}(x).view(x.shape)",
             f"x = {linear}(x)\n{name} = x",
             f"z = x\n{name} = {linear}(z)",
-            f"{name} = {linear}({other}(x))",
+            f"{name} = {linear}({second}(x))",
             f"{name} = {linear}(x if self.flag else x * 2)",
         )
 
     def _heads(self) -> Sequence[str]:
-        """Norms of heads, a rotation of them, both, or one behind something else."""
+        """Return norms of heads, a rotation of heads, or both, some of them after another change."""
         lines = []
         for name in "qk":
             view = f"{name}.view(*{name}.shape[:-1], {HEADS}, -1)"
             norm = f"self.{name}_norm({view})" if self._is(0.85) else view
             lines += [f"{name} = {norm}.transpose(1, 2)"]
         if self._is(0.2):
-            lines.insert(1, self._one("k = k * 0.5", "k.mul_(0.5)", "halve(q)", "k = k + self.factor"))
+            lines.insert(1, self._choice("k = k * 0.5", "k.mul_(0.5)", "halve(q)", "k = k + self.factor"))
         rotate = "q, k = apply_rotary_pos_emb(q, k, COS, SIN)"
         if self._is(0.8):
-            lines += [self._one("z = q", "q = q * 0.5", "k.mul_(0.5)")] if self._is(0.15) else []
+            lines += [self._choice("z = q", "q = q * 0.5", "k.mul_(0.5)")] if self._is(0.15) else []
             lines += [f"if self.flag:\n    {rotate}" if self._is(0.1) else rotate]
         return [*lines, "out = (q + 2 * k).transpose(1, 2).flatten(-2)"]

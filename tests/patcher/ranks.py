@@ -1,4 +1,4 @@
-"""Runs a test's function in two processes of one group, and notes what models call."""
+"""Run a test's function in two processes of a group, and record the operators that models call."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_
 
 
 def on_two_ranks(run: Callable[[int, int], Any], folder: Path, backend: str = "gloo") -> list[Any]:
-    """What ``run(rank, 2)`` returns on each rank; ``folder`` is for the way back.
+    """Run ``run(rank, 2)`` on each rank and return the results, which are passed as files in ``folder``.
 
-    ``backend``: with ``nccl`` each rank has a GPU of its own; with another one it sees none, wherever it runs, and
-    kernels are interpreted.
+    ``backend``: with ``nccl`` each rank has a GPU; with any other backend a rank sees no GPU, and kernels are
+    interpreted.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -35,7 +35,7 @@ def on_two_ranks(run: Callable[[int, int], Any], folder: Path, backend: str = "g
 
 
 def _rank(rank: int, port: int, run: Callable[[int, int], Any], folder: Path, backend: str) -> None:
-    # What a launcher would say: transformers does not share out a model without it.
+    # transformers does not shard a model without these variables, which a launcher would set.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -45,7 +45,7 @@ def _rank(rank: int, port: int, run: Callable[[int, int], Any], folder: Path, ba
 
 
 class _Called(list[str]):
-    """The names of the operators that were called, and did not leave the call to the formula."""
+    """The names of the called operators that did not fall back to the formula."""
 
     def called(self, operator: Operator, arguments: tuple[Any, ...]) -> Any:
         self.append(operator.plain_name or operator.name)
@@ -54,9 +54,9 @@ class _Called(list[str]):
 
 @contextmanager
 def called_operators() -> Iterator[list[str]]:
-    """The names of the operators that are called in the block, and in the backward of a loss that is run there.
+    """Yield a list of the operators that are called in the block, including those of a backward that runs in it.
 
-    A thread sees its own calls alone, and on a GPU PyTorch would take another one for the backward.
+    A thread sees only its own calls, and on a GPU PyTorch would run the backward in another thread.
     """
     with calls.by(called := _Called()), set_multithreading_enabled(False):
         yield called

@@ -1,4 +1,4 @@
-"""What autograd has saved in a graph: tensors, and recipes for those that are recomputed."""
+"""The tensors that autograd has saved in a graph, and the recipes for those that it recomputes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fused_norm.patcher.recompute_linears import Kept, Recipe
 
 
 def saved_in(graph: Any) -> Iterator[Any]:
-    """What autograd has saved behind a node, as it was packed."""
+    """Yield everything that autograd has saved in a node's graph, as it was packed."""
     nodes, seen = [graph], {None}
     while nodes:
         node = nodes.pop()
@@ -19,20 +19,20 @@ def saved_in(graph: Any) -> Iterator[Any]:
         nodes += [following for following, _ in node.next_functions]
         for name in dir(node):
             saved = getattr(node, name) if name.startswith("_raw_saved") else ()
-            for one in saved if isinstance(saved, (tuple, list)) else (saved,):
-                if one.data is not None:
-                    yield one.data
+            for packed in saved if isinstance(saved, (tuple, list)) else (saved,):
+                if packed.data is not None:
+                    yield packed.data
 
 
 def recomputed_in(graph: Any) -> list[Any]:
-    """The calls whose outputs are recomputed, once for each tensor that a node would have saved of them."""
-    return [one.value.func.__self__ for one in saved_in(graph) if type(one) is Recipe]
+    """Return the calls whose outputs are recomputed, once for each of their tensors that a node would have saved."""
+    return [packed.value.func.__self__ for packed in saved_in(graph) if type(packed) is Recipe]
 
 
 def saved_bytes(graph: Any) -> int:
-    """The bytes of all memory that autograd keeps behind a node."""
+    """Return the bytes of all memory that autograd keeps for a node's graph."""
     sizes = {}
-    for one in saved_in(graph):
-        for tensor in one.reads if type(one) is Recipe else (one.tensor if type(one) is Kept else one,):
+    for packed in saved_in(graph):
+        for tensor in packed.reads if type(packed) is Recipe else (packed.tensor if type(packed) is Kept else packed,):
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(sizes.values())

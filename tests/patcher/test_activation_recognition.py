@@ -1,4 +1,4 @@
-"""An activation is recognised by what it computes, and is no longer taken for it once something about it changes."""
+"""An activation is recognised by its results, and no longer once something about it changes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_computes_something_else_is_refused(name: str) -> None:
 
 
 def test_the_method_of_an_instance_among_the_settings_is_refused() -> None:
-    """It computes GELU by way of another object, which nobody could compare."""
+    """A GELU that is computed by another object, which cannot be compared."""
     activation = type(ACT2FN["gelu"])(use_gelu_python=True)
     with pytest.raises(UnrecognisedError, match="holds act, a method"):
         recognise_activation(activation)

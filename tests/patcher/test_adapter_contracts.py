@@ -17,26 +17,21 @@ import fused_norm
 from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 
-from .models import assert_same
+from .models import Subclass, assert_same
+from .test_adapters import with_integers
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RANK, WIDTH, COLUMNS = 4, 24, 20
 ABOUT_PEFT = "PEFT's LoRA code"
 
 
-def with_integers(weight: Tensor) -> None:
-    """Numbers whose sums are exact in 16 bits, so that the order of a sum cannot turn a bit."""
-    with torch.no_grad():
-        weight.copy_(torch.randint(-1, 2, weight.shape))
-
-
 def adapted(device: str, *, bias: bool = False, dtype: torch.dtype = BF16, **config: Any) -> Any:
-    """A linear with a LoRA adapter in a model of PEFT's, all weights of whole numbers."""
+    """Return a PEFT model of a linear with a LoRA adapter; all weights are whole numbers."""
     base = nn.Sequential(nn.Linear(WIDTH, COLUMNS, bias=bias)).to(device, dtype)
     lora = peft.LoraConfig(r=RANK, lora_alpha=8, target_modules=["0"], **config)
     model = peft.get_peft_model(base, lora).train()
-    for one in model.parameters():
-        with_integers(one)
+    for parameter in model.parameters():
+        with_integers(parameter)
     return model
 
 
@@ -45,7 +40,7 @@ def layer_of(model: Any) -> Any:
 
 
 def pair(device: str, **options: Any) -> tuple[Any, Any]:
-    """A stock model, and its copy with a fused LoRA layer."""
+    """Return a stock model and its copy with a fused LoRA layer."""
     stock = adapted(device, **options)
     fused = copy.deepcopy(stock)
     assert fused_norm.apply_fused_norm(fused).counts["adapter"] == 1
@@ -53,16 +48,16 @@ def pair(device: str, **options: Any) -> tuple[Any, Any]:
 
 
 def is_fused(y: Tensor) -> bool:
-    """Whether a kernel has added the adapter's output, told by the graph."""
+    """Return whether a kernel has added the adapter's output, according to the graph."""
     return y.grad_fn.name() in ("LoraAddBackward", "LoraAddDroppedBackward")
 
 
 def step(
     model: Any, device: str, between: Callable[[Any], Any] | None = None, autocast: torch.dtype | None = BF16
 ) -> tuple[bool, list[Tensor | None]]:
-    """Whether the layer ran fused; its output, and gradients of x and of all that is trained.
+    """Return whether the layer ran fused, its output, and the gradients of x and of all trained parameters.
 
-    ``between``: what is done to the layer between its forward and its backward.
+    ``between``: is called with the layer between its forward and its backward.
     """
     generator = torch.Generator().manual_seed(5)
     x = torch.randint(-1, 2, (3, 5, WIDTH), generator=generator).to(device, BF16).requires_grad_()
@@ -72,7 +67,7 @@ def step(
         y = model(x)
     if between is not None:
         between(layer_of(model))
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return is_fused(y), [y.detach(), *torch.autograd.grad(y, [x, *trained], dy.to(y.dtype), allow_unused=True)]
 
 
@@ -83,10 +78,10 @@ def assert_pefts_bits(
     is_fused: bool | None = None,
     **options: Any,
 ) -> None:
-    """Assert the bits of a layer that is changed after the patch, before its first call and after one.
+    """Assert PEFT's bits of a layer that is changed after the patch, both before its first call and after it.
 
-    ``between``: what is done between the forward and the backward of a step, after which there is another step.
-    ``is_fused``: whether it runs fused then, if that is known. ``options``: of the adapter.
+    ``between``: is called between the forward and the backward of a step, which another step follows.
+    ``is_fused``: if set, whether the changed layer runs fused. ``options``: those of the adapter.
     """
     for is_warm in (False, True):
         stock, fused = pair(device, **options)
@@ -95,17 +90,17 @@ def assert_pefts_bits(
         for model in (stock, fused):
             torch.manual_seed(2)
             change(layer_of(model))
-        for doing in (between, None):
-            ran_fused, found = step(fused, device, doing)
+        for act in (between, None):
+            ran_fused, actual = step(fused, device, act)
             assert is_fused in (None, ran_fused)
-            assert_same(found, step(stock, device, doing)[1])
+            assert_same(actual, step(stock, device, act)[1])
 
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What was logged about LoRA layers until now: the reasons."""
+    """Return a function that returns the reasons logged about LoRA layers until now."""
     monkeypatch.setattr(fused_norm_module, "_warned", {})
-    return lambda: [one.partition(": ")[2] for one in caplog.messages if ABOUT_PEFT in one]
+    return lambda: [message.partition(": ")[2] for message in caplog.messages if ABOUT_PEFT in message]
 
 
 # ---- The scale ----
@@ -118,7 +113,7 @@ def test_a_scale_of_zero_adds_nothing_and_trains_nothing(device: str) -> None:
     assert ran_fused
     layer_of(fused).enable_adapters(False)
     assert torch.equal(y, step(fused, device)[1][0])
-    assert [one.count_nonzero().item() for one in gradients] == [0, 0]
+    assert [grad.count_nonzero().item() for grad in gradients] == [0, 0]
 
 
 # ---- The adapters that are active ----
@@ -151,12 +146,12 @@ def with_two_active(layer: Any) -> None:
 
 
 class Doubling(Tensor):
-    """A weight of another class, of which a product is twice that of its numbers."""
+    """A weight of another class that doubles its products."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_function__(func, types, args, kwargs or {})
-        return found.as_subclass(Tensor) * 2 if func is nn.functional.linear else found
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.as_subclass(Tensor) * 2 if func is nn.functional.linear else result
 
 
 def of_another_class(layer: Any, part: str) -> None:
@@ -165,13 +160,13 @@ def of_another_class(layer: Any, part: str) -> None:
 
 
 def for_all_columns(layer: Any) -> None:
-    """One row for all columns of the output, to which PyTorch's add spreads it."""
+    """Keep a single row for all columns of the output: PyTorch's add broadcasts it."""
     product = layer.lora_B["default"]
     product.weight = nn.Parameter(product.weight.detach()[:1].clone())
 
 
 def transposed(layer: Any) -> None:
-    """Factors whose memory is in another order."""
+    """Store the factors in another memory order."""
     for part in (layer.lora_A, layer.lora_B):
         weight = part["default"].weight
         weight.data = weight.detach().t().contiguous().t()
@@ -191,7 +186,7 @@ def with_scale(scale: Any) -> Callable[[Any], Any]:
 
 
 def returning(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """A hook that gives the linear's output another dtype than autocast's."""
+    """Return a change that gives the linear's output this dtype instead of autocast's."""
     return lambda layer: layer.base_layer.register_forward_hook(lambda _, __, y: y.to(dtype))
 
 
@@ -216,14 +211,14 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], bool, str | None]] = {
     "a linear that returns float32": (returning(FP32), True, None),
     "a linear that returns float16": (returning(torch.float16), False, "x is torch.bfloat16 and base torch.float16"),
 }
-"""A change of a layer, whether it runs fused then, and how the reason begins if it does not and adds something."""
+"""A change of a layer, whether it then runs fused, and how the logged reason begins, if any is logged."""
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_layer_that_is_changed_after_the_patch_has_pefts_bits(name: str, device: str, logged: Any) -> None:
     change, is_fused, reason = CHANGES[name]
     assert_pefts_bits(device, change, is_fused=is_fused)
-    assert [one.partition(", ")[0] for one in logged()] == ([] if reason is None else [reason])
+    assert [message.partition(", ")[0] for message in logged()] == ([] if reason is None else [reason])
 
 
 def test_a_scale_that_is_set_between_a_forward_and_its_backward_is_for_the_next_forward(device: str) -> None:
@@ -241,18 +236,18 @@ def test_factors_that_do_not_fit_raise_as_in_peft(part: str, device: str) -> Non
             step(model, device)
 
 
-# ---- The order of what is called, and who sees it ----
+# ---- The order of calls, and their observers ----
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_random_numbers_are_drawn_in_the_order_of_peft(late: bool, device: str) -> None:
-    """A linear that draws some is called before the adapter's dropout."""
+    """A linear that draws random numbers is called before the adapter's dropout."""
 
     def change(layer: Any) -> None:
         if late:
             layer.base_layer.register_forward_hook(lambda _, __, y: nn.functional.dropout(y, 0.5))
         else:
-            layer.base_layer.register_forward_pre_hook(lambda _, given: nn.functional.dropout(given[0], 0.5))
+            layer.base_layer.register_forward_pre_hook(lambda _, args: nn.functional.dropout(args[0], 0.5))
 
     assert_pefts_bits(device, change, lora_dropout=0.5)
 
@@ -263,7 +258,7 @@ def with_forward(product: nn.Module) -> None:
 
 def with_hook(product: nn.Module, register: str) -> None:
     tripled = {
-        "register_forward_pre_hook": lambda _, given: (given[0] * 3,),
+        "register_forward_pre_hook": lambda _, args: (args[0] * 3,),
         "register_forward_hook": lambda _, __, y: y * 3,
         "register_full_backward_pre_hook": lambda _, dys: (dys[0] * 3,),
         "register_full_backward_hook": lambda _, dxs, __: (dxs[0] * 3,),
@@ -288,11 +283,11 @@ SEEN: dict[str, Callable[[nn.Module], Any]] = {
     ],
 )
 def test_what_other_code_has_put_on_a_part_of_a_layer_runs(part: str, seen: str, device: str, logged: Any) -> None:
-    """It multiplies by three what it sees."""
+    """The other code multiplies its tensors by three."""
 
     def change(layer: Any) -> None:
-        found = getattr(layer, part)
-        SEEN[seen](found if isinstance(found, nn.Linear) else found["default"])
+        product = getattr(layer, part)
+        SEEN[seen](product if isinstance(product, nn.Linear) else product["default"])
 
     assert_pefts_bits(device, change, lora_dropout=0.5 if part == "lora_dropout" else 0.0)
 
@@ -306,33 +301,29 @@ def test_what_other_code_has_put_on_a_part_of_a_layer_runs(part: str, seen: str,
 def test_an_input_is_rounded_to_the_first_factors_dtype_before_it_is_dropped(
     factor: torch.dtype, dtype: torch.dtype, p: float, device: str
 ) -> None:
-    """Small numbers are zero in float16, and what dropout makes of some is rounded otherwise in 16 bits."""
+    """Small numbers are zero in float16, and dropout's scaling of some rounds otherwise in 16 bits."""
     stock, fused = pair(device, lora_dropout=p)
     x = torch.cat([torch.randint(-9, 10, (7, WIDTH)), torch.randint(-9, 10, (7, WIDTH)) * 2.0**-30]).to(device, dtype)
-    found = []
+    outputs = []
     for model in (stock, fused):
         layer_of(model).lora_A.to(factor)
         torch.manual_seed(4)
         with torch.autocast(device, BF16):
-            found.append(model(x))
-    assert is_fused(found[1])
-    assert torch.equal(*found)
+            outputs.append(model(x))
+    assert is_fused(outputs[1])
+    assert torch.equal(*outputs)
     if factor == torch.float16 or dtype == torch.float16:
         with torch.autocast(device, BF16):
-            assert torch.equal(found[1][7:], layer_of(fused).base_layer(x[7:])), "nothing is added"
-
-
-class Own(Tensor):
-    """A tensor with a class of its own."""
+            assert torch.equal(outputs[1][7:], layer_of(fused).base_layer(x[7:])), "nothing is added"
 
 
 def test_an_input_of_another_class_gives_an_output_of_that_class(device: str) -> None:
     stock, fused = pair(device)
     x = torch.randint(-1, 2, (3, WIDTH)).to(device, BF16)
     with torch.autocast(device, BF16):
-        found, expected = (model(x.as_subclass(Own)) for model in (fused, stock))
-    assert type(found) is type(expected) is Own
-    assert torch.equal(found, expected)
+        actual, expected = (model(x.as_subclass(Subclass)) for model in (fused, stock))
+    assert type(actual) is type(expected) is Subclass
+    assert torch.equal(actual, expected)
 
 
 class Scaled(nn.Linear):
@@ -345,14 +336,14 @@ class Scaled(nn.Linear):
 def test_further_arguments_reach_the_linear(device: str) -> None:
     stock, fused = pair(device)
     x = torch.randint(-1, 2, (3, WIDTH)).to(device, BF16)
-    for given, named in (((3.0,), {}), ((), {"factor": 3.0})):
-        found = []
+    for args, kwargs in (((3.0,), {}), ((), {"factor": 3.0})):
+        outputs = []
         for model in (stock, fused):
             layer_of(model).base_layer.__class__ = Scaled
             with torch.autocast(device, BF16):
-                found.append(layer_of(model)(x, *given, **named))
-        assert torch.equal(*found)
-        assert not torch.equal(found[0], layer_of(stock)(x))
+                outputs.append(layer_of(model)(x, *args, **kwargs))
+        assert torch.equal(*outputs)
+        assert not torch.equal(outputs[0], layer_of(stock)(x))
 
 
 @pytest.mark.parametrize("autocast", [BF16, None])
@@ -362,9 +353,9 @@ def test_inside_disabled_pefts_code_runs_and_nothing_is_logged(
     stock, fused = pair(device)
     layer_of(fused).lora_A["default"].register_forward_hook(lambda *_: None)
     with fused_norm.disabled():
-        ran_fused, found = step(fused, device, autocast=autocast)
+        ran_fused, actual = step(fused, device, autocast=autocast)
     assert not ran_fused
-    assert_same(found, step(stock, device, autocast=autocast)[1])
+    assert_same(actual, step(stock, device, autocast=autocast)[1])
     assert logged() == []
 
 

@@ -37,7 +37,7 @@ BF16 = torch.bfloat16
 
 
 def adapted(device: str, family: str = "qwen3", model_dtype: torch.dtype = BF16, **config: Any) -> Any:
-    """A tiny model with adapters that are not zero, of float32, on five linears of each of its two layers."""
+    """Return a tiny model with nonzero float32 adapters on five linears of each of its two layers."""
     torch.manual_seed(0)
     model = build(family, seed=0, device=device).to(model_dtype)
     lora = peft.LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False, **config)
@@ -54,7 +54,7 @@ def layers(model: nn.Module) -> list[Any]:
 
 
 class Calls:
-    """Notes what ``lora_add`` is called with."""
+    """Record the arguments of the operators of LoRA layers."""
 
     def __init__(self) -> None:
         self.of_adapters: list[tuple[Any, ...]] = []
@@ -66,7 +66,7 @@ class Calls:
 
 
 def fused_calls(run: Callable[[], Any]) -> list[tuple[Any, ...]]:
-    """The arguments of every fused LoRA layer that runs."""
+    """Return the arguments of every fused LoRA layer that runs."""
     noted = Calls()
     with calls.by(noted), set_multithreading_enabled(False):  # a backward on a GPU would run in a thread of its own
         run()
@@ -74,38 +74,38 @@ def fused_calls(run: Callable[[], Any]) -> list[tuple[Any, ...]]:
 
 
 def gradients_at_hidden_states(model: nn.Module, device: str, autocast: torch.dtype | None) -> list[Tensor]:
-    """Logits, and gradients of every hidden state and of every adapter."""
+    """Return logits, and the gradients of all hidden states and adapters."""
     ids = tokens(device)
     model.zero_grad()
     with torch.autocast(device, autocast or BF16, enabled=autocast is not None):
         output = model(input_ids=ids, labels=ids, use_cache=False, output_hidden_states=True)
-    hidden = [one for one in output.hidden_states if one.requires_grad]
-    found = torch.autograd.grad(
-        output.loss, [*hidden, *(one for one in model.parameters() if one.requires_grad)], allow_unused=True
+    hidden = [state for state in output.hidden_states if state.requires_grad]
+    grads = torch.autograd.grad(
+        output.loss,
+        [*hidden, *(parameter for parameter in model.parameters() if parameter.requires_grad)],
+        allow_unused=True,
     )
-    assert all(one is not None for one in found)
-    return [output.logits.detach(), *found]
+    assert all(grad is not None for grad in grads)
+    return [output.logits.detach(), *grads]
 
 
-def errors(found: Sequence[Tensor], true: Sequence[Tensor]) -> list[float]:
-    return [
-        float((one.double() - other).norm() / other.double().norm()) for one, other in zip(found, true, strict=True)
-    ]
+def errors(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    return [float((a.double() - b).norm() / b.double().norm()) for a, b in zip(actual, expected, strict=True)]
 
 
 @pytest.mark.parametrize("family", ["llama", *(slow(name) for name in ("qwen3", "gemma3_text"))])
 def test_a_model_is_as_near_to_float32_as_with_stock_layers(family: str, device: str) -> None:
     model = adapted(device, family, lora_alpha=7)
-    true = gradients_at_hidden_states(copy.deepcopy(model).float(), device, None)
+    expected = gradients_at_hidden_states(copy.deepcopy(model).float(), device, None)
     stock, _ = fused_copy(model, adapter=False)
     fused, report = fused_copy(model)
     assert report.counts["adapter"] == len(layers(model)) >= 10
-    of_stock, of_fused = (errors(gradients_at_hidden_states(one, device, BF16), true) for one in (stock, fused))
+    of_stock, of_fused = (errors(gradients_at_hidden_states(model, device, BF16), expected) for model in (stock, fused))
     assert sum(of_fused) <= 1.1 * sum(of_stock)
-    assert all(one <= 1.5 * other + 1e-2 for one, other in zip(of_fused, of_stock, strict=True))
+    assert all(ours <= 1.5 * theirs + 1e-2 for ours, theirs in zip(of_fused, of_stock, strict=True))
 
 
-# ---- One layer, of numbers whose sums are exact, so that every bit tells ----
+# ---- A single layer, of numbers whose sums are exact, so that all bits are comparable ----
 
 
 def linear(width: int, columns: int) -> nn.Module:
@@ -120,7 +120,8 @@ def in_8_bits(width: int, columns: int) -> nn.Module:
     return Linear8bitLt(width, columns, bias=False, has_fp16_weights=False)
 
 
-def with_integers(weight: nn.Parameter) -> None:
+def with_integers(weight: Tensor) -> None:
+    """Fill a weight with numbers whose sums are exact in 16 bits, so that the order of a sum changes no bit."""
     with torch.no_grad():
         weight.copy_(torch.randint(-1, 2, weight.shape))
 
@@ -184,7 +185,7 @@ def test_a_layer_has_pefts_bits_and_says_whether_it_is_fused(
     if make is linear:
         with_integers(base[0].weight)
     base.to(device, BF16)
-    base.is_loaded_in_4bit, base.is_loaded_in_8bit = make is in_4_bits, make is in_8_bits  # which PEFT asks for
+    base.is_loaded_in_4bit, base.is_loaded_in_8bit = make is in_4_bits, make is in_8_bits  # PEFT reads both
     stock = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["0"], **config)).train()
     for part in ("lora_A", "lora_B"):
         with_integers(getattr(stock.base_model.model[0], part)["default"].weight)
@@ -192,24 +193,24 @@ def test_a_layer_has_pefts_bits_and_says_whether_it_is_fused(
     report = fused_norm.apply_fused_norm(fused, strict=False)
     x = torch.randint(-1, 2, (3, 7, 64)).to(device, BF16)
     dy = torch.randint(-1, 2, (3, 7, 80)).to(device, torch.float32)
-    found = []
+    results = []
     for model in (stock, fused):
         if change is not None:
             change(model.base_model.model[0])
         x = x.detach().requires_grad_()
-        weights = [one for one in model.parameters() if one.requires_grad]
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
         def run(model: Any = model, x: Tensor = x, weights: Any = weights) -> None:
             torch.manual_seed(1)
             with torch.autocast(device, autocast or BF16, enabled=autocast is not None):
                 y = model(x)
-            found.append([y, *torch.autograd.grad(y, [x, *weights], dy.to(y.dtype))])
+            results.append([y, *torch.autograd.grad(y, [x, *weights], dy.to(y.dtype))])
 
         # PEFT has another formula for quantised linears without autocast; under fp16's some of them return bf16.
         is_taken = make is linear or autocast == BF16
         count = len(fused_calls(run))
         assert count == (model is fused and is_fused and is_taken) or (autocast == torch.float16 and make is not linear)
-    assert_same(*found)
+    assert_same(*results)
     assert [site.reason is None for site in (*report.fused, *report.kept)] == [
         is_fused or change is not None or autocast is None
     ]
@@ -267,8 +268,8 @@ def test_layers_that_come_after_the_patch_are_logged_and_fused_by_another_one(
     run = lambda: step(model, tokens(device))  # noqa: E731
     with torch.autocast(device, BF16), caplog.at_level("WARNING", logger="fused_norm"):
         assert not fused_calls(run)
-        found = [one for one in caplog.messages if "come since the model was patched" in one]
-        assert sorted(one.partition(":")[0] for one in found) == [
+        messages = [message for message in caplog.messages if "come since the model was patched" in message]
+        assert sorted(message.partition(":")[0] for message in messages) == [
             f"Qwen3{block} runs LoRA layers as PEFT has them" for block in ("Attention", "MLP")
         ]
         assert fused_norm.apply_fused_norm(model).counts["adapter"] == len(fused_calls(run)) == 10
@@ -288,7 +289,7 @@ def test_a_forward_that_other_code_puts_on_pefts_class_runs(device: str, monkeyp
 def test_checkpointed_layers_have_the_bits_of_others(reentrant: bool, dropout: float, device: str) -> None:
     model, _ = fused_copy(adapted(device, lora_dropout=dropout).train())
     model.enable_input_require_grads()
-    weights, found = [one for one in model.parameters() if one.requires_grad], []
+    weights, steps = [parameter for parameter in model.parameters() if parameter.requires_grad], []
     for is_checkpointed in (False, True):
         if is_checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -297,17 +298,17 @@ def test_checkpointed_layers_have_the_bits_of_others(reentrant: bool, dropout: f
         with torch.autocast(device, BF16):
             loss = model(input_ids=tokens(device), labels=tokens(device), use_cache=False).loss
         assert bool(fused_calls(loss.backward)) == is_checkpointed
-        found.append([loss.detach(), *(one.grad for one in weights)])
-    assert_same(*found)
+        steps.append([loss.detach(), *(weight.grad for weight in weights)])
+    assert_same(*steps)
 
 
 WRAPPED = ("ddp", "fsdp2", "fsdp2, patched later")
 
 
 def wrapped_losses(rank: int, ranks: int) -> dict[tuple[str, bool], tuple[list[float], int]]:
-    """The losses of some steps on this rank's tokens, and how many LoRA layers ran fused."""
+    """Return the losses of some steps on this rank's tokens, and how many LoRA layers ran fused."""
     mesh = init_device_mesh("cpu", (ranks,))
-    found = {}
+    results = {}
     for way, is_fused in itertools.product(WRAPPED, (False, True)):
         model: Any = adapted("cpu", model_dtype=torch.float32).train()
         if "later" not in way:
@@ -319,7 +320,7 @@ def wrapped_losses(rank: int, ranks: int) -> dict[tuple[str, bool], tuple[list[f
                 fully_shard(module, mesh=mesh)
         if "later" in way:
             fused_norm.apply_fused_norm(model, adapter=is_fused)
-        weights = [one for one in model.parameters() if one.requires_grad]
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer, losses = torch.optim.AdamW(weights, lr=1e-2), []
         ids = torch.randint(0, 256, (1, 8), generator=torch.Generator().manual_seed(rank))
 
@@ -333,15 +334,15 @@ def wrapped_losses(rank: int, ranks: int) -> dict[tuple[str, bool], tuple[list[f
                 losses.append(loss.item())
 
         count = len(fused_calls(run))
-        found[way, is_fused] = losses, count
-    return found
+        results[way, is_fused] = losses, count
+    return results
 
 
 @pytest.mark.slow
 def test_adapters_train_on_two_ranks(tmp_path: Path) -> None:
-    for found in on_two_ranks(wrapped_losses, tmp_path):
+    for results in on_two_ranks(wrapped_losses, tmp_path):
         for way in WRAPPED:
-            (stock, none), (fused, count) = found[way, False], found[way, True]
+            (stock, none), (fused, count) = results[way, False], results[way, True]
             assert (none, count) == (0, 3 * 10)
             assert stock[-1] < stock[0]
             assert fused == pytest.approx(stock, rel=5e-3), way
@@ -391,13 +392,13 @@ def test_adapters_are_merged_switched_added_and_copied_as_in_stock(
 @pytest.mark.parametrize("autocast", [False, True])
 def test_layers_in_float64_are_those_of_peft(autocast: bool, device: str) -> None:
     model = adapted(device, model_dtype=torch.float64)
-    for one in model.parameters():
-        one.data = one.data.double()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
     fused, _ = fused_copy(model)
     logits = []
-    for one in (model, fused):
+    for variant in (model, fused):
         with torch.autocast(device, BF16, enabled=autocast):
-            logits.append(one(input_ids=tokens(device), use_cache=False).logits)
+            logits.append(variant(input_ids=tokens(device), use_cache=False).logits)
     assert logits[0].dtype == logits[1].dtype
     assert torch.equal(*logits)
 
@@ -406,9 +407,9 @@ def test_adapted_linears_in_a_list_are_no_layers_that_recompute() -> None:
     model = nn.Module()
     model.linears = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["linears.0", "linears.1"]))
-    stock = [type(one) for one in model.modules()]
+    stock = [type(module) for module in model.modules()]
     for _ in range(2):
         report = fused_norm.apply_fused_norm(model, recompute=True)
         assert (report.counts["adapter"], report.recompute) == (2, ())
     assert fused_norm.remove_fused_norm(model) == 2
-    assert [type(one) for one in model.modules()] == stock
+    assert [type(module) for module in model.modules()] == stock

@@ -96,7 +96,7 @@ def test_bf16_forward_has_the_stock_rounding_points(model_type: str, device: str
         fused_norm.apply_fused_norm(model)
         fused = model(ids, use_cache=False).logits
     # Sums are taken in another order, so a value that lies between two bf16 numbers may fall to the other side; a wrong
-    # cast in one norm alone changes about a quarter of its outputs, and with them nearly all logits.
+    # cast in a single norm changes about a quarter of its outputs, and with them nearly all logits.
     assert relative(fused, stock) < 2**-8
 
 
@@ -341,8 +341,8 @@ def test_fused_classes_keep_what_others_go_by() -> None:
         )
     assert not hasattr(model.model.norm, "kernel_layer_name")
     assert type(model.model.layers[0]) is type(model.model.layers[1])
-    other = build("llama", seed=1)
-    assert not any(isinstance(module, (FusedNorm, FusedBlock)) for module in other.modules())
+    later = build("llama", seed=1)
+    assert not any(isinstance(module, (FusedNorm, FusedBlock)) for module in later.modules())
 
 
 def test_models_on_meta_and_without_a_head_are_fused() -> None:
@@ -354,7 +354,7 @@ def test_models_on_meta_and_without_a_head_are_fused() -> None:
 
 SHARED = {
     "norms": (
-        {f"1.{one}": f"0.{one}" for one in ("self_attn.k_norm", "input_layernorm", "post_attention_layernorm")},
+        {f"1.{path}": f"0.{path}" for path in ("self_attn.k_norm", "input_layernorm", "post_attention_layernorm")},
         counts(loss=1, norm=3, qk=3, rope=2, residual=2, mlp=2),
     ),
     "one norm for q and k": (
@@ -364,7 +364,7 @@ SHARED = {
     "an attention": ({"1.self_attn": "0.self_attn"}, counts(loss=1, norm=5, qk=2, rope=1, residual=2, mlp=2)),
     "a layer": ({"1": "0"}, counts(loss=1, norm=3, qk=2, rope=1, residual=1, mlp=1)),
 }
-"""Modules that are replaced by others, by their paths from the layers, and the sites of a Qwen3 where they are."""
+"""Paths of modules that share another module, relative to the layers, and the sites of a Qwen3 with these."""
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -598,7 +598,7 @@ def test_the_old_name_of_consumers_is_accepted_with_a_warning() -> None:
 def test_every_kind_of_site_has_one_option() -> None:
     assert [switch.kind for switch in SWITCHES.values()] == list(KINDS)
     assert [*SWITCHES, "modules", "casting", "consumers", "recompute", "strict"] == [
-        one.name for one in dataclasses.fields(FuseOptions)
+        field.name for field in dataclasses.fields(FuseOptions)
     ]
 
 
@@ -623,7 +623,7 @@ def test_options_are_a_value() -> None:
 
 
 class TwoAdds(nn.Module):
-    """A layer with two adds in front of norms, so that one of them can be patched first."""
+    """A layer with two adds before norms, of which one can be patched first."""
 
     def __init__(self) -> None:
         super().__init__()

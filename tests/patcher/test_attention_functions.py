@@ -1,4 +1,4 @@
-"""Under autocast q and k are written in the dtype that attention casts them to: no bit changes, and nobody can tell."""
+"""Under autocast q and k are written in the dtype that attention casts them to, and no bit changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flash_attention, sdpa_attention
@@ -30,7 +29,8 @@ from fused_norm.patcher import attention_functions
 from fused_norm.patcher.attention_functions import read_dtype
 from fused_norm.patcher.fused_block import FusedBlock
 
-from .models import assert_same, slow, tokens
+from .models import Subclass, Watching, assert_same, slow, tokens
+from .test_meta_device import autocast_on
 
 OLD = transformers.__version__.startswith("4.")
 TAKEN = inspect.signature(transformers.Qwen3ForCausalLM.forward).parameters
@@ -39,14 +39,17 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @contextmanager
-def seen() -> Iterator[list[tuple[torch.dtype, ...]]]:
-    """The dtypes of q and k that forwards give PyTorch's attention, noted with nothing in the place of any function."""
+def attention_dtypes(*names: str) -> Iterator[list[tuple[torch.dtype, ...]]]:
+    """Yield a list of dtypes in the forwards' calls of PyTorch's attention, noted without replacing a function.
+
+    ``names``: the caller's variables whose dtypes are noted.
+    """
     dtypes: list[tuple[torch.dtype, ...]] = []
 
     def noted(frame: Any, event: str, function: Any) -> None:
         is_attention = event == "c_call" and function is nn.functional.scaled_dot_product_attention
         if is_attention and torch._C._current_graph_task_id() == -1:
-            dtypes.append((frame.f_locals["query"].dtype, frame.f_locals["key"].dtype))
+            dtypes.append(tuple(frame.f_locals[name].dtype for name in names))
 
     before = sys.getprofile()
     sys.setprofile(noted)
@@ -58,43 +61,43 @@ def seen() -> Iterator[list[tuple[torch.dtype, ...]]]:
 
 @contextmanager
 def reading(decide: Callable[..., Any]) -> Iterator[None]:
-    """Another decision on the dtype inside the ``with``."""
+    """Let ``decide`` choose the dtype inside the ``with``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FusedBlock, "fused_norm_read_dtype", decide)
         yield
 
 
-def results(model: Any, ids: Tensor, dtype: torch.dtype = BF16, **given: Any) -> tuple[list[Tensor], Any]:
-    """Logits, gradients of every parameter and at every hidden state; and the dtypes that attention was given."""
+def results(model: Any, ids: Tensor, dtype: torch.dtype = BF16, **kwargs: Any) -> tuple[list[Tensor], Any]:
+    """Return logits and the gradients of all hidden states and parameters, and the dtypes of attention's q and k."""
     model.zero_grad()
-    # Without a mask transformers 4 makes one.
-    given = {"use_cache": False, "output_hidden_states": True, "attention_mask": torch.ones_like(ids), **given}
-    given = {name: one() if isinstance(one, type) else one for name, one in given.items()}
-    with seen() as dtypes:
+    # Without a mask transformers 4 creates its own.
+    kwargs = {"use_cache": False, "output_hidden_states": True, "attention_mask": torch.ones_like(ids), **kwargs}
+    kwargs = {name: value() if isinstance(value, type) else value for name, value in kwargs.items()}
+    with attention_dtypes("query", "key") as dtypes:
         with torch.autocast(ids.device.type, dtype):
-            output = model(input_ids=ids, labels=ids, **given)
-        found = [output.logits.detach()]
+            output = model(input_ids=ids, labels=ids, **kwargs)
+        tensors = [output.logits.detach()]
         if output.loss.requires_grad:
-            hidden = [one for one in output.hidden_states if one.requires_grad]
-            for one in hidden:
-                one.retain_grad()
+            hidden = [state for state in output.hidden_states if state.requires_grad]
+            for state in hidden:
+                state.retain_grad()
             output.loss.backward()
-            gradients = [one.grad for one in (*hidden, *model.parameters())]
+            gradients = [tensor.grad for tensor in (*hidden, *model.parameters())]
             assert len(hidden) > 1
-            assert all(one is not None for one in gradients)
-            found += gradients
-    return found, dtypes
+            assert all(grad is not None for grad in gradients)
+            tensors += gradients
+    return tensors, dtypes
 
 
 def fused(family: str, device: str, *, groups: int = 2, attention: str = "sdpa", **options: Any) -> Any:
-    """A tiny model in float32 with so many heads of queries for one of keys."""
+    """Return a fused tiny model in float32; ``groups``: heads of queries for each head of keys."""
     heads = tiny_config(family).num_attention_heads
     config = tiny_config(family, num_key_value_heads=heads // groups, attn_implementation=attention)
     model = build(config, seed=0, device=device)
     with torch.no_grad():
-        for name, one in model.named_parameters():
+        for name, parameter in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
-                one.mul_(20)  # or all tokens look alike to all others
+                parameter.mul_(20)  # otherwise attention's weights are nearly equal
     fused_norm.apply_fused_norm(model, **options)
     return model
 
@@ -111,7 +114,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[torch.dtype, ...]]] 
     "cache": ({}, {"use_cache": True, CACHE: DynamicCache}, (FP32, FP32)),
     "eager": ({"attention": "eager"}, {}, ()),
 }
-"""By name: options of the model, arguments of its call, and the dtypes of q and k that reach PyTorch's attention."""
+"""Options of the model, arguments of its call, and the dtypes of q and k that reach PyTorch's attention, by name."""
 
 FEW = {("qwen3", "recompute"), ("llama", "plain"), ("llama", "padded, keys of their own")}
 
@@ -125,16 +128,16 @@ FEW = {("qwen3", "recompute"), ("llama", "plain"), ("llama", "padded, keys of th
     ],
 )
 def test_every_bit_is_that_of_q_and_k_in_their_own_dtype(family: str, way: str, device: str) -> None:
-    options, given, dtypes = WAYS[way]
+    options, kwargs, dtypes = WAYS[way]
     model, ids = fused(family, device, **options), tokens(device)
-    given = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in given.items()}
+    kwargs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in kwargs.items()}
     with reading(lambda *_: None):
-        expected, before = results(model, ids, **given)
-    found, seen = results(model, ids, **given)
+        expected, before = results(model, ids, **kwargs)
+    actual, after = results(model, ids, **kwargs)
     layers = len(model.model.layers) if dtypes else 0
     assert before == [(FP32, FP32)] * layers
-    assert seen == [dtypes] * layers
-    assert_same(found, expected)
+    assert after == [dtypes] * layers
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3", slow("llama"), slow("gemma3_text")])
@@ -145,14 +148,14 @@ def test_layers_that_run_again_in_the_backward_write_the_same(family: str, reent
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     decided = []
 
-    def noted(*asked: Any) -> Any:
-        decided.append(read_dtype(*asked))
+    def noted(*args: Any) -> Any:
+        decided.append(read_dtype(*args))
         return decided[-1]
 
     with reading(noted):
-        found, _ = results(model, ids)
+        actual, _ = results(model, ids)
     assert decided == [BF16] * 2 * len(model.model.layers)
-    assert_same(found, expected)
+    assert_same(actual, expected)
 
 
 def test_recomputed_in_the_backward_they_are_of_that_dtype(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,26 +178,26 @@ def test_evaluation_has_the_same_logits(family: str, device: str) -> None:
     with torch.no_grad():
         with reading(lambda *_: None):
             (expected,), _ = results(model, ids)
-        (found,), seen = results(model, ids)
-    assert seen == [(BF16, BF16)] * len(model.model.layers)
-    assert torch.equal(found, expected)
+        (actual,), dtypes = results(model, ids)
+    assert dtypes == [(BF16, BF16)] * len(model.model.layers)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("wrong", ["early", "another", "repeated"])
 def test_a_dtype_that_attention_does_not_read_would_show(wrong: str, device: str) -> None:
-    """What the other tests compare tells roundings to another dtype, and gradients that are summed in another one."""
+    """A rounding to another dtype, or a gradient summed in another dtype, fails the comparison of these tests."""
     model, ids = fused("llama", device), tokens(device)
-    given = {"attention_mask": PADDED.to(device)} if wrong == "repeated" else {}
+    kwargs = {"attention_mask": PADDED.to(device)} if wrong == "repeated" else {}
     with reading(lambda *_: None):
-        expected, _ = results(model, ids, **given)
+        expected, _ = results(model, ids, **kwargs)
     decide = (lambda *_: FP16) if wrong == "another" else (lambda *_: BF16)
     with reading(decide), pytest.MonkeyPatch.context() as patch:
         if wrong == "early":
             rotate = sys.modules[type(model.model.layers[0].self_attn).__module__].apply_rotary_pos_emb
             rope = lambda self, _, q, k, cos, sin, **named: rotate(q, k, cos.to(BF16), sin.to(BF16))  # noqa: E731
             patch.setattr(FusedBlock, "fused_norm_rope", rope)
-        found, _ = results(model, ids, **given)
-    assert not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        actual, _ = results(model, ids, **kwargs)
+    assert not all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_stock_code_writes_the_same_where_kernels_do_not_run(device: str) -> None:
@@ -212,32 +215,20 @@ def test_stock_code_writes_the_same_where_kernels_do_not_run(device: str) -> Non
     for way, expected in zip(ways, plain, strict=True):
         with fused_norm.disabled():
             stock = way()
-        for mine, theirs, other in zip(way(), stock, expected, strict=True):
+        for mine, theirs, unrounded in zip(way(), stock, expected, strict=True):
             assert torch.equal(mine, theirs)
-            assert torch.equal(mine, cast_output(other, BF16))
+            assert torch.equal(mine, cast_output(unrounded, BF16))
             assert mine.dtype == BF16
 
 
-Asked = dict[str, Any]
-
-
-def asked(device: str, **changed: Any) -> torch.dtype | None:
-    """The decision for PyTorch's attention and two heads of queries for each of keys, but for what is changed."""
+def decision(device: str, **changed: Any) -> torch.dtype | None:
+    """Return the decision for PyTorch's attention with two heads of queries for each of keys, after changes."""
     x = torch.randn(1, 2, 5, 16, device=device)
-    known = {
+    arguments = {
         "attention": SimpleNamespace(num_key_value_groups=2), "attend": sdpa_attention_forward, "cache": None,
         "mask": None, "key": x, "value": x, "extra": {"position_ids": None},
     } | changed  # fmt: skip
-    return read_dtype(**known)
-
-
-class Subclass(Tensor):
-    pass
-
-
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+    return read_dtype(**arguments)
 
 
 class Seeing(TorchFunctionMode):
@@ -249,7 +240,7 @@ def wrapper(*args: Any, **named: Any) -> Any:
     return sdpa_attention_forward(*args, **named)
 
 
-CHANGES: dict[str, Asked] = {
+CHANGES: dict[str, dict[str, Any]] = {
     "a cache": {"cache": object()},
     "a mask, keys repeated": {"mask": torch.ones(1, 1, 5, 5)},
     "values of another width": {"value": torch.randn(1, 2, 5, 8)},
@@ -265,25 +256,25 @@ CHANGES: dict[str, Asked] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_could_tell_gets_its_own_dtype(name: str) -> None:
     with torch.autocast("cpu", BF16):
-        assert asked("cpu") == BF16
+        assert decision("cpu") == BF16
         if OLD and name in ("values of another width", "wide heads"):
-            assert asked("cpu", **CHANGES[name]) == BF16  # its function does not ask for widths
+            assert decision("cpu", **CHANGES[name]) == BF16  # its function does not ask for widths
         else:
-            assert asked("cpu", **CHANGES[name]) is None
+            assert decision("cpu", **CHANGES[name]) is None
 
 
 def test_it_is_asked_under_16_bit_autocast_alone(device: str) -> None:
-    assert asked(device) is None
+    assert decision(device) is None
     with torch.autocast(device, FP16):
-        assert asked(device) == FP16
-        assert asked(device, attention=SimpleNamespace(), mask=torch.ones(1, 1, 5, 5)) == FP16
+        assert decision(device) == FP16
+        assert decision(device, attention=SimpleNamespace(), mask=torch.ones(1, 1, 5, 5)) == FP16
         with torch.autocast(device, enabled=False):
-            assert asked(device) is None
+            assert decision(device) is None
         with fused_norm.disabled():
-            assert asked(device) is None
+            assert decision(device) is None
         for mode in (Watching, Seeing):
             with mode():
-                assert asked(device) is None
+                assert decision(device) is None
 
 
 def test_a_compiled_layer_is_as_it_was(device: str) -> None:
@@ -302,11 +293,11 @@ def test_a_compiled_layer_is_as_it_was(device: str) -> None:
 def test_functions_that_others_replace_are_seen(place: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = getattr(place, name)
     with torch.autocast("cpu", BF16):
-        assert asked("cpu") == BF16
+        assert decision("cpu") == BF16
         monkeypatch.setattr(place, name, lambda *args, **named: theirs(*args, **named))
-        assert asked("cpu") is None
+        assert decision("cpu") is None
         attention_functions._reader_of.cache_clear()
-        assert asked("cpu") is None
+        assert decision("cpu") is None
     attention_functions._reader_of.cache_clear()
 
 
@@ -314,22 +305,22 @@ def test_functions_that_others_replace_are_seen(place: Any, name: str, monkeypat
 def test_functions_whose_code_others_swap_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = getattr(sdpa_attention, name)
 
-    def other(*args: Any, **named: Any) -> Any:
+    def replacement(*args: Any, **named: Any) -> Any:
         return None
 
     with torch.autocast("cpu", BF16):
-        assert asked("cpu") == BF16
+        assert decision("cpu") == BF16
         with monkeypatch.context() as patch:
-            patch.setattr(function, "__code__", other.__code__)
-            assert asked("cpu") is None
-        assert asked("cpu") == BF16
+            patch.setattr(function, "__code__", replacement.__code__)
+            assert decision("cpu") is None
+        assert decision("cpu") == BF16
 
 
 def test_it_is_not_asked_of_a_release_without_a_function_that_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sdpa_attention, "use_gqa_in_sdpa")
     attention_functions._reader_of.cache_clear()
     with torch.autocast("cpu", BF16):
-        assert asked("cpu") is None
+        assert decision("cpu") is None
     attention_functions._reader_of.cache_clear()
 
 
@@ -339,19 +330,14 @@ def on_cuda(dtype: torch.dtype) -> Any:
 
 @pytest.fixture
 def cuda_autocast() -> Iterator[None]:
-    """Autocast's state on CUDA, of which there need be none."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", BF16)
-    yield
-    torch.set_autocast_enabled("cuda", before[0])
-    torch.set_autocast_dtype("cuda", before[1])
+    with autocast_on("cuda"):
+        yield
 
 
 @pytest.mark.usefixtures("cuda_autocast")
 def test_flash_attention_is_asked_where_values_are_cast_already(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_functions, "Tensor", SimpleNamespace)
-    ask = partial(asked, "cpu", attend=flash_attention_forward, mask=torch.ones(1, 5))
+    ask = partial(decision, "cpu", attend=flash_attention_forward, mask=torch.ones(1, 5))
     assert ask(value=on_cuda(BF16)) == BF16
     assert ask(value=on_cuda(FP32)) is ask(value=on_cuda(FP16)) is None
     assert ask(value=on_cuda(BF16), extra={"output_attentions": False, "cu_seq_lens_q": None}) == BF16
@@ -372,11 +358,11 @@ def test_flash_attention_is_asked_where_values_are_cast_already(monkeypatch: pyt
 @pytest.mark.usefixtures("cuda_autocast")
 @pytest.mark.parametrize("masked", [False, True])
 def test_flash_attention_gets_the_same_from_either_dtype(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By transformers' function around it, with recorders for the functions of flash attention itself."""
-    given: list[tuple[Tensor, ...]] = []
+    """The call goes through transformers' function, with recorders in place of flash attention's own functions."""
+    calls: list[tuple[Tensor, ...]] = []
 
     def noted(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softmax_scale: float = 1.0, **_: Any) -> Tensor:
-        given.append((q, k, v))
+        calls.append((q, k, v))
         return q
 
     own = [flash_utils._pad_input, flash_utils._unpad_input]
@@ -390,7 +376,7 @@ def test_flash_attention_gets_the_same_from_either_dtype(masked: bool, monkeypat
     q, k, v = torch.randn(4, 2, 5, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16).to(BF16)
     q = q.view(2, 4, 5, 16)
     with torch.autocast("cpu", BF16):
-        for one, other in ((q, k), (q.to(BF16), k.to(BF16))):
-            flash_attention_forward(module, one, other, v, PADDED if masked else None, scaling=0.5)
-    assert [one.dtype for one in given[0]] == [BF16] * 3
-    assert_same(*given)
+        for queries, keys in ((q, k), (q.to(BF16), k.to(BF16))):
+            flash_attention_forward(module, queries, keys, v, PADDED if masked else None, scaling=0.5)
+    assert [tensor.dtype for tensor in calls[0]] == [BF16] * 3
+    assert_same(*calls)

@@ -1,4 +1,4 @@
-"""The option that gives norms other rounding points than their own code has: by value, in the report, and refused."""
+"""The option that gives norms other rounding points than those of their code: values, reports and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = torch.arange(12).view(2, 6)
 
 
 class RoundedOnce(nn.Module):
-    """A norm whose own code has the rounding points that the option gives."""
+    """A norm whose own code has the option's rounding points."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ def model(device: str) -> nn.Module:
 
 def test_a_norm_rounds_as_it_is_told_with_and_without_an_add(model, device):
     fused_norm.apply_fused_norm(model, casting={"model.layers.*.input_layernorm": "gemma"})
-    norm, other = model.model.layers[0].input_layernorm, model.model.layers[0].post_attention_layernorm
+    norm, norm_of_stock = model.model.layers[0].input_layernorm, model.model.layers[0].post_attention_layernorm
     width, eps = norm.weight.numel(), norm.variance_epsilon
     x, r = (torch.randn(16, width, device=device).to(BF16) for _ in range(2))
     told, own = (rms_norm(x, norm.weight, eps, casting=casting) for casting in ("gemma", "llama"))
     assert not torch.equal(told, own)
     assert torch.equal(norm(x), told)
     assert_same(norm(x, r), add_rms_norm(x, r, norm.weight, eps, casting="gemma"))
-    assert torch.equal(other(x), rms_norm(x, other.weight, eps))
+    assert torch.equal(norm_of_stock(x), rms_norm(x, norm_of_stock.weight, eps))
 
 
 def test_what_kernels_do_not_take_rounds_as_it_is_told_and_stock_code_runs_only_where_all_is_switched_off(

@@ -1,4 +1,4 @@
-"""What was recognised is recognised anew when anything that it reaches is another, and nothing stays alive for it."""
+"""A recognition is repeated if anything that the code reaches has changed, and it keeps nothing alive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALE, SETTINGS = 2.0, {"power": 2}
 
 
 class Norm(nn.Module):
-    """A norm whose code names a method, an attribute of its class and one of its own."""
+    """A norm whose code names a method, a class attribute and an instance attribute."""
 
     centered = False
 
@@ -51,7 +51,7 @@ class DerivedNorm(Norm):
 
 
 def turned(x):
-    """Half of each row turned, by a function of the module, with a number and a setting of it."""
+    """Turn half of each row by a function of the module, with its number and its setting."""
     first, second = (half * SCALE / 2 for half in x.chunk(2, dim=-1))
     return torch.cat((-second, first), dim=-1) ** (SETTINGS["power"] - 1)
 
@@ -70,7 +70,7 @@ def wrapped(function: Callable) -> Callable:
 
 
 class Half:
-    """A replacement of a method, and of a property, by a value."""
+    """A value that replaces a method or a property."""
 
     value = 0.5
 
@@ -81,8 +81,8 @@ class Half:
         (rotate, "global", "turned", lambda x: x),
         (rotate, "global", "SCALE", 3.0),
         (rotate, "global", "SETTINGS", {"power": 3}),
-        (rotate, torch, "cat", lambda *given, **named: None),
-        (rotate, torch.Tensor, "chunk", lambda *given, **named: None),
+        (rotate, torch, "cat", lambda *args, **kwargs: None),
+        (rotate, torch.Tensor, "chunk", lambda *args, **kwargs: None),
         (rotate, rotate, "__defaults__", (2,)),
         (rotate, rotate, "__code__", (lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)).__code__),
         (wrapped(rotate), "global", "SCALE", 3.0),
@@ -111,18 +111,18 @@ def test_attributes_of_an_instance_are_in_its_key_and_may_hide_those_of_its_clas
     before = fingerprint(norm).key
     assert fingerprint(Norm()).key == before, "parameters are not"
     for name, value in (("rounded", True), ("rounded", 0), ("eps", 1e-5), ("centered", False)):
-        other = Norm()
-        setattr(other, name, value)
-        assert fingerprint(other).key != before, name
+        changed = Norm()
+        setattr(changed, name, value)
+        assert fingerprint(changed).key != before, name
     norm.root = types.MethodType(Norm.root, norm)
     assert fingerprint(norm).key != before
 
 
 def test_of_norms_alike_an_apply_looks_at_one_and_at_each_that_differs(monkeypatch) -> None:
     def norm(**attributes: object) -> Norm:
-        made = Norm()
-        vars(made).update(attributes)
-        return made
+        norm = Norm()
+        vars(norm).update(attributes)
+        return norm
 
     differing = ({}, {"rounded": 0}, {"rounded": True}, {"eps": 1e-5}, {"sizes": (1,)}, {"sizes": (2,)})
     keys = [fingerprint(norm(**attributes)).key for attributes in differing]
@@ -270,7 +270,7 @@ def test_classes_defined_again_and_again_do_not_stay_alive() -> None:
 
 
 class OfOthers(torch.autograd.Function):
-    """A kernel of others, as Liger has one for rotations."""
+    """A kernel of another library, like Liger's for rotations."""
 
     tried = False
 

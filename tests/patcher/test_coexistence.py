@@ -1,4 +1,4 @@
-"""Other code on the same model: what it owns is left to it, and what it hooks is never skipped."""
+"""Other code on the same model: its modules are left alone, and modules with its hooks are never skipped."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from .ranks import on_two_ranks
 
 
 def scaled(original: Callable) -> Callable:
-    """A forward that other code could put in the place of ``original``; it takes an argument more."""
+    """Return a forward that other code could replace ``original`` by; it takes an additional argument."""
 
     def theirs(self, hidden_states, *args, factor=1.5, **kwargs):
         output = original(self, hidden_states, *args, **kwargs)
@@ -63,7 +63,7 @@ REPLACED = {
     "mlp": counts(norm=5, qk=4, rope=2, residual=2, loss=1),
     "": counts(norm=5, qk=4, rope=2, mlp=2, loss=1),
 }
-"""What is still fused in a Qwen3 where the forward of one class was replaced, by the place of that class in a layer."""
+"""The sites that stay fused in a Qwen3 if the forward of a class was replaced, by the place of the class in a layer."""
 
 
 @pytest.mark.parametrize("order", ["patch, replace", slow("replace, patch")])
@@ -108,7 +108,7 @@ def test_arguments_that_only_a_replaced_forward_takes_reach_it(device: str, monk
 
 
 def test_a_class_replaced_by_a_forward_that_can_be_fused_is_fused_anew(device: str, monkeypatch) -> None:
-    """The patterns are looked for in the forward that the class has now, not in one that it had before."""
+    """Patterns are matched in the current forward of the class, not in a previous forward."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -175,7 +175,7 @@ def test_a_forward_put_on_a_fused_class_is_reported_and_no_other_model_gets_it(d
 
 
 class TheirNorm(nn.Module):
-    """A norm of another library, whose forward it binds to the norms of a model that is there already."""
+    """A norm of another library, which binds its forward to the norms of an existing model."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.their_eps) * 1.5
@@ -213,7 +213,7 @@ FEWER = {
     "post_attention_layernorm": {"norm": 4, "residual": 1},
     "self_attn.k_norm": {"qk": 3},
 }
-"""The sites of a Qwen3 that are fewer if a module of one layer has a forward of its own, by its place in the layer."""
+"""The site counts of a Qwen3 that shrink if a module of a layer has its own forward, by its place in the layer."""
 
 
 @pytest.mark.parametrize("order", ["patch, bind", "bind, patch"])
@@ -299,7 +299,7 @@ def test_a_hook_on_a_norm_keeps_what_takes_the_norm_in(order: str, device: str, 
 
 
 class Names(TorchFunctionMode):
-    """Notes the names of the functions that are called, as modes that count or quantise see them."""
+    """A mode that notes the names of called functions, as modes that count or quantise see them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ def test_a_layer_that_a_mode_has_seen_is_run_again_by_the_same_code(is_around_ba
                 loss.backward()
         if not is_around_backward:
             loss.backward()
-        gradients.append([one.grad for one in model.parameters()])
+        gradients.append([parameter.grad for parameter in model.parameters()])
     assert_same(*gradients)
 
 
@@ -464,7 +464,7 @@ def test_offloaded_norms_are_materialised_by_their_hooks(order: str, device: str
     assert fused.model.norm.weight.is_meta
     before = snapshot(fused)
     if order == "offload, patch":
-        # A q norm and a k norm whose weights come with their calls are called apart.
+        # A q norm and a k norm whose weights are loaded at their calls are called separately.
         report = fused_norm.apply_fused_norm(fused)
         assert report.counts == sites("qwen3")
         assert {site.spec for site in report.fused if site.kind == "rope"} == {None}
@@ -512,20 +512,20 @@ SHARDINGS = ("stock", "patch, shard", "shard, patch")
 
 
 def sharded_losses(order: str, rank: int, ranks: int, steps: int) -> list[float]:
-    """The losses of a rank of FSDP2 with its own batch; the model is stock, or patched before or after sharding."""
+    """Return losses of a rank of FSDP2 with its own batch; the model is stock, or patched before or after sharding."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = build("gemma3_text", seed=0)  # with every kind of site
     if order == "patch, shard":
         fused_norm.apply_fused_norm(model)
-    # Norms that are units of their own have hooks that must run before them, and one call is not enough for them.
+    # Norms that are FSDP units have hooks that must run before each of them, so a joint call would not do.
     fully_shard(model.model.layers[1].pre_feedforward_layernorm, mesh=mesh)
     fully_shard(model.model.layers[1].post_feedforward_layernorm, mesh=mesh)
     fully_shard(model.model.layers[1].self_attn.q_norm, mesh=mesh)
-    # A layer that is a unit, besides those that belong to the unit of the whole model.
+    # This layer is a unit; the others belong to the unit of the whole model.
     fully_shard(model.model.layers[2], mesh=mesh)
     fully_shard(model, mesh=mesh)
     if order == "shard, patch":
-        units = {"residual": 2, "sandwich": 5}  # without those that would take in a unit
+        units = {"residual": 2, "sandwich": 5}  # but for those that would span a unit
         assert fused_norm.apply_fused_norm(model).counts == {**sites("gemma3_text"), **units}
     if order == "patch, shard":
         with pytest.raises(FusedNormError, match="remove_fused_norm before sharding"):
@@ -574,8 +574,8 @@ def test_beside_float8_linears_of_torchao_a_step_is_as_near_to_bf16_as_stocks(re
     float8.convert_to_float8_training(stock.model, config=float8.Float8LinearConfig.from_recipe_name(recipe))
     fused = copy.deepcopy(stock)
     assert fused_norm.apply_fused_norm(fused).counts == sites("llama")
-    truth, expected, found = (step(model, tokens()) for model in (exact, stock, fused))
+    exact_step, stock_step, fused_step = (step(model, tokens()) for model in (exact, stock, fused))
     assert {"rms_norm", "add_rms_norm", "rope", "glu"} <= set(launches)
-    assert relative(found[0], expected[0]) < 0.01
-    for name, gradient in truth[1].items():
-        assert relative(found[1][name], gradient) < 1.2 * relative(expected[1][name], gradient) + 0.01, name
+    assert relative(fused_step[0], stock_step[0]) < 0.01
+    for name, gradient in exact_step[1].items():
+        assert relative(fused_step[1][name], gradient) < 1.2 * relative(stock_step[1][name], gradient) + 0.01, name

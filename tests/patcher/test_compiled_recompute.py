@@ -1,4 +1,4 @@
-"""``recompute`` in compiled layers, whose compiler decides what is kept: an error or a warning, and a row with it."""
+"""``recompute`` in compiled layers, whose compiler decides what is saved: an error or a warning, and a row."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_compiled_layers_keep_as_much_at_every_level_and_less_under_checkpointin
             fused_norm.apply_fused_norm(model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         checkpointed.append(bytes_kept_for_the_backward(model, device))
-    # Since transformers 5.23 the checkpoint is inside of what is compiled, which keeps more.
+    # Since transformers 5.23 the checkpoint is inside of the compiled code, which saves more.
     assert checkpointed[1] <= checkpointed[0] < kept[0]
 
 

@@ -1,4 +1,4 @@
-"""What linears read of a norm is asked at every call: hooks, adapters, weights and dtypes are those of that call."""
+"""A norm's consumers are asked at every call, which has its own hooks, adapters, weights and dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import fused_norm
 from fused_norm.kernels.triton.norm_backward import MOST_CONSUMERS
 from fused_norm.patcher import fused_norm_module
 
-from .models import assert_same, equal_in_fp32, fused_copy, relative
+from .models import Subclass, assert_same, equal_in_fp32, fused_copy, relative
 from .test_consumer_contracts import (
     BF16,
     BLOCK,
@@ -25,8 +25,8 @@ from .test_consumer_contracts import (
     WIDTH,
     assert_near,
     assert_same_bits,
+    build_model,
     compare,
-    made,
     own_inputs,
     step,
 )
@@ -35,13 +35,13 @@ FP16 = torch.float16
 
 
 def adapted(*names: str, dtype: torch.dtype = FP32, block: str = BLOCK, **config: Any) -> nn.Module:
-    """A model, the linears of these names in its block with LoRA adapters."""
-    model = made(dtype=dtype, block=block)
+    """Return a model whose block has LoRA adapters on the linears of these names."""
+    model = build_model(dtype=dtype, block=block)
     lora = peft.LoraConfig(r=4, target_modules=list(names), init_lora_weights=False, **config)
     peft.inject_adapter_in_model(lora, model)
-    for name, one in model.named_parameters():
+    for name, parameter in model.named_parameters():
         if "lora_" in name:
-            one.data = one.data.float()
+            parameter.data = parameter.data.float()
     return model
 
 
@@ -49,17 +49,17 @@ def block_of(model: nn.Module) -> Any:
     return model.layers[0].block
 
 
-# ---- Who sees a call ----
+# ---- Hooks and other observers of a call ----
 
 Seen = list[Tensor | None]
 
 
 def noted(module: nn.Module, how: str, seen: Seen) -> None:
-    """Have hooks, or another forward, note the tensors that they see of a module's calls."""
+    """Let a hook, or another forward, append the tensors that it sees of a module's calls to ``seen``."""
 
     def note(_: nn.Module, *tensors: Any) -> None:
-        for one in tensors:
-            seen.extend(one if isinstance(one, tuple) else [one])
+        for tensor in tensors:
+            seen.extend(tensor if isinstance(tensor, tuple) else [tensor])
 
     if how == "forward":
         forward = module.forward
@@ -91,36 +91,36 @@ HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_bac
 def test_who_sees_a_call_sees_what_it_would_see_of_stock(place: str, how: str, device: str) -> None:
     stock = adapted("q")
     seen: list[Seen] = []
-    found = []
+    steps = []
     shared = fused_copy(stock, strict=False, consumers=False)
     for model in (fused_copy(stock, strict=False), shared, stock):
         seen.append([])
         noted(PLACES[place](model), how, seen[-1])
-        found.append(step(model, device))
-    assert own_inputs(found[0][0]) == 0
-    assert_near(found[0], found[2])
+        steps.append(step(model, device))
+    assert own_inputs(steps[0][0]) == 0
+    assert_near(steps[0], steps[2])
     assert len(seen[0]) > 0
     for mine, without, theirs in zip(*seen, strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or (mine.dtype == theirs.dtype and relative(mine, theirs) < 2e-2)
         assert mine is None or equal_in_fp32(mine, without)
-    assert_same_bits(found[0], found[1])
+    assert_same_bits(steps[0], steps[1])
 
 
 @pytest.mark.parametrize("register", ["register_module_forward_pre_hook", "register_module_full_backward_hook"])
 def test_hooks_on_all_modules_see_what_they_would_see_of_stock(register: str, device: str) -> None:
-    model = made()
+    model = build_model()
     seen: list[list[tuple[type, torch.dtype]]] = []
 
-    def note(module: nn.Module, *given: Any) -> None:
+    def note(module: nn.Module, *tensors: Any) -> None:
         if type(module) is nn.Linear:
-            seen[-1] += [(type(module), one.dtype) for one in given[0] if one is not None]
+            seen[-1] += [(type(module), tensor.dtype) for tensor in tensors[0] if tensor is not None]
 
     handle = getattr(nn_module, register)(note)
     try:
-        for one in (model, fused_copy(model, strict=False)):
+        for variant in (model, fused_copy(model, strict=False)):
             seen.append([])
-            step(one, device)
+            step(variant, device)
     finally:
         handle.remove()
     assert len(seen[0]) >= 3
@@ -128,31 +128,31 @@ def test_hooks_on_all_modules_see_what_they_would_see_of_stock(register: str, de
 
 
 def test_a_forward_that_a_blocks_class_gets_later_reads_what_it_would_of_stock(device: str) -> None:
-    model = made()
+    model = build_model()
     fused = fused_copy(model, strict=False)
     type(block_of(model)).forward = lambda self, x: self.q(x) * 2 + x
-    found, expected = step(fused, device), step(model, device)
-    assert own_inputs(found[0]) == 0
-    assert_near(found, expected)
+    actual, expected = step(fused, device), step(model, device)
+    assert own_inputs(actual[0]) == 0
+    assert_near(actual, expected)
 
 
 def test_a_forward_that_a_fused_block_gets_later_reads_what_it_would_of_stock(device: str) -> None:
-    model = made()
+    model = build_model()
     fused, seen = fused_copy(model, strict=False), []
     cls = type(block_of(fused))
     forward = cls.forward
     cls.forward = lambda self, x: seen.append(x.dtype) or forward(self, x)
     try:
-        found = step(fused, device)
+        actual = step(fused, device)
     finally:
         cls.forward = forward
     assert seen == [FP32]
-    assert own_inputs(found[0]) == 0
-    assert_near(found, step(model, device))
+    assert own_inputs(actual[0]) == 0
+    assert_near(actual, step(model, device))
 
 
 class Noting(Tensor):
-    """A weight that notes the dtypes in which linears are given their input."""
+    """A weight that notes the dtypes of the inputs of linears."""
 
     dtypes: ClassVar[list[torch.dtype]] = []
 
@@ -160,50 +160,46 @@ class Noting(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.linear:
             cls.dtypes.append(args[0].dtype)
-        found = super().__torch_function__(func, types, args, kwargs or {})
-        return found.as_subclass(Tensor) if func is nn.functional.linear else found
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.as_subclass(Tensor) if func is nn.functional.linear else result
 
 
 @pytest.mark.parametrize("place", ["a linear", "the linear in a LoRA layer"])
 def test_a_weight_of_another_class_sees_the_norm_of_stock(place: str, device: str) -> None:
     stock = adapted("q")
-    found = []
+    steps = []
     for model in (fused_copy(stock, strict=False), stock):
         linear = PLACES[place](model.to(device))
         linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Noting), requires_grad=False)
         Noting.dtypes.clear()
-        found.append(step(model, device))
+        steps.append(step(model, device))
         assert Noting.dtypes == [FP32]
-    assert own_inputs(found[0][0]) == 0
-    assert_near(*found)
-
-
-class Own(Tensor):
-    """A tensor with a class of its own."""
+    assert own_inputs(steps[0][0]) == 0
+    assert_near(*steps)
 
 
 def test_an_input_of_another_class_is_stocks(device: str) -> None:
-    model = made().to(device)
+    model = build_model().to(device)
     x = torch.randn(2, 3, WIDTH, device=device)
     outputs = []
-    for one in (fused_copy(model, strict=False), model):
+    for variant in (fused_copy(model, strict=False), model):
         with torch.autocast(device, BF16):
-            outputs.append(one.layers[0](x.clone().as_subclass(Own)))
-    assert type(outputs[0]) is type(outputs[1]) is Own
+            outputs.append(variant.layers[0](x.clone().as_subclass(Subclass)))
+    assert type(outputs[0]) is type(outputs[1]) is Subclass
     assert_near([outputs[0]], [outputs[1]])
 
 
 def test_a_linear_that_is_gone_or_another_module_is_not_asked(device: str) -> None:
     block = "return self.q(x) * 2 if self.v is None else self.q(x) + self.v(x)"
-    for other in (None, nn.Identity(), nn.Sequential(nn.Linear(WIDTH, WIDTH))):
-        model = made(block=block)
+    for replacement in (None, nn.Identity(), nn.Sequential(nn.Linear(WIDTH, WIDTH))):
+        model = build_model(block=block)
         fused = fused_copy(model, strict=False)
         assert own_inputs(step(fused, device)[0]) == 3
-        for one in (fused, model):
-            block_of(one).v = copy.deepcopy(other)
-        found = step(fused, device)
-        assert own_inputs(found[0]) == 0
-        assert_near(found, step(model, device))
+        for variant in (fused, model):
+            block_of(variant).v = copy.deepcopy(replacement)
+        actual = step(fused, device)
+        assert own_inputs(actual[0]) == 0
+        assert_near(actual, step(model, device))
 
 
 # ---- Adapters ----
@@ -256,7 +252,7 @@ ADAPTERS: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
     "none active": (of_block(lambda layer: setattr(layer, "_active_adapter", []), "q"), 0),
     "a frozen norm": (lambda model: model.layers[0].norm.requires_grad_(False), 4),
 }
-"""A change of a LoRA layer that ran before, and how many linears and adapters have an input of their own in 16 bits."""
+"""A change of a LoRA layer after a first step, and how many linears and adapters then have separate 16-bit inputs."""
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -266,20 +262,20 @@ def test_what_an_adapter_reads_is_asked_at_each_call(name: str, device: str) -> 
 
 
 def test_outputs_are_counted_at_each_call(device: str) -> None:
-    """A LoRA layer in the place of a linear reads twice what that has read."""
+    """A LoRA layer that replaces a linear reads two outputs of the norm, the linear only one."""
     stock = adapted("q", "k", block="return self.q(x) - self.k(x) * self.v(x) + self.v(x)")
-    found = []
+    steps = []
     for model in (fused_copy(stock, strict=False), stock):
         assert model is stock or own_inputs(step(model, device)[0]) == MOST_CONSUMERS
         block_of(model).v = copy.deepcopy(block_of(model).q)
-        found.append(step(model, device))
-    assert own_inputs(found[0][0]) == 0
-    assert_near(*found)
+        steps.append(step(model, device))
+    assert own_inputs(steps[0][0]) == 0
+    assert_near(*steps)
 
 
 @pytest.mark.parametrize("names", ["q", "k", "v", "qk", "kv", "qv", "qkv"])
 def test_every_linear_and_every_adapter_gets_the_output_that_is_its_own(names: str, device: str) -> None:
-    """The gradient of each is another, so that one that went to another's place would show."""
+    """All gradients differ, so that a swap of two would show."""
     compare(adapted(*names), 3 + len(names), device)
 
 
@@ -287,13 +283,13 @@ def test_adapters_that_came_after_the_patch_are_named_where_they_run_and_not_ins
     device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_norm_module, "_warned", {})
-    model = fused_copy(made(), strict=False)
+    model = fused_copy(build_model(), strict=False)
     peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q"], init_lora_weights=False), model)
     with fused_norm.disabled():
         step(model, device)
     assert caplog.messages == []
     assert own_inputs(step(model, device)[0]) == 0
-    assert ["come since the model was patched" in one for one in caplog.messages] == [True]
+    assert ["come since the model was patched" in message for message in caplog.messages] == [True]
 
 
 def test_what_is_switched_off_between_a_forward_and_another_reads_one_norm(device: str) -> None:
@@ -301,9 +297,9 @@ def test_what_is_switched_off_between_a_forward_and_another_reads_one_norm(devic
     model = fused_copy(stock, strict=False)
     assert own_inputs(step(model, device)[0]) == 4
     with fused_norm.disabled():
-        found = step(model, device)
-    assert own_inputs(found[0]) == 0
-    assert_same(found, step(stock, device))
+        actual = step(model, device)
+    assert own_inputs(actual[0]) == 0
+    assert_same(actual, step(stock, device))
 
 
 # ---- Dtypes ----
@@ -315,19 +311,19 @@ def test_what_is_switched_off_between_a_forward_and_another_reads_one_norm(devic
 def test_a_norm_is_written_in_autocasts_dtype_if_it_would_be_float32(
     dtype: torch.dtype, norm: torch.dtype, autocast: torch.dtype, device: str
 ) -> None:
-    stock = made(dtype=dtype)
+    stock = build_model(dtype=dtype)
     stock.layers[0].norm.to(norm)
     written = autocast if FP32 in (dtype, norm) else torch.promote_types(dtype, norm)
     compare(stock, 3, device, autocast=autocast, dtype=written)
 
 
 def test_a_block_that_is_called_by_hand_takes_any_tensor_any_number_of_times(device: str) -> None:
-    model = made().to(device)
+    model = build_model().to(device)
     fused = fused_copy(model, strict=False)
     x = torch.randn(2, 3, WIDTH, device=device)
     step(fused, device)
     with torch.autocast(device, BF16):
         h = fused.layers[0].norm(x)
-        results = [block_of(one)(h) for one in (fused, fused, model)]
+        results = [block_of(variant)(h) for variant in (fused, fused, model)]
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[1], results[2])

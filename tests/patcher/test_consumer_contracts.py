@@ -1,7 +1,7 @@
 """Linears that consume a norm: each reads what it would read of a stock norm, however its layer and block are written.
 
-Under autocast a norm in float32 is written in 16 bits at once, one output for each linear that reads it, if nothing
-else reads it. What reads a norm otherwise, sees the norm of stock.
+Under autocast a norm in float32 is written in 16 bits, with an output for each linear that reads it, if nothing else
+reads it. Any other consumer sees the stock norm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDTH = 12
 
 
 class Block(nn.Module):
-    """A module of linears that read what it is given: two plain ones, and one that may be something else."""
+    """A module of three linears that read its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,66 +49,68 @@ LAYER = "residual = x; h = self.norm(x); h = self.block(h); return residual + h"
 BLOCK = "return self.q(x) + self.k(x) * self.v(x)"
 
 
-def made(layer: str = LAYER, block: str = BLOCK, given: str = "x", *, dtype: torch.dtype = FP32) -> nn.Module:
-    """A model with one layer, of these forwards; ``given``: the arguments of the block's."""
+def build_model(
+    layer: str = LAYER, block: str = BLOCK, arguments: str = "x", *, dtype: torch.dtype = FP32
+) -> nn.Module:
+    """Return a model of a single layer with these forwards; ``arguments``: those of the block's forward."""
     torch.manual_seed(0)
-    inner = layer_of(block, given, base=Block)()
+    inner = layer_of(block, arguments, base=Block)()
     model = nn.Module()
     model.layers = nn.ModuleList([layer_of(layer, "x", base=Layer)(inner)])
-    for one in model.parameters():
-        nn.init.normal_(one, std=0.5)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
     return model.to(dtype)
 
 
 def reason_of(model: nn.Module) -> str | None:
-    """Why the linears of the block share one input, as the report has it: "" without a row, None for no reason."""
+    """Return the report's reason why the block's linears share an input: "" without a row, None without a reason."""
     rows = fused_norm.apply_fused_norm(copy.deepcopy(model), strict=False).consumers
     return next((row.reason for row in rows or () if row.path == "layers.0.block"), "")
 
 
 def step(model: nn.Module, device: str, *, autocast: torch.dtype | None = BF16, frozen: bool = False) -> list[Tensor]:
-    """A layer's output, and gradients of x and of all parameters."""
+    """Return a layer's output, and gradients of x and of all parameters."""
     model.to(device)
     x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
     x = x.to(model.layers[0].proj.weight.dtype).requires_grad_(not frozen)
     torch.manual_seed(2)
     with torch.autocast(device, autocast or BF16, enabled=autocast is not None):
         y = model.layers[0](x * 1)  # of a leaf autocast keeps the cast for all who read it
-    wanted = [*([] if frozen else [x]), *(one for one in model.parameters() if one.requires_grad)]
-    found = torch.autograd.grad(y.float().sin().sum(), wanted, allow_unused=True)
-    return [y, *(torch.zeros(()) if one is None else one for one in found)]
+    leaves = [*([] if frozen else [x]), *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+    grads = torch.autograd.grad(y.float().sin().sum(), leaves, allow_unused=True)
+    return [y, *(torch.zeros(()) if grad is None else grad for grad in grads)]
 
 
-def assert_near(found: list[Tensor], expected: list[Tensor], bound: float = 2e-2) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert relative(one, other) < bound or not other.count_nonzero()
+def assert_near(actual: list[Tensor], expected: list[Tensor], bound: float = 2e-2) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert relative(a, b) < bound or not b.count_nonzero()
 
 
 def nodes(y: Tensor) -> Iterator[Any]:
-    """The nodes of the graph behind a tensor."""
+    """Yield the nodes of a tensor's graph."""
     seen, waiting = set(), [y.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
             yield node
-            waiting += [one for one, _ in node.next_functions]
+            waiting += [following for following, _ in node.next_functions]
 
 
 def own_inputs(y: Tensor, dtype: torch.dtype = BF16) -> int:
-    """How many linears and adapters read an output of a norm that was written for them in ``dtype``."""
+    """Return how many linears and adapters read an output of a norm that was written for them in ``dtype``."""
     count = 0
     for node in nodes(y):
         if "ForConsumers" in node.name():
-            count += sum(one.dtype == dtype for one in node._input_metadata[:-1])
+            count += sum(metadata.dtype == dtype for metadata in node._input_metadata[:-1])
     return count
 
 
-def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
+def assert_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
     """Assert equal bits; on a GPU kernels that differ may add up in another order."""
-    assert [one.dtype for one in found] == [one.dtype for one in expected]
-    assert [equal_in_fp32(*both) for both in zip(found, expected, strict=True)] == [True] * len(found)
+    assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
+    assert [equal_in_fp32(*pair) for pair in zip(actual, expected, strict=True)] == [True] * len(actual)
 
 
 def compare(
@@ -120,19 +122,19 @@ def compare(
     autocast: torch.dtype = BF16,
     dtype: torch.dtype = BF16,
 ) -> None:
-    """Assert stock's numbers, the bits of linears that share an input, and how many linears have one of their own.
+    """Assert stock's numbers, the bits of linears that share an input, and how many linears have separate inputs.
 
-    ``change``: what is done to each model after a first step. ``dtype``: that of the inputs that are counted.
+    ``change``: is called with each model after a first step. ``dtype``: that of the inputs that are counted.
     """
-    found = []
-    for one in (fused_copy(model, strict=False), fused_copy(model, strict=False, consumers=False), model):
+    steps = []
+    for variant in (fused_copy(model, strict=False), fused_copy(model, strict=False, consumers=False), model):
         if change is not None:
-            step(one, device, autocast=autocast)
-            change(one)
-        found.append(step(one, device, autocast=autocast))
-    assert own_inputs(found[0][0], dtype) == expected
-    assert_near(found[0], found[2])
-    assert_same_bits(found[0], found[1])
+            step(variant, device, autocast=autocast)
+            change(variant)
+        steps.append(step(variant, device, autocast=autocast))
+    assert own_inputs(steps[0][0], dtype) == expected
+    assert_near(steps[0], steps[2])
+    assert_same_bits(steps[0], steps[1])
 
 
 # ---- Forwards of blocks ----
@@ -162,26 +164,28 @@ BLOCKS: dict[str, tuple[str, int]] = {
     "behind what may be another value": ("y = self.q(x)\nif self.flag:\n    x = y\nreturn y + self.k(x)", 0),
     "behind what never is another value": ("y = self.q(x)\nif not self.flag:\n    x = y\nreturn y + self.k(x)", 0),
 }
-"""A forward, and how many of its linears have inputs of their own."""
+"""A forward, and how many of its linears have separate inputs."""
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_only_linears_that_alone_read_an_argument_have_inputs_of_their_own(name: str, device: str) -> None:
     block, expected = BLOCKS[name]
-    model = made(block=block)
+    model = build_model(block=block)
     compare(model, expected, device)
     reason = reason_of(model)
     assert reason is None if expected else reason
 
 
 def test_the_report_has_the_reason_why_linears_share_one_input() -> None:
-    reasons = [reason_of(made(block=block)) for block in ("return self.q(x) + x", "return self.v(x) + self.dropout(x)")]
+    reasons = [
+        reason_of(build_model(block=block)) for block in ("return self.q(x) + x", "return self.v(x) + self.dropout(x)")
+    ]
     assert reasons == [
         "its forward reads x in self.q(x) + x",
         "dropout is no plain linear but a Dropout, or other code sees its input",
     ]
-    assert reason_of(made(block="return self.q(y)", given="x, y=1.0")) == "", "it does not read x at all"
-    model = made()
+    assert reason_of(build_model(block="return self.q(y)", arguments="x, y=1.0")) == "", "it does not read x at all"
+    model = build_model()
     model.layers[0].block.gradient_checkpointing = False
     assert reason_of(model) == "it may be checkpointed on its own"
 
@@ -190,7 +194,7 @@ def test_the_report_has_the_reason_why_linears_share_one_input() -> None:
     ("hooked", "reason"), [("block", "other code sees its calls"), ("block.q", "other code sees the input of its q")]
 )
 def test_the_report_says_that_a_hook_keeps_linears_on_one_input(hooked: str, reason: str, device: str) -> None:
-    model = made()
+    model = build_model()
     handle = model.layers[0].get_submodule(hooked).register_forward_hook(lambda *_: None)
     assert reason_of(model) == reason
     handle.remove()
@@ -199,12 +203,12 @@ def test_the_report_says_that_a_hook_keeps_linears_on_one_input(hooked: str, rea
 
 @pytest.mark.parametrize(("count", "expected"), [(MOST_CONSUMERS, MOST_CONSUMERS), (MOST_CONSUMERS + 1, 0)])
 def test_a_norm_has_a_limited_number_of_outputs(count: int, expected: int, device: str) -> None:
-    model = made(block=f"return {' - '.join(['self.q(x)'] * count)}")
+    model = build_model(block=f"return {' - '.join(['self.q(x)'] * count)}")
     compare(model, expected, device)
     assert reason_of(model) == (None if expected else f"its linears read {count} tensors, more than {MOST_CONSUMERS}")
 
 
-# ---- Forwards of layers: who reads the norm ----
+# ---- Forwards of layers: consumers of the norm ----
 
 LAYERS: dict[str, tuple[str, str, int]] = {
     "by a name": (LAYER.replace("(h)", "(x=h)"), "x", 3),
@@ -237,21 +241,21 @@ LAYERS: dict[str, tuple[str, str, int]] = {
     "by a linear": ("h = self.norm(x); return x + self.proj(h)", "x", 0),
     "in a loop of its own": ("for _ in range(2):\n    h = self.norm(x)\n    x = x + self.block(h)\nreturn x", "x", 0),
 }  # fmt: skip
-"""A forward of a layer, the arguments of its block's, and how many linears of the block have inputs of their own."""
+"""A layer's forward, the arguments of its block's forward, and how many linears of the block have separate inputs."""
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_norm_that_one_block_reads_is_found_whoever_it_is_handed_to(name: str, device: str) -> None:
-    layer, given, expected = LAYERS[name]
+    layer, arguments, expected = LAYERS[name]
     block = {"y, x, z=0.5": "return self.q(x) + self.k(z) + z", "*all, x=2": "return self.q(all[0]) * x"}
-    compare(made(layer, block.get(given, BLOCK), given), expected, device)
+    compare(build_model(layer, block.get(arguments, BLOCK), arguments), expected, device)
 
 
-# ---- Forwards of layers: who reads what the norm read ----
+# ---- Forwards of layers: consumers of the norm's input ----
 
 
 def is_handed_on(y: Tensor) -> bool:
-    """Whether something reads what a norm hands on of its input, so that both gradients meet in the norm's backward."""
+    """Return whether something reads the norm's pass-through of its input, whose gradient joins the norm's backward."""
     edges = (edge for node in nodes(y) for edge in node.next_functions if edge[0] is not None)
     return any(
         node.name() == "RMSNormForConsumersBackward" and number == len(node._input_metadata) - 1
@@ -294,7 +298,7 @@ RESIDUALS: dict[str, tuple[str, bool]] = {
     "nothing": (f"{AFTER}; return h", False),
     "in a loop": ("for _ in range(2):\n    h = self.norm(x)\n    h = self.block(h)\nreturn x + h", False),
 }
-"""A forward that reads the norm's input behind the norm too, and whether it reads what the norm hands on."""
+"""A forward that reads the norm's input after the norm too, and whether it reads the norm's pass-through."""
 
 
 @pytest.mark.parametrize("autocast", [BF16, None])
@@ -303,10 +307,12 @@ def test_what_the_norm_has_read_is_read_later_with_stocks_numbers(
     name: str, autocast: torch.dtype | None, device: str
 ) -> None:
     layer, is_later = RESIDUALS[name]
-    model = made(layer)
-    found, expected = (step(one, device, autocast=autocast) for one in (fused_copy(model, strict=False), model))
-    assert_near(found, expected, 2e-2 if autocast else 1e-5)
-    assert is_handed_on(found[0]) == is_later
+    model = build_model(layer)
+    actual, expected = (
+        step(variant, device, autocast=autocast) for variant in (fused_copy(model, strict=False), model)
+    )
+    assert_near(actual, expected, 2e-2 if autocast else 1e-5)
+    assert is_handed_on(actual[0]) == is_later
 
 
 WRITES: dict[str, str] = {
@@ -320,10 +326,10 @@ WRITES: dict[str, str] = {
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_residual_that_is_written_into_behind_the_norm_is_stocks(write: str, grad: bool, device: str) -> None:
-    model = made(f"residual = x; {AFTER}; {WRITES[write]}; return residual + h + x", dtype=BF16).to(device)
+    model = build_model(f"residual = x; {AFTER}; {WRITES[write]}; return residual + h + x", dtype=BF16).to(device)
     outputs = []
-    for one in (model, fused_copy(model, strict=False)):
+    for variant in (model, fused_copy(model, strict=False)):
         x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(device, BF16).requires_grad_()
         with torch.set_grad_enabled(grad):
-            outputs.append(one.layers[0](x * 1).detach())
-    assert_near(*[[one] for one in outputs])
+            outputs.append(variant.layers[0](x * 1).detach())
+    assert_near(*[[output] for output in outputs])

@@ -1,4 +1,4 @@
-"""Who reads a norm is told from the forwards of layer and block: what is not plain gets no output of its own."""
+"""The consumers of a norm follow from the forwards of layer and block; only plain ones get a separate output."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ LAYERS_WITHOUT_A_CONSUMER = {
 @pytest.mark.parametrize("name", LAYERS_WITHOUT_A_CONSUMER)
 def test_a_norm_has_no_consumer_that_is_not_plain(name: str) -> None:
     layer = layer_with(f"{LAYERS_WITHOUT_A_CONSUMER[name]}\nreturn a, b, d", PLAIN, PLAIN)
-    assert [one for one in patterns_of(layer).consumed_norms if one.consumer is not None] == []
+    assert [norm for norm in patterns_of(layer).consumed_norms if norm.consumer is not None] == []
 
 
 def test_a_plain_consumer_is_found() -> None:
     layer = layer_with("c = self.norm(b)\nd = self.attention(c)\nreturn a, b, d", PLAIN, PLAIN)
-    (consumed,) = [one for one in patterns_of(layer).consumed_norms if one.consumer is not None]
+    (consumed,) = [norm for norm in patterns_of(layer).consumed_norms if norm.consumer is not None]
     assert (consumed.consumer.module.attr, consumed.consumer.argument) == ("attention", 0)
 
 
@@ -59,14 +59,14 @@ BLOCKS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "a view": ("return self.q(x) + self.k(x.view(-1, 8))", ("q",), "x.view"),
     "a copy": ("z = x\nreturn self.q(z)", (), "z = x"),
 }
-"""A forward, the linears that read its first argument, and what reads it otherwise."""
+"""A forward, the linears that read its first argument, and the source of its first other use."""
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_who_reads_an_argument_is_told(name: str) -> None:
-    block, consumers, other = BLOCKS[name]
+    block, consumers, other_use = BLOCKS[name]
     first = find_inputs(layer_of(block, "x, y=None", Block, names=GLOBALS))[0]
-    assert (first.consumers, first.other) == (consumers, other)
+    assert (first.consumers, first.other) == (consumers, other_use)
 
 
 class BehindADecorator(Block):
@@ -83,7 +83,7 @@ def test_a_decorator_may_read_an_argument_otherwise() -> None:
 @pytest.mark.parametrize("edit", ["b += 1", "b.mul_(2)", "b[..., 0] = 1", "c.add_(1)"])
 def test_a_residual_that_is_edited_behind_its_norm_is_not_handed_on(edit: str) -> None:
     layer = layer_with(f"c = self.norm(b)\nc = self.attention(c)\n{edit}\nd = b + c\nreturn a, b, d", PLAIN, PLAIN)
-    assert [one.later for one in patterns_of(layer).consumed_norms] == [()]
+    assert [norm.later for norm in patterns_of(layer).consumed_norms] == [()]
 
 
 def with_pre_hook(block: Any) -> None:
@@ -102,18 +102,18 @@ def test_a_linear_that_others_see_is_asked_for_at_each_call(change: Any, device:
     block: Any = model.layers[0].attention
     if change is not None:
         change(block)
-    wanted: list[Any] = []
+    dtypes: list[Any] = []
     read = type(model.layers[0]).fused_norm_passthrough
 
     def noted(self: Any, norm: Any, x: Any, consumer: Any = None) -> Any:
-        found = read(self, norm, x, consumer)
-        wanted.append(getattr(found[0], "consumers", found[0]).dtype)
-        return found
+        result = read(self, norm, x, consumer)
+        dtypes.append(getattr(result[0], "consumers", result[0]).dtype)
+        return result
 
     type(model.layers[0]).fused_norm_passthrough = noted
-    given = [torch.randn(1, TOKENS, WIDTH, device=device) for _ in range(4)]
+    inputs = [torch.randn(1, TOKENS, WIDTH, device=device) for _ in range(4)]
     with torch.autocast(device, torch.bfloat16):
-        model(*given)
+        model(*inputs)
         with fused_norm.disabled():
-            model(*given)
-    assert wanted == [torch.bfloat16 if change is None else torch.float32, torch.float32]
+            model(*inputs)
+    assert dtypes == [torch.bfloat16 if change is None else torch.float32, torch.float32]

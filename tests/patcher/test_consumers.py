@@ -1,4 +1,4 @@
-"""Linears that read a norm get an output of it each: the bits of one output, and nobody can tell."""
+"""Each linear that reads a norm gets a separate output of it, with the bits of a shared output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HOW = {
 
 FAMILIES = ["qwen3", "llama", "gemma3_text", "gemma2", "granite"]
 QUICK = {how: FAMILIES[1:2] if how in ("adapters", "adapters with dropout") else FAMILIES[:3] for how in HOW}
-"""The families that fast tests try in these ways."""
+"""The families of the fast tests."""
 
 
 def model_of(family: str, how: str, device: str) -> nn.Module:
@@ -65,7 +65,7 @@ def logits_of(model: nn.Module, device: str, how: str = "autocast") -> Tensor:
 
 
 def step(model: nn.Module, how: str, device: str) -> dict[str, Tensor]:
-    """Logits, and the gradients of every parameter and of every hidden state."""
+    """Return logits, and the gradients of all parameters and hidden states."""
     ids = tokens(device)
     torch.manual_seed(3)
     with autocast(device, how):
@@ -78,7 +78,7 @@ def step(model: nn.Module, how: str, device: str) -> dict[str, Tensor]:
 
 
 def pair(family: str, how: str, device: str, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A fused model whose linears read one tensor, and one whose linears have inputs of their own."""
+    """Return a fused model whose linears share an input, and a fused model whose linears have separate inputs."""
     without = model_of(family, how, device)
     within = copy.deepcopy(without)
     fused_norm.apply_fused_norm(without, consumers=False)
@@ -94,7 +94,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def inputs_of_linears() -> Iterator[list[Tensor]]:
-    """What the linears of a model are given, in order."""
+    """Yield a list of the inputs of linears, in the order of their calls."""
     inputs: list[Tensor] = []
 
     def noted(frame: Any, event: str, _: Any) -> None:
@@ -102,7 +102,7 @@ def inputs_of_linears() -> Iterator[list[Tensor]]:
             inputs.append(frame.f_locals["input"])
 
     before = sys.getprofile()
-    sys.setprofile(noted)  # anything in the place of the linears' code would be noticed
+    sys.setprofile(noted)  # a replacement of the linears' code would be noticed
     try:
         yield inputs
     finally:
@@ -250,7 +250,7 @@ def test_a_block_that_reads_a_norm_otherwise_has_a_row_with_the_reason(device: s
 
 
 class Rounding(TorchFunctionMode):
-    """Doubles what ``torch.nn.functional.linear`` returns, as a mode that quantises or calibrates may."""
+    """A mode that doubles the result of ``torch.nn.functional.linear``, like a mode that quantises or calibrates."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
@@ -269,13 +269,13 @@ def replaced_forward() -> Any:
 
 
 def wrapped_forward() -> Any:
-    """The forward of linears inside a function with its name, as instrumentation has it."""
+    """Wrap the forward of linears in a function of the same name, as instrumentation does."""
     return mock.patch.object(nn.Linear, "forward", functools.wraps(FORWARD)(lambda self, x: 2 * FORWARD(self, x)))
 
 
 @contextlib.contextmanager
 def swapped_code() -> Iterator[None]:
-    """The forward of linears with the code of another function."""
+    """Give the forward of linears the code of another function."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return torch.matmul(x.float(), self.weight.T.float()) * 2
@@ -301,13 +301,13 @@ def test_linears_that_other_code_has_replaced_run_as_in_stock(
     fused = copy.deepcopy(model) if is_patched_inside else fused_copy(model)
     with torch.set_grad_enabled(is_patched_inside), replaced():
         report = fused_norm.apply_fused_norm(fused) if is_patched_inside else None
-        stock_logits, logits = (logits_of(one, device, how) for one in (model, fused))
+        stock_logits, logits = (logits_of(variant, device, how) for variant in (model, fused))
     assert report is None or not any(row.kind in ("adapter", "loss") for row in report.fused)
     assert relative(logits, stock_logits) < 2e-2
 
 
 class Plain(nn.Module):
-    """Calls linears of a norm's result."""
+    """A block that calls linears of a norm's result."""
 
     def __init__(self, context: Callable[[], Any]) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class Plain(nn.Module):
 
 
 class Inside(Plain):
-    """Calls them in a context of its own."""
+    """A block that calls its linears inside a context."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         with self.context():
@@ -327,7 +327,7 @@ class Inside(Plain):
 
 
 class ByCalls(Plain):
-    """Changes autocast by functions."""
+    """A block that changes autocast by functions."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         before = torch.get_autocast_dtype(hidden.device.type)
@@ -338,7 +338,7 @@ class ByCalls(Plain):
 
 
 class ByCall(Plain):
-    """Is called inside a context."""
+    """A block that is called inside a context."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.context():
@@ -346,7 +346,7 @@ class ByCall(Plain):
 
 
 class Decorated(Plain):
-    """Has a forward that is decorated with a context."""
+    """A block whose forward is decorated with a context."""
 
     @torch.autocast("cpu", torch.float16)
     @torch.autocast("cuda", torch.float16)
@@ -355,7 +355,7 @@ class Decorated(Plain):
 
 
 class Layer(nn.Module):
-    """A norm, and what reads it: each may be in a context."""
+    """A norm and its consumer: each may run in a context."""
 
     def __init__(self, attention: nn.Module, context: Callable[[], Any]) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ PLACES: dict[str, tuple[type[Layer], type[Plain]]] = {
     "around the block": (CONSUMER_INSIDE, Plain),
     "entered before the block": (ENTERED, Plain),
 }
-"""By the place of a context of autocast: a layer and its block."""
+"""A layer and its block, by the place of a context of autocast."""
 
 
 @pytest.mark.parametrize("context", ["off", "float16", "nothing"])
@@ -433,7 +433,7 @@ def offloaded(model: Any) -> None:
 
 
 class Forwarding(nn.Module):
-    """A wrapper that has all attributes of the module inside."""
+    """A wrapper with all attributes of the module inside."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
@@ -495,7 +495,7 @@ def test_a_forward_put_on_pefts_class_after_the_patch_reads_what_a_stock_norm_re
         return self.base_layer(x)
 
     monkeypatch.setattr(peft.tuners.lora.Linear, "forward", forward)
-    stock_logits, logits = (logits_of(one, device) for one in (model, fused))
+    stock_logits, logits = (logits_of(variant, device) for variant in (model, fused))
     assert dtypes[: len(dtypes) // 2] == dtypes[len(dtypes) // 2 :]
     assert relative(logits, stock_logits) < 2e-2
 
@@ -503,11 +503,11 @@ def test_a_forward_put_on_pefts_class_after_the_patch_reads_what_a_stock_norm_re
 def test_a_hook_on_a_dropout_that_is_idle_sees_what_it_sees_in_stock(device: str) -> None:
     model = model_of("llama", "adapters", device)
     dtypes: list[list[torch.dtype]] = []
-    for one in (model, fused_copy(model)):
+    for variant in (model, fused_copy(model)):
         dtypes.append([])
-        for module in one.modules():
+        for module in variant.modules():
             if isinstance(module, nn.ModuleDict) and "default" in module and isinstance(module.default, nn.Identity):
                 module.default.register_forward_hook(lambda _, args, __, to=dtypes[-1]: to.append(args[0].dtype))
-        logits_of(one, device)
+        logits_of(variant, device)
     assert dtypes[0]
     assert dtypes[0] == dtypes[1]

@@ -1,4 +1,4 @@
-"""Short causal convolutions are fused with their SiLU wherever PyTorch's would run, and nothing else changes."""
+"""Short causal convolutions are fused with their SiLU if PyTorch's would run, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONVOLVING: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3_5_text": (LINEAR, 1),
     "olmo_hybrid": (LINEAR, 1),
 }  # fmt: skip
-"""Sizes of small models, and their convolutions."""
+"""Sizes of small models, and how many convolutions each has."""
 ONLY_IN_5 = ("qwen3_5_text", "olmo_hybrid")
 IN_FORWARDS = ("qwen3_next",) if EXPERTS_ARE_MLPS else tuple(CONVOLVING)
 """The models whose layers convolve in their forward; transformers 4 does so elsewhere in most."""
@@ -56,7 +56,7 @@ TOKENS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(1)
 
 
 def model_of(model_type: str, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A small model whose weights are no ones and zeros; skips the test if this transformers has none."""
+    """Return a small model whose weights are no ones and zeros; skip the test if this transformers has none."""
     if EXPERTS_ARE_MLPS and model_type in ONLY_IN_5:
         pytest.skip("transformers 4 has no such model")
     config = AutoConfig.for_model(model_type, **{**SIZES, **CONVOLVING[model_type][0]})
@@ -69,7 +69,7 @@ def model_of(model_type: str, device: str, dtype: torch.dtype = torch.float32) -
 
 
 class ByReference:
-    """Has operators compute by PyTorch's, and notes their names."""
+    """Run the references of operators, and note their names."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -86,13 +86,16 @@ def by_reference() -> Iterator[ByReference]:
 
 
 def results(model: nn.Module, *, autocast: bool = False, **named: Any) -> list[Tensor]:
-    """The logits and all gradients of a step."""
+    """Return the logits and all gradients of a step."""
     model.zero_grad()
     ids = TOKENS.to(next(model.parameters()).device)
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
         output = model(input_ids=ids, labels=ids, use_cache=False, **named)
     output.loss.backward()
-    return [output.logits.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+    return [
+        output.logits.detach(),
+        *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None),
+    ]
 
 
 def assert_equal(ours: list[Tensor], expected: list[Tensor]) -> None:
@@ -127,7 +130,7 @@ def test_a_model_has_the_bits_of_stock_by_pytorchs_operators_and_is_near_by_kern
         ours = results(fused, autocast=autocast)
         assert launches == ["causal_conv1d"] * count
         bound = 1e-5 if dtype == torch.float32 and not autocast else 0.06
-        assert max(relative(one, other) for one, other in zip(ours, expected, strict=True) if other.any()) < bound
+        assert max(relative(a, b) for a, b in zip(ours, expected, strict=True) if b.any()) < bound
 
 
 @pytest.mark.parametrize("model_type", [name for name in QUICK if name in IN_FORWARDS])
@@ -145,7 +148,7 @@ def test_generation_and_recomputation_give_what_stock_gives(model_type: str, dev
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any) -> Tensor:
-    """As transformers' function."""
+    """Compute what transformers' function does."""
     taps, length = weight.shape[-1], x.shape[-1]
     cast = x.to(weight.dtype)
     y = functional.conv1d(cast, weight.unsqueeze(1), bias, padding=taps - 1, groups=len(weight))[:, :, :length]
@@ -209,14 +212,14 @@ FORMS = (ByFunction, BySilu, Turned, TurnedFirst, ByItsShape, Alone)
 
 
 def fused_of(module: nn.Module) -> tuple[Any, Any]:
-    """A fused copy in a model, and the report."""
+    """Return a fused copy of a module, and the report."""
     model = nn.ModuleList([copy.deepcopy(module)])
     report = fused_norm.apply_fused_norm(model, strict=False)
     return model[0], report
 
 
 def grads(module: nn.Module, x: Tensor, **further: Any) -> list[Tensor]:
-    """What a module returns, and its gradients."""
+    """Return a module's output and its gradients."""
     leaf = x.detach().clone().requires_grad_()
     y = module(leaf, **further)
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [leaf, *module.parameters()])]
@@ -256,19 +259,19 @@ def test_a_site_that_is_kept_says_why(device: str) -> None:
     hooked.conv1d.register_forward_hook(lambda *_: None)
     replaced = BySilu()
     replaced.conv1d.forward = lambda x: x
-    other = Turned()
-    other.act = nn.GELU()
+    with_gelu = Turned()
+    with_gelu.act = nn.GELU()
     for module, words, cause in (
         (hooked, "hooks or other code stand on its convolution", "overridden"),
         (replaced, "hooks or other code stand on its convolution", "overridden"),
-        (other, "the activation of its convolution is gelu", "unrecognised"),
+        (with_gelu, "the activation of its convolution is gelu", "unrecognised"),
     ):
         _, report = fused_of(module)
-        (row,) = [one for one in report.kept if one.kind == "conv"]
+        (row,) = [row for row in report.kept if row.kind == "conv"]
         assert words in row.reason
         assert row.cause == cause
     model = nn.ModuleList([Turned()])
-    (row,) = [one for one in fused_norm.apply_fused_norm(model, conv=False, strict=False).kept if one.kind == "conv"]
+    (row,) = [row for row in fused_norm.apply_fused_norm(model, conv=False, strict=False).kept if row.kind == "conv"]
     assert (row.reason, row.cause) == ("switched off: conv=False", "option")
 
 
@@ -302,12 +305,12 @@ def test_stock_code_runs_if_it_would_be_another_one(
     assert torch.equal(fused(x, initial_states=x), stock(x))
     assert len(launches) == 2
     assert any("other arguments: initial_states" in message for message in logged(caplog))
-    monkeypatch.setitem(globals(), "convolved_causal_conv1d_fn", lambda *given, **named: 2 * convolved(*given, **named))
+    monkeypatch.setitem(globals(), "convolved_causal_conv1d_fn", lambda *args, **kwargs: 2 * convolved(*args, **kwargs))
     assert torch.equal(fused(x), stock(x))
 
 
 def test_dtypes_are_those_of_stock(device: str) -> None:
-    """A weight in fp32 beside rows in 16 bits, with autocast and without."""
+    """The weight is in fp32 and the rows are in 16 bits or fp32, with autocast and without."""
     for form in FORMS:
         for x_dtype, w_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32)):
             stock = form().to(device, w_dtype)
@@ -324,7 +327,7 @@ def test_dtypes_are_those_of_stock(device: str) -> None:
                         ours = grads(fused, x)
                     assert noted.names
                     assert_equal(ours, expected)
-                    assert [one.dtype for one in ours] == [one.dtype for one in grads(fused, x)]
+                    assert [grad.dtype for grad in ours] == [grad.dtype for grad in grads(fused, x)]
 
 
 @triton.jit

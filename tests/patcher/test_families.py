@@ -1,4 +1,4 @@
-"""Models of families that are not in the table: what is fused in each, and results that are those of stock."""
+"""Models of families that are not in the table: the sites that are fused in each, and stock's results."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ QUICK_IN_BF16 = ("glm4", "granite", "olmo2")
 
 @pytest.mark.parametrize("model_type", slow_but(QUICK, [*OTHERS]))
 def test_sites_and_fp32_results(model_type: str, device: str, launches: list[str]) -> None:
-    other = OTHERS[model_type]
-    if EXPERTS_ARE_MLPS and other.only_in_5:
+    family = OTHERS[model_type]
+    if EXPERTS_ARE_MLPS and family.only_in_5:
         pytest.skip("transformers 4 writes this attention, or these norms, in a way that is kept")
-    model, ids = model_of(model_type, device), other.tokens.to(device)
+    model, ids = model_of(model_type, device), family.tokens.to(device)
     result = check_step(model, ids, options={"strict": False})
-    sites, ran = dict(other.sites), other.counted(launches)
+    sites, ran = dict(family.sites), family.counted(launches)
     if EXPERTS_ARE_MLPS:
         sites |= {"experts": 0} if "experts" in sites else {}
-    if EXPERTS_ARE_MLPS and other.expert_mlps:  # and those with tokens run
-        sites["mlp"] += other.expert_mlps
-        assert ran["glu"] >= other.launches["glu"]
-        ran["glu"] = other.launches["glu"]
+    if EXPERTS_ARE_MLPS and family.expert_mlps:  # and those with tokens run
+        sites["mlp"] += family.expert_mlps
+        assert ran["glu"] >= family.launches["glu"]
+        ran["glu"] = family.launches["glu"]
     assert {kind: result.report.counts[kind] for kind in sites} == sites
-    assert ran == other.launches
+    assert ran == family.launches
     assert result.ok, str(result)
-    if other.tokens is TOKENS:  # a decoder without labels
+    if family.tokens is TOKENS:  # a decoder without labels
         model.eval()
         with torch.no_grad():
             stock = model(ids, use_cache=False).logits
@@ -73,7 +73,7 @@ def test_of_an_attention_whose_q_and_k_norms_differ_in_width_the_rotation_is_fus
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, slow(torch.float16)], ids=str)
 def test_of_a_wide_stream_t5s_norms_make_what_their_narrow_weights_are(narrow: torch.dtype, device: str) -> None:
-    """``from_pretrained`` keeps one projection in fp32, and with it all sums after it."""
+    """``from_pretrained`` keeps a projection in fp32, and with it all sums after it."""
     stock = model_of("t5", device, narrow)
     for name, module in stock.named_modules():
         if name.endswith(".wo"):

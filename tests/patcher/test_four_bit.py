@@ -30,13 +30,13 @@ from .ranks import called_operators, on_two_ranks
 from .test_frames import explained, frames_of
 
 MOST_FRAMES = 260
-"""Python frames of this package in the forward of a warm decoder layer with seven 4-bit LoRA layers."""
+"""The most Python frames of this package in the forward of a warm decoder layer with seven 4-bit LoRA layers."""
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def quantised(linear: nn.Linear, device: str, **options: Any) -> Linear4bit:
-    """The linear in 4 bits; ``options`` of ``Params4bit``, and ``compute_dtype``."""
+    """Return the linear in 4 bits; ``options``: those of ``Params4bit``, and ``compute_dtype``."""
     compute_dtype = options.pop("compute_dtype", BF16)
     layer = Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, compute_dtype, device="meta")
     layer.weight = Params4bit(linear.weight.detach(), **{"quant_type": "nf4", "requires_grad": False} | options)
@@ -47,7 +47,7 @@ def quantised(linear: nn.Linear, device: str, **options: Any) -> Linear4bit:
 
 
 def model_of(device: str, model_type: str = "qwen3", dtype: torch.dtype = BF16, **options: Any) -> Any:
-    """A model of one layer as people fine-tune it in 4 bits: norms and embeddings in fp32, adapters on all linears."""
+    """Return a model of a single layer for fine-tuning in 4 bits: norms and embeddings in fp32, LoRA on all linears."""
     adapter = {name: options.pop(name) for name in ("lora_dropout", "use_dora", "target_modules") if name in options}
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
@@ -68,7 +68,7 @@ def model_of(device: str, model_type: str = "qwen3", dtype: torch.dtype = BF16, 
 
 
 class Calls:
-    """Counts the calls of operators, and makes them."""
+    """Count the calls of operators, and run them."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -82,14 +82,14 @@ class Calls:
 
 
 def shape_of_ids(device: str) -> tuple[int, int]:
-    """Sequences and their tokens: on a GPU bitsandbytes multiplies fewer rows by kernels of its own."""
+    """Return the numbers of sequences and of their tokens: on a GPU bitsandbytes has other kernels for fewer rows."""
     return (2, 1024) if device == "cuda" else (1, 5)
 
 
 def step(
     model: Any, device: str, autocast: torch.dtype | None = BF16, counts: bool = True
 ) -> tuple[list[Tensor], Counter[str]]:
-    """The last hidden state, gradients of hidden states and of all that is trained, and the calls of the forward."""
+    """Return the last hidden state, gradients of hidden states and trained parameters, and the forward's calls."""
     ids = torch.randint(0, 128, shape_of_ids(device), generator=torch.Generator().manual_seed(1)).to(device)
     torch.manual_seed(5)
     noted = Calls()
@@ -118,7 +118,7 @@ def compare(
     recompute: Any = False,
     **how: Any,
 ) -> Counter[str]:
-    """Assert what PEFT's layers compute beside the same norms, twice; return the calls of the patched model.
+    """Assert twice the results of PEFT's layers with the same norms; return the calls of the patched model.
 
     On a GPU the gradients of factors are sums over rows in another order.
     """
@@ -134,15 +134,15 @@ def compare(
     for _ in range(2):
         results, counts = step(fused, device, **how)
         different = [
-            index for index, (one, other) in enumerate(zip(results, expected, strict=True))
-            if not (one is other is None or (one.dtype == other.dtype and same(one, other)))
+            index for index, (a, b) in enumerate(zip(results, expected, strict=True))
+            if not (a is b is None or (a.dtype == b.dtype and same(a, b)))
         ]  # fmt: skip
         assert not different, f"of {len(expected)} tensors these differ: {different}"
     return counts
 
 
 def near(bound: float) -> Callable[[Tensor, Tensor], bool]:
-    return lambda one, other: relative(one, other) < bound
+    return lambda a, b: relative(a, b) < bound
 
 
 @pytest.mark.parametrize(("model_type", "dropout"), [("qwen3", 0.0), ("qwen3", 0.05), slow("gemma3_text", 0.0)])
@@ -157,7 +157,7 @@ def test_a_model_has_the_bits_of_pefts_layers_and_norms_are_written_in_16_bits(
 
 @pytest.fixture
 def masks(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The masks of dropout that are drawn for kernels, on a CPU as PyTorch draws them there for float32."""
+    """Return a list of the dropout masks drawn for kernels; on a CPU they are those that PyTorch draws for float32."""
     drawn: list[Tensor] = []
     draw = adapters.mask_of_dropout
 
@@ -182,7 +182,7 @@ def test_a_model_whose_kernels_drop_has_the_bits_of_pefts_layers(
 ) -> None:
     counts = compare(model_of(device, model_type, lora_dropout=0.3), device, recompute=recompute)
     assert counts["lora_linear_4bit"] == 7
-    # Of two steps; what the attention computes has 16 bits, of which other masks are drawn on a CPU.
+    # There are two steps. The attention's output has 16 bits, for which a CPU draws other masks.
     assert len(masks) == 2 * (6 if device == "cpu" else 7)
 
 
@@ -195,7 +195,7 @@ def test_a_mask_that_was_drawn_for_a_call_that_kernels_refuse_is_applied(
 
 
 QV = ["q_proj", "v_proj"]
-"""What adapters are put on unless a user says more."""
+"""The linears that get adapters by default."""
 
 
 @pytest.mark.parametrize("targets", [QV, ["o_proj"], ["gate_proj"], ["up_proj", "down_proj"], ["k_proj", "up_proj"]])
@@ -214,7 +214,7 @@ def marked_slow(cases: Iterable[str], *long: str) -> list[Any]:
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3"])
 def test_a_layer_returns_the_dtype_that_it_has_in_stock(model_type: str, device: str) -> None:
-    """With hidden states in 16 bits a gemma's norm returns these, beside a weight in fp32; others return fp32."""
+    """If hidden states have 16 bits, a gemma's norm returns these despite its fp32 weight; other norms return fp32."""
     model = model_of(device, model_type)
     model.get_base_model().embed_tokens.to(BF16)
     assert compare(model, device)["lora_linear_4bit"] == 7
@@ -284,7 +284,7 @@ def without_adapter(model: Any) -> None:
 
 
 def with_a_state_dict(model: Any) -> None:
-    """Other factors, and codes; the state of the quantisation, which a linear does not load, stays."""
+    """Load other factors and codes; the state of the quantisation stays, because a linear does not load it."""
     state = dict(model.state_dict())
     for name, value in state.items():
         if "lora_" in name:
@@ -319,7 +319,7 @@ def moved(model: Any) -> None:
 CHANGES: dict[str, tuple[Callable[[Any], Any], int, int | None]] = {
     "another weight": (with_another_weight, 7, 6),
     "codes written in place": (with_codes_written, 7, 6),
-    "a hook on the linear": (with_hook_on_linear, 6, 6),  # one without an adapter is called, so that hooks run
+    "a hook on the linear": (with_hook_on_linear, 6, 6),  # a linear without an adapter is called, so its hooks run
     "a hook on the layer": (with_hook_on_layer, 7, None),
     "a bias": (with_bias, 7, 6),
     "a bias in fp32": (with_wide_bias, 7, 6),  # bitsandbytes casts it at the first call, for good
@@ -331,8 +331,8 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], int, int | None]] = {
     "moved": (moved, 7, 6),
     "another scale": (lambda model: first_layer(model).set_scale("default", 3), 7, None),
 }
-"""Changes after the patch, and how many layers run as one operator then: of seven with an adapter, and of six linears
-without one if the change is theirs too."""
+"""Changes after the patch, and how many layers then run as one operator: of seven with an adapter, and of six linears
+without an adapter, if the change applies to them."""
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_what_changes_at_a_linear_without_an_adapter_is_seen_at_the_next_call(ca
 
 @pytest.mark.parametrize("p", [0.05, 0.5])
 def test_dropout_of_16_bits_has_not_the_bits_of_stocks(p: float) -> None:
-    """Why norms and gates before it are written in float32; a scale of 2 would do, but draws may be others on a GPU."""
+    """Norms and gates before dropout are therefore written in float32, even if its scale is a power of 2."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     dropped = []
     for dtype in (FP32, BF16):
@@ -365,13 +365,13 @@ def test_dropout_of_16_bits_has_not_the_bits_of_stocks(p: float) -> None:
     assert torch.equal(*dropped) == (p == 0.5)
 
 
-@pytest.mark.parametrize(("targets", "expected"), [("all-linear", 3), (QV, 1), (["o_proj"], 0), (["down_proj"], 1)])
+@pytest.mark.parametrize(("targets", "count"), [("all-linear", 3), (QV, 1), (["o_proj"], 0), (["down_proj"], 1)])
 @pytest.mark.parametrize("model_type", ["qwen3", slow("gemma3_text")])
 @pytest.mark.parametrize("reentrant", [None, True, slow(False)])
 def test_norms_and_gates_before_dropout_are_written_in_16_bits_and_in_float32(
-    reentrant: bool | None, model_type: str, targets: Any, expected: int, device: str
+    reentrant: bool | None, model_type: str, targets: Any, count: int, device: str
 ) -> None:
-    """Nothing asks for hidden states here: transformers would put hooks on attentions for that."""
+    """The call does not request hidden states: transformers would put hooks on attentions for them."""
     stock = model_of(device, model_type, lora_dropout=0.05, target_modules=targets)
     stock.enable_input_require_grads()
     if reentrant is not None:  # a checkpoint of this kind runs its first forward without gradients
@@ -388,14 +388,14 @@ def test_norms_and_gates_before_dropout_are_written_in_16_bits_and_in_float32(
         with calls.by(noted), torch.autocast(device, BF16):
             y = model(input_ids=ids, use_cache=False).last_hidden_state
         y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y))
-        gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         results.append(([y.detach(), *gradients], noted.counts["written in two dtypes"]))
-    (right, none), *found = results
+    (expected, none), *patched = results
     assert none == 0
-    for computed, count in found:
-        assert count == expected
+    for computed, written in patched:
+        assert written == count
         same = torch.equal if device == "cpu" else near(4e-3)
-        assert all(same(one, other) for one, other in zip(computed, right, strict=True))
+        assert all(same(a, b) for a, b in zip(computed, expected, strict=True))
 
 
 def test_what_is_recomputed_is_written_in_one_dtype(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,15 +421,15 @@ def test_checkpointed_layers_have_the_same_bits(
         model.enable_input_require_grads()
         model.base_model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
-    found = compare(model_of(device, target_modules=targets), device, checkpointed)
-    assert (found["lora_linear_4bit"], found["linear_4bit"]) == counts
+    actual = compare(model_of(device, target_modules=targets), device, checkpointed)
+    assert (actual["lora_linear_4bit"], actual["linear_4bit"]) == counts
 
 
 @pytest.mark.parametrize(
     ("function", "targets", "level", "expected"),
     [
         ("_with_adapter_in_4_bits", "all-linear", "mlp", 2),
-        ("_with_adapter_in_4_bits", "all-linear", "attention", 4),  # which keeps a cast of values
+        ("_with_adapter_in_4_bits", "all-linear", "attention", 4),  # attention keeps a cast of values
         ("_linear_of_4_bits", ["k_proj"], "mlp", 2),
         ("_linear_of_4_bits", ["k_proj"], "attention", 4 - EXPERTS_ARE_MLPS),  # transformers 4 keeps a cast of values
     ],
@@ -501,8 +501,8 @@ def test_who_watches_a_part_of_a_layer_sees_stocks_tensors(
         note = lambda module, inputs, y: seen.append((inputs[0].dtype, y.dtype))  # noqa: E731
         model.base_model.model.layers[0].get_submodule(part).register_forward_hook(note)
 
-    found = compare(model_of(device, target_modules=targets), device, watched)
-    assert tuple(found[name] for name in ("glu_for_consumers", "lora_summands_4bit", "linear_4bit")) == counts
+    actual = compare(model_of(device, target_modules=targets), device, watched)
+    assert tuple(actual[name] for name in ("glu_for_consumers", "lora_summands_4bit", "linear_4bit")) == counts
     assert len(set(seen)) == 1, seen
 
 
@@ -512,12 +512,12 @@ def test_a_patched_model_is_saved_and_copied_as_a_stock_one(device: str) -> None
     fused_norm.apply_fused_norm(model, strict=False)
     linear = model.get_base_model().layers[0].mlp.up_proj
     assert isinstance(linear, Linear4bit)
-    for one in (model, copy.deepcopy(model)):
-        assert {name: tensor.shape for name, tensor in one.state_dict().items()} == {
+    for variant in (model, copy.deepcopy(model)):
+        assert {name: tensor.shape for name, tensor in variant.state_dict().items()} == {
             name: tensor.shape for name, tensor in expected.items()
         }
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in one.state_dict().items())
-    results = [step(one, device)[0] for one in (model, copy.deepcopy(model))]
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in variant.state_dict().items())
+    results = [step(variant, device)[0] for variant in (model, copy.deepcopy(model))]
     assert_same(*results)
     assert fused_norm.remove_fused_norm(model) > 0
     assert type(linear) is Linear4bit
@@ -558,8 +558,8 @@ def test_adapters_that_come_after_the_patch_get_their_linear_back(device: str) -
     assert compare(adapted, device)["lora_linear_4bit"] == 2
 
 
-def values_of(model: Any, device: str, **given: Any) -> torch.dtype:
-    """The dtype of the values that PyTorch's attention is called with, noted with nothing in the place of it."""
+def values_of(model: Any, device: str, **kwargs: Any) -> torch.dtype:
+    """Return the dtype of the values in a call of PyTorch's attention, noted without replacing the function."""
     dtypes: list[torch.dtype] = []
 
     def noted(frame: Any, event: str, function: Any) -> None:
@@ -570,7 +570,7 @@ def values_of(model: Any, device: str, **given: Any) -> torch.dtype:
     sys.setprofile(noted)
     try:
         with torch.autocast(device, BF16):
-            model(input_ids=torch.ones(2, 5, dtype=torch.long, device=device), **{"use_cache": False} | given)
+            model(input_ids=torch.ones(2, 5, dtype=torch.long, device=device), **{"use_cache": False} | kwargs)
     finally:
         sys.setprofile(before)
     (dtype,) = dtypes
@@ -607,7 +607,7 @@ def test_a_warm_layer_costs_few_frames_and_saves_few_tensors(device: str) -> Non
         with (
             torch.autocast(device, BF16),
             torch.autograd.graph.saved_tensors_hooks(
-                lambda one: (saved.append(tuple(one.shape)), one)[1], lambda one: one
+                lambda tensor: (saved.append(tuple(tensor.shape)), tensor)[1], lambda tensor: tensor
             ),
         ):
             model(input_ids=torch.zeros(shape_of_ids(device), dtype=torch.long, device=device), use_cache=False)
@@ -635,7 +635,7 @@ def test_disabled_runs_pefts_code(device: str) -> None:
 
 
 def sharded_steps(rank: int, ranks: int) -> dict[bool, tuple[list[Tensor], dict[str, int]]]:
-    """Gradients of the adapters of two steps on this rank's tokens, and the operators that were called."""
+    """Return the adapters' gradients of two steps on this rank's tokens, and the operators that were called."""
     mesh, results = init_device_mesh("cpu", (ranks,)), {}
     for is_fused in (False, True):
         model = model_of("cpu", quant_storage=BF16, target_modules=QV)
@@ -648,7 +648,9 @@ def sharded_steps(rank: int, ranks: int) -> dict[bool, tuple[list[Tensor], dict[
         for _ in range(2):
             with called_operators() as called, torch.autocast("cpu", BF16):
                 model(input_ids=ids, use_cache=False).last_hidden_state.float().square().sum().backward()
-            gradients += [one.grad.full_tensor() for one in model.parameters() if one.grad is not None]
+            gradients += [
+                parameter.grad.full_tensor() for parameter in model.parameters() if parameter.grad is not None
+            ]
             model.zero_grad()
         results[is_fused] = gradients, dict(Counter(called))
     return results

@@ -1,4 +1,4 @@
-"""A call that has been made before costs few Python frames of this package: they are what the host waits for."""
+"""A warm call costs few Python frames of this package: the host waits for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ONLY_INTERPRETED = ("kernels/codegen.py", "kernels/triton/")
 
 def frames_of(module: nn.Module, run: Callable[[], Any]) -> Counter[str]:
     """The frames of this package in the last call of a module that ``run`` makes, by file and name."""
-    forget_all()  # a program of another test costs a frame where it is looked at first
+    forget_all()  # comparing with the program of another test first costs a frame
     run()
     run()
     frames: Counter[str] = Counter()

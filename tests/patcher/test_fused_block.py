@@ -1,4 +1,4 @@
-"""Several modules in one call: where nothing is skipped by it, and otherwise one module after the other."""
+"""Several modules in a single call if that skips nothing, and otherwise one module after the other."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_hooks_on_norms_see_what_they_see_on_stock(model_type: str, path: str, d
         for a, b in zip(seen["fused"][kind], theirs, strict=True):
             assert a.shape == b.shape
             assert relative(a, b) < 1e-5
-    # A hook that changes what the norm returns.
+    # A hook that changes the norm's output.
     for model in (stock, fused):
         model.get_submodule(path).register_forward_hook(lambda _, args, output: output * 1.5)
     assert_trains_as_stock(stock, fused, ids)
@@ -146,7 +146,7 @@ def test_a_forward_replaced_on_a_norm_after_patching_is_called_as_stock_calls_it
 def test_a_rotation_replaced_in_its_module_is_called_and_not_tried(
     model_type: str, device: str, monkeypatch, launches: list[str]
 ) -> None:
-    """As other patchers do. The norms are still made together, and what replaced the rotation is called."""
+    """Other patchers do so. The norms are still computed together, and the replacement is called."""
     stock, fused = twins(model_type, device)
     module = sys.modules[type(stock.model.layers[0].self_attn).__module__]
     real, calls = module.apply_rotary_pos_emb, []
@@ -196,7 +196,7 @@ def fused_attention(model_type: str, device: str) -> nn.Module:
 
 
 def rotated(stock: nn.Module, fused: nn.Module, q, k, cos, sin) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each of q and k with their norms and rotated: by the fused attention of the first layer, and by stock's."""
+    """Return pairs of the normed and rotated q and k: by the fused attention of the first layer, and by stock's."""
     a, b = (model.model.layers[0].self_attn for model in (stock, fused))
     rotate = sys.modules[type(a).__module__].apply_rotary_pos_emb
     expected = rotate(a.q_norm(q), a.k_norm(k), cos, sin)
@@ -319,7 +319,7 @@ def test_a_rotation_by_itself_gives_what_stock_gives(case: str, device: str, lau
 
 @pytest.mark.parametrize("case", ["no batch", "a batch", "angles of all", "named"])
 def test_a_rotation_of_a_vision_tower_gives_what_stock_gives(case: str, device: str, launches: list[str]) -> None:
-    """In fp32, rounded once to the dtype of the heads, which lie behind the tokens."""
+    """It is computed in fp32 and rounded once to the dtype of the heads; the heads' dimension follows the tokens'."""
     attention = Qwen2VisionAttention(Qwen2VLVisionConfig(embed_dim=32, num_heads=2)).to(device, torch.bfloat16)
     fused_norm.apply_fused_norm(nn.ModuleList([attention]), strict=False)
     rotate = sys.modules[Qwen2VisionAttention.__module__].apply_rotary_pos_emb_vision
@@ -335,24 +335,24 @@ def test_a_rotation_of_a_vision_tower_gives_what_stock_gives(case: str, device: 
     compiled = torch.compile(attention.fused_norm_rope, backend="aot_eager", fullgraph=True)
     again = compiled(rotate, q, k, cos, sin) if case == "no batch" else ()
     launches.clear()
-    for rotated in (attention.fused_norm_rope(rotate, q, k, cos, sin), rotate(q, k, cos, sin)):
-        weighted = sum((one.float() * (1 + place)).sum() for place, one in enumerate(rotated))
-        results.append((*rotated, *torch.autograd.grad(weighted, heads)))
+    for outputs in (attention.fused_norm_rope(rotate, q, k, cos, sin), rotate(q, k, cos, sin)):
+        weighted = sum((rotated.float() * (1 + place)).sum() for place, rotated in enumerate(outputs))
+        results.append((*outputs, *torch.autograd.grad(weighted, heads)))
     for mine, theirs in zip(*results, strict=True):
         assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
-    assert_same(*(one[:2] for one in results))
+    assert_same(*(tensors[:2] for tensors in results))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, results[1], strict=False))
     assert relative(results[0][2], results[1][2]) < 2**-8
     assert launches == ["rope"]
 
 
 ROTATIONS = {
-    gpt_oss_rotation: (4, (1, 5, 9), [()]),  # with the angles of one half
+    gpt_oss_rotation: (4, (1, 5, 9), [()]),  # with the angles of half a head
     with_positions: (5, (2, 5, 18), [(None,), (torch.tensor(1),)]),
     of_a_table: (5, (9, 18), [(torch.tensor([[3, 4, 0, 8, 1], [0, 1, 2, 3, 4]]),)]),
     of_sections: (5, (3, 2, 5, 12), [([1, 2, 3],), ((4, 1, 1),)]),
 }
-"""Rotations, the number of their arguments, the shapes of their angles, and what is given after these."""
+"""Rotations, the number of their arguments, the shapes of their angles, and further arguments."""
 
 
 @pytest.mark.parametrize("heads_dim", [1, 2])
@@ -366,11 +366,11 @@ def test_a_rotation_with_other_angles_or_arguments_gives_what_stock_gives(
     arguments, shape, further = ROTATIONS[rotation]
     cos, sin = torch.randn(2, *shape, device=device).bfloat16()
     named = {"unsqueeze_dim": 2} if heads_dim == 2 else {}
-    for given in further:
-        given = [one.to(device) if isinstance(one, torch.Tensor) else one for one in given]
+    for more in further:
+        more = [value.to(device) if isinstance(value, torch.Tensor) else value for value in more]
         with swapped_rotation(attention, rotation, arguments):
-            actual = attention.fused_norm_rope(rotation, q, k, cos, sin, *given, **named)
-        expected = rotation(q, k, cos, sin, *given, **named)
+            actual = attention.fused_norm_rope(rotation, q, k, cos, sin, *more, **named)
+        expected = rotation(q, k, cos, sin, *more, **named)
         assert_same(actual, expected)
         dy = [torch.randn_like(y) for y in expected]
         gradients = (torch.autograd.grad(y, (q, k), dy) for y in (actual, expected))
@@ -408,7 +408,7 @@ def test_a_rotation_by_sections_compiles_in_one_graph(device: str) -> None:
 
 
 def of_an_old_table(q, k, cos, sin, positions, unsqueeze_dim=1):
-    """Known with a table of two dimensions, and as it once was in transformers called with one of four."""
+    """A rotation that is recognised with a table of two dimensions; transformers once called it with four."""
     return of_a_table(q, k, cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1]), positions, unsqueeze_dim)
 
 
@@ -428,7 +428,7 @@ def test_a_table_of_other_dimensions_is_left_to_the_function(device: str, launch
 
 @contextlib.contextmanager
 def swapped_rotation(attention: nn.Module, function: Callable, arguments: int = 4) -> Iterator[None]:
-    """The fused attention knows this rotation instead of its own."""
+    """Let the fused attention recognise this rotation instead of its own."""
     fused, before = type(attention), type(attention).fused_norm_rotations
     fused.fused_norm_rotations = (recognise_rotation(function, arguments),)
     yield
@@ -438,7 +438,7 @@ def swapped_rotation(attention: nn.Module, function: Callable, arguments: int = 
 def test_norms_before_a_rotation_that_rounds_once_are_made_together_and_then_rotated(
     device: str, launches: list[str]
 ) -> None:
-    """The kernel of both rounds each step."""
+    """The kernel that fuses norms and rotation rounds each step."""
     b = fused_attention("qwen3", device)
     q, k = (torch.randn(2, heads, 5, b.head_dim, device=device).bfloat16() for heads in (4, 2))
     cos, sin = torch.randn(2, 1, 5, b.head_dim, device=device)
@@ -462,11 +462,17 @@ def test_gradients_reach_the_inputs_of_an_mlp_and_an_attention(
     angles = tuple(torch.randn(1, 5, width, device=device, dtype=dtype) for _ in range(2))
     results = []
     for model in (stock, fused):
-        given = x.clone().requires_grad_()
+        leaf = x.clone().requires_grad_()
         layer = model.model.layers[0]
-        output = layer.mlp(given) + layer.self_attn(given, position_embeddings=angles, attention_mask=None)[0]
+        output = layer.mlp(leaf) + layer.self_attn(leaf, position_embeddings=angles, attention_mask=None)[0]
         output.square().sum().backward()
-        results.append([output.detach(), given.grad, *(one.grad for one in layer.parameters() if one.grad is not None)])
+        results.append(
+            [
+                output.detach(),
+                leaf.grad,
+                *(parameter.grad for parameter in layer.parameters() if parameter.grad is not None),
+            ]
+        )
     limit = 1e-5 if dtype == torch.float32 else 2**-6
     assert len(results[0]) == 9
     assert_all_near(*reversed(results), limit)
@@ -573,7 +579,7 @@ def test_halves_of_one_tensor_that_are_no_halves_are_the_error_that_they_are_in_
 
 
 class CallsItsParent(LlamaAttention):
-    """Rotates q and k only where it does not leave all to its parent."""
+    """An attention that rotates q and k only if it does not call its parent's forward."""
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **named):
         if self.leaves_it:
@@ -612,7 +618,7 @@ def test_an_attention_whose_source_cannot_be_rewritten_has_a_row() -> None:
 
 
 class Sums(nn.Module):
-    """A layer whose branches, and at last its stream, lie in other orders in memory than what they are added to."""
+    """A layer whose branches, and at last its residual, have other memory orders than the tensors they are added to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -644,7 +650,7 @@ def test_sums_and_norms_lie_in_memory_as_in_stock(
     for module in (fused, stock):
         leaf = x.clone().requires_grad_()
         outputs = module(leaf)
-        loss = sum((one * torch.linspace(-1, 2, 48, device=device).view_as(one)).sum() for one in outputs)
+        loss = sum((output * torch.linspace(-1, 2, 48, device=device).view_as(output)).sum() for output in outputs)
         results.append((outputs, torch.autograd.grad(loss, [leaf, *module.parameters()])))
     for actual, expected in zip(*(outputs for outputs, _ in results), strict=True):
         assert actual.stride() == expected.stride()

@@ -73,12 +73,12 @@ WITH_BIASES = ["expert_permute", "expert_bias", "expert_gate", "expert_bias", "e
 
 
 def operators_for(experts: Any) -> list[str]:
-    """The operators that a call of a module of experts runs."""
+    """Return the operators that a call of a module of experts runs."""
     return WITH_BIASES if experts.has_bias else OPERATORS
 
 
 def model_of(name: str, device: str = "cpu", dtype: torch.dtype = FP32) -> Any:
-    """A tiny model, all of whose parameters are random: what is one or zero hides wrong casts."""
+    """Return a tiny model whose parameters are all random: ones and zeros hide wrong casts."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODELS[name]))
     with torch.no_grad():
@@ -93,12 +93,12 @@ def fused_copy(model: nn.Module, **options: Any) -> tuple[Any, fused_norm.PatchR
 
 
 def experts_of(model: nn.Module) -> Any:
-    """The last module of experts in a model."""
+    """Return the last module of experts in a model."""
     return [module for module in model.modules() if is_experts(module)][-1]
 
 
 class Definition(nn.Module):
-    """What experts return by definition: every expert computes every row, and its weight decides what counts."""
+    """Experts by definition: every expert computes every row, and the rows are added by their weights."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -118,14 +118,14 @@ class Definition(nn.Module):
 
 
 def operators_of(call: Callable[[], Any]) -> list[str]:
-    """The names of the operators that a call runs."""
+    """Return the names of the operators that a call runs."""
     with called_operators() as called:
         call()
     return called
 
 
 def inputs_of(module: Any, tokens: int = 6, dtype: torch.dtype = FP32, absent: int = 0) -> tuple[Tensor, ...]:
-    """Hidden states, the experts of each, and their weights; ``absent``: the numbers of experts of other devices."""
+    """Return hidden states, the experts of each, and their weights; ``absent``: how many experts other devices have."""
     generator, device = torch.Generator().manual_seed(1), module.down_proj.device
     hidden = torch.randn(tokens, 32, generator=generator).to(device, dtype).requires_grad_()
     index = torch.rand(tokens, module.num_experts + absent, generator=generator).argsort(-1)[:, :2].to(device)
@@ -134,7 +134,7 @@ def inputs_of(module: Any, tokens: int = 6, dtype: torch.dtype = FP32, absent: i
 
 
 def results(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """The output and all gradients of a call of experts."""
+    """Return the output and all gradients of a call of experts."""
     y = module(hidden, index, weights)
     leaves = {"hidden": hidden, "weights": weights, **dict(module.named_parameters())}
     leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
@@ -143,18 +143,18 @@ def results(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> dict
 
 
 def step(model: nn.Module) -> dict[str, Tensor]:
-    """The logits and the gradients of all parameters."""
+    """Return the logits and the gradients of all parameters."""
     ids = torch.randint(2, 60, (2, 7), generator=torch.Generator().manual_seed(2)).to(next(model.parameters()).device)
     outputs = model(input_ids=ids, labels=ids)
     outputs.loss.backward()
-    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
-    return {"logits": outputs.logits.detach(), **found}
+    return {"logits": outputs.logits.detach(), **grads}
 
 
 @pytest.fixture
 def by_formula(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has the formula computed in the place of kernels, in the bits of stock; returns the names of what was called."""
+    """Compute the formula instead of running kernels, with stock's bits; return the names of the operators called."""
     called: list[str] = []
 
     def run(operator: Any, *arguments: Any) -> tuple[Any, None]:
@@ -186,33 +186,37 @@ def test_experts_are_as_near_float64_as_stock(name: str, dtype: torch.dtype, abs
     if absent and hasattr(module, "_is_expert_parallel"):
         module._is_expert_parallel = True
     fused = experts_of(fused_copy(nn.ModuleDict({"experts": module}))[0])
-    given = inputs_of(module, dtype=dtype, absent=absent)
-    wide = tuple(one.detach().double().requires_grad_() if one.is_floating_point() else one for one in given)
-    found: list[dict[str, Tensor]] = []
-    assert operators_of(lambda: found.append(results(fused, *given))) == operators_for(module)
-    ours, stock, truth = *found, results(module, *given), results(Definition(module), *wide)
-    truth = {key.removeprefix("experts."): value for key, value in truth.items()}
-    assert ours.keys() == truth.keys()
+    inputs = inputs_of(module, dtype=dtype, absent=absent)
+    wide = tuple(
+        tensor.detach().double().requires_grad_() if tensor.is_floating_point() else tensor for tensor in inputs
+    )
+    outcomes: list[dict[str, Tensor]] = []
+    assert operators_of(lambda: outcomes.append(results(fused, *inputs))) == operators_for(module)
+    ours, stock, expected = *outcomes, results(module, *inputs), results(Definition(module), *wide)
+    expected = {key.removeprefix("experts."): value for key, value in expected.items()}
+    assert ours.keys() == expected.keys()
     for key, value in ours.items():
         assert value.dtype == stock[key].dtype
-        errors = [((one[key].double() - truth[key]).norm() / truth[key].norm()).item() for one in (ours, stock)]
+        errors = [
+            ((outcome[key].double() - expected[key]).norm() / expected[key].norm()).item() for outcome in (ours, stock)
+        ]
         assert errors[0] <= 1.1 * errors[1] + torch.finfo(dtype).eps / 2, (key, errors)
     if dtype == BF16:
         assert (ours["y"] != stock["y"]).double().mean() < 0.02, "the same rounding points"
 
 
-def other_gate(self: Any, both: Tensor) -> Tensor:
-    gate, up = both.chunk(2, dim=-1)
+def other_gate(self: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
     return self.act_fn(up) * gate
 
 
-def rounded_later(self: Any, both: Tensor) -> Tensor:
-    gate, up = both.float().chunk(2, dim=-1)
-    return (self.act_fn(gate) * up).to(both.dtype)
+def rounded_later(self: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (self.act_fn(gate) * up).to(gate_up.dtype)
 
 
-def detached(self: Any, both: Tensor) -> Tensor:
-    gate, up = both.chunk(2, dim=-1)
+def detached(self: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
     return self.act_fn(gate) * up.detach()
 
 
@@ -231,7 +235,7 @@ def test_another_gate_is_not_fused(gate: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def without_mask(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Takes rows of absent experts for those of the last one."""
+    """Give the rows of absent experts to the last expert."""
     return _GROUPED(self, hidden, index.clamp(max=self.num_experts - 1), weights)
 
 
@@ -253,9 +257,9 @@ def test_another_function_under_the_same_name_is_not_fused(function: Any, monkey
 
 @pytest.mark.parametrize("function", [without_mask, next_weights])
 def test_what_grouped_mm_computes_is_compared_in_full(function: Any) -> None:
-    """By itself, as if transformers defined it so."""
+    """The function is the module's forward, as if transformers defined it so."""
     module = experts_of(model_of("qwen3_moe"))
-    plain = {name: one for name, one in vars(module).items() if not name.startswith("_") and name != "config"}
+    plain = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "config"}
     if hasattr(module, "_is_expert_parallel"):
         plain["_is_expert_parallel"] = True
 
@@ -274,15 +278,15 @@ def test_what_grouped_mm_computes_is_compared_in_full(function: Any) -> None:
 def test_other_implementations_run_as_they_are(device: str, caplog: pytest.LogCaptureFixture) -> None:
     model = model_of("qwen3_moe", device)
     fused, _ = fused_copy(model)
-    module, given = experts_of(fused), inputs_of(experts_of(model))
-    assert operators_of(lambda: module(*given)) == OPERATORS
+    module, inputs = experts_of(fused), inputs_of(experts_of(model))
+    assert operators_of(lambda: module(*inputs)) == OPERATORS
     for chosen in ("eager", "batched_mm"):
-        for one in (model, fused):
-            one.set_experts_implementation(chosen)
+        for variant in (model, fused):
+            variant.set_experts_implementation(chosen)
         fused_norm_module._warned.clear()
-        assert operators_of(lambda: module(*given)) == []
+        assert operators_of(lambda: module(*inputs)) == []
         assert f"by {chosen}, not by grouped_mm" in logged(caplog)[-1]
-        assert_same(results(module, *given), results(experts_of(model), *given))
+        assert_same(results(module, *inputs), results(experts_of(model), *inputs))
         _, report = fused_copy(model, strict=False)
         assert {(row.cause, row.reason) for row in report.kept if row.kind == "experts"} == {
             ("overridden", f"its config asks for experts by {chosen}, not by grouped_mm")
@@ -301,7 +305,7 @@ def _hooked_activation(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _own_gate(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module._apply_gate = lambda both: both.chunk(2, -1)[0]
+    module._apply_gate = lambda gate_up: gate_up.chunk(2, -1)[0]
 
 
 def _gate_of_the_class(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,13 +323,13 @@ CHANGES = [_swapped_activation, _hooked_activation, _own_gate, _gate_of_the_clas
 def test_what_other_code_changes_afterwards_runs(change: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fused, _ = fused_copy(model_of("qwen3_moe", device))
     module = experts_of(fused)
-    given = inputs_of(module)
-    assert operators_of(lambda: module(*given)) == OPERATORS
+    inputs = inputs_of(module)
+    assert operators_of(lambda: module(*inputs)) == OPERATORS
     change(module, monkeypatch)
-    assert operators_of(lambda: module(*given)) == []
-    found = results(module, *given)
+    assert operators_of(lambda: module(*inputs)) == []
+    actual = results(module, *inputs)
     with fused_norm.disabled():
-        assert_same(found, results(module, *given))
+        assert_same(actual, results(module, *inputs))
 
 
 def test_calls_in_unusual_forms_run_as_in_stock(device: str) -> None:
@@ -344,13 +348,13 @@ def test_calls_in_unusual_forms_run_as_in_stock(device: str) -> None:
 
 def test_a_linear_of_others_is_called(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fused, _ = fused_copy(model_of("qwen3_moe", device))
-    module, given, linear = experts_of(fused), inputs_of(experts_of(fused)), moe._grouped_linear
-    expected = module(*given)
+    module, inputs, linear = experts_of(fused), inputs_of(experts_of(fused)), moe._grouped_linear
+    expected = module(*inputs)
     monkeypatch.setattr(moe, "_grouped_linear", lambda *args, **kwargs: 2 * linear(*args, **kwargs))
-    found = module(*given)
+    actual = module(*inputs)
     with fused_norm.disabled():
-        torch.testing.assert_close(found, module(*given))
-    assert not torch.allclose(found, expected)
+        torch.testing.assert_close(actual, module(*inputs))
+    assert not torch.allclose(actual, expected)
 
 
 def test_limit_and_alpha_are_those_of_the_moment(device: str) -> None:
@@ -358,13 +362,13 @@ def test_limit_and_alpha_are_those_of_the_moment(device: str) -> None:
     fused, _ = fused_copy(model)
     for module in (experts_of(model), experts_of(fused)):
         module.alpha, module.limit = 1.25, 0.5
-    given = inputs_of(module)
-    found, expected = (results(experts_of(one), *given) for one in (fused, model))
-    assert operators_of(lambda: module(*given)) == WITH_BIASES
-    for key, value in found.items():
+    inputs = inputs_of(module)
+    actual, expected = (results(experts_of(variant), *inputs) for variant in (fused, model))
+    assert operators_of(lambda: module(*inputs)) == WITH_BIASES
+    for key, value in actual.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
     module.limit = 2
-    assert operators_of(lambda: module(*given)) == [], "an int is no float: it may be anything else tomorrow"
+    assert operators_of(lambda: module(*inputs)) == [], "an int is no float: it may be anything else tomorrow"
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -372,16 +376,16 @@ def test_limit_and_alpha_are_those_of_the_moment(device: str) -> None:
 def test_autocast_rounds_as_in_stock(name: str, weights: torch.dtype, device: str) -> None:
     model = model_of(name, device, weights)
     fused, _ = fused_copy(model)
-    given = inputs_of(experts_of(model))
+    inputs = inputs_of(experts_of(model))
     with torch.autocast(device, BF16):
-        found, expected = (results(experts_of(one), *given) for one in (fused, model))
-    for key, value in found.items():
+        actual, expected = (results(experts_of(variant), *inputs) for variant in (fused, model))
+    for key, value in actual.items():
         assert value.dtype == expected[key].dtype
         torch.testing.assert_close(value.float(), expected[key].float(), rtol=3e-2, atol=3e-2)
     assert (
-        (found["y"] != expected["y"]).double().mean() < 0.9
+        (actual["y"] != expected["y"]).double().mean() < 0.9
         if weights == FP32
-        else torch.equal(found["y"], expected["y"])
+        else torch.equal(actual["y"], expected["y"])
     )
 
 
@@ -390,9 +394,9 @@ def test_patching_ends_and_repeats_and_survives_copies() -> None:
     fused, report = fused_copy(model)
     before = step(fused)
     assert fused_norm.apply_fused_norm(fused, **ONLY) == report
-    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        assert type(experts_of(other)) is type(experts_of(fused))
-        assert_same(step(other), before)
+    for copied in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert type(experts_of(copied)) is type(experts_of(fused))
+        assert_same(step(copied), before)
     assert isinstance(experts_of(fused), FusedExperts)
     assert isinstance(experts_of(fused), type(experts_of(model)))
     assert fused_norm.remove_fused_norm(fused) == report.counts["experts"]
@@ -421,10 +425,10 @@ def test_adapters_on_parameters_are_trained(device: str) -> None:
     fused, report = fused_copy(model, adapter=False)
     assert report.counts["experts"] == 2
     assert operators_of(lambda: step(fused)) == OPERATORS * 2
-    found, expected = step(fused), step(model)
-    assert any("lora_A" in name and "experts" in name for name in found)
+    actual, expected = step(fused), step(model)
+    assert any("lora_A" in name and "experts" in name for name in actual)
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(actual[key], value, rtol=1e-3, atol=1e-5)
 
 
 def test_checkpointed_and_recomputing_layers_have_the_same_gradients() -> None:

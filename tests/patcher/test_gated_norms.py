@@ -1,4 +1,4 @@
-"""Norms with a gate: recognised by what they compute, and in models the same results through everything they meet."""
+"""Norms with a gate are recognised by their results, and have stock's results in models, whatever happens there."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_norm_that_drops_a_dimension_of_one_token_is_kept(norm_before_gate: bo
 
 
 class Gated(nn.Module):
-    """A norm to vary: subclasses override one step of it."""
+    """A norm to vary: subclasses override a single step."""
 
     def __init__(self, width: int = 24, eps: float = 1e-5) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_a_fused_norm_gives_what_stock_gives(kind: type[Gated], launches: list[s
     stock.eps = fused.eps = 0.5
     torch.testing.assert_close(fused(x, gate), stock(x, gate))
     seen: list[int] = []
-    fused.register_forward_hook(lambda module, given, y: seen.append(len(given)))
+    fused.register_forward_hook(lambda module, args, y: seen.append(len(args)))
     fused(x, gate)
     assert seen == [2], "a hook sees the call as it is"
 
@@ -178,8 +178,8 @@ def test_what_a_kernel_cannot_do_runs_the_stock_code(
 ) -> None:
     stock, fused = _twins(Gated(), device)
     x, gate = torch.randn(2, 2, 5, 24, device=device)
-    for given in ((x,), (x, gate[:1]), (x.double(), gate.double()), (x, gate.double())):
-        assert torch.equal(fused(*given), stock(*given))
+    for inputs in ((x,), (x, gate[:1]), (x.double(), gate.double()), (x, gate.double())):
+        assert torch.equal(fused(*inputs), stock(*inputs))
     assert "gate must have x's shape (2, 5, 24), not (1, 5, 24)" in caplog.text
     assert ": gate is torch.float64" in caplog.text
     with fused_norm.disabled():

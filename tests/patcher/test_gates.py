@@ -1,4 +1,4 @@
-"""The gate of an MLP is fused in any statement or expression, and a rewritten forward returns what it returned."""
+"""The gate of an MLP is fused in any statement or expression, and a rewritten forward returns the original's values."""
 
 from __future__ import annotations
 

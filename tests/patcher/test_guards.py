@@ -1,4 +1,4 @@
-"""A forward is what a patch would make of its module as it is now: with hooks that have come since, and gone again."""
+"""A forward equals that of a fresh patch of its module, even if hooks were added or removed since."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_a_hook_leaves_fused_what_a_patch_would_still_fuse(
         calls.append(Counter(launches))
 
     run()
-    for module in (one.get_submodule(place) for one in fused.model.layers[:2]):
+    for module in (layer.get_submodule(place) for layer in fused.model.layers[:2]):
         module.register_forward_hook(lambda *_: None)
     run()
     fused_norm.apply_fused_norm(fused)
     run()
     assert calls[1] == calls[2]
     assert calls[0] != calls[1]
-    assert all(relative(one, stock(ids, use_cache=False).logits) < 1e-5 for one in outputs)
+    assert all(relative(logits, stock(ids, use_cache=False).logits) < 1e-5 for logits in outputs)
 
 
 class Norms(nn.Module):
@@ -70,9 +70,9 @@ class Norms(nn.Module):
 def test_no_more_variants_are_made_than_are_worth_it(
     device: str, launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Any] = []
+    rewrites: list[Any] = []
     rewrite = guard.rewritten_forward
-    monkeypatch.setattr(guard, "rewritten_forward", lambda *given: made.append(given) or rewrite(*given))
+    monkeypatch.setattr(guard, "rewritten_forward", lambda *args: rewrites.append(args) or rewrite(*args))
     fused = Norms().to(device)
     fused_norm.apply_fused_norm(nn.ModuleList([fused]))
     x, added = torch.randn(5, 16, device=device), []
@@ -87,8 +87,8 @@ def test_no_more_variants_are_made_than_are_worth_it(
         for handle in handles:
             handle.remove()
     most = guard._MOST_VARIANTS + 1
-    assert len(made) == most
-    assert [found for found, _ in added] == [left for _, left in added[:most]] + [0] * (16 - most)
+    assert len(rewrites) == most
+    assert [actual for actual, _ in added] == [expected for _, expected in added[:most]] + [0] * (16 - most)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -53,7 +53,7 @@ def layer_by_layer(model: nn.Module, ids: Tensor) -> list[Tensor]:
     states = [stream]
     for layer in decoder.layers:
         stream = layer(stream, attention_mask=None, **rotations(decoder, layer, stream, positions))
-        stream = stream[0] if isinstance(stream, tuple) else stream  # as Gemma 2 and 3 return it in transformers 4
+        stream = stream[0] if isinstance(stream, tuple) else stream  # Gemma 2 and 3 return it in transformers 4
         states.append(stream)
     states.append(decoder.norm(stream))
     return states

@@ -1,4 +1,4 @@
-"""Logits that are computed when they are read: who reads them, what is read, and what autograd makes of them."""
+"""Logits that are computed when they are first read, compared with real logits: values, gradients and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS, WIDTH, VOCABULARY = (2, 5), 6, 9
 
 
 class Head:
-    """A head's call, and how often its logits and losses were computed."""
+    """A language model's head, which counts how often its logits and losses are computed."""
 
     def __init__(self, *, bias: bool = False, dtype: torch.dtype = torch.float32, trained: bool = True) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -36,7 +36,7 @@ class Head:
         self.readers: list[str] = []
 
     def lazy(self, dtype: torch.dtype | None = None) -> LazyLogits:
-        # As a hidden state, which is no leaf.
+        # A hidden state is no leaf.
         x = self.x * 1 if torch.is_grad_enabled() else self.x
         return LazyLogits.from_projection(Projection(x, self.weight, self.bias, dtype, self.loss, self.readers.append))
 
@@ -44,7 +44,7 @@ class Head:
         return functional.linear(self.x * 1, self.weight, self.bias)
 
     def loss(self, x: Tensor, how: CrossEntropy) -> Tensor:
-        """What the fused operator would compute."""
+        """Return what the fused operator would compute."""
         self.losses.append((x, how))
         logits = functional.linear(x, self.weight, self.bias).float()
         logits = logits if how.scale is None else logits * how.scale
@@ -52,19 +52,19 @@ class Head:
         return how.loss_of(logits)
 
     def gradients(self, value: Tensor) -> list[Tensor]:
-        leaves = [one for one in (self.x, self.weight, self.bias) if one is not None]
+        leaves = [leaf for leaf in (self.x, self.weight, self.bias) if leaf is not None]
         return list(torch.autograd.grad(value, leaves, allow_unused=True))
 
 
 def assert_as_of_real_logits(head: Head, outcome: Callable[[Tensor], Any], **tolerance: float) -> None:
-    """Assert that tensors are the same whether they are made of a head's lazy logits or of real ones."""
+    """Assert that ``outcome`` returns the same tensors for a head's lazy logits and for real ones."""
     torch.testing.assert_close(outcome(head.lazy()), outcome(head.real()), **tolerance)
 
 
 def labels(*, ignored: int = 2) -> Tensor:
-    found = torch.arange(10).view(ROWS) % VOCABULARY
-    found[0, :ignored] = -100
-    return found
+    target = torch.arange(10).view(ROWS) % VOCABULARY
+    target[0, :ignored] = -100
+    return target
 
 
 def shifted_loss(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -74,15 +74,25 @@ def shifted_loss(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
 
 
 METADATA: dict[str, Callable[[Tensor], Any]] = {
-    "shape": lambda one: one.shape,
-    "dtype": lambda one: one.dtype,
-    "device": lambda one: one.device,
-    "ndim": lambda one: (one.ndim, one.dim(), one.numel(), len(one)),
-    "size": lambda one: (one.size(), one.size(0), one.size(dim=-1), one.stride(), one.stride(1)),
-    "kind": lambda one: (one.is_floating_point(), one.is_cuda, one.is_contiguous(), one.is_sparse, one.layout),
-    "is a tensor": lambda one: (isinstance(one, Tensor), torch.is_tensor(one), torch.is_floating_point(one)),
-    "place in the graph": lambda one: (one.requires_grad, one.is_leaf, one.grad_fn is None, one._base),
-    "hash": lambda one: len({one, one}),
+    "shape": lambda logits: logits.shape,
+    "dtype": lambda logits: logits.dtype,
+    "device": lambda logits: logits.device,
+    "ndim": lambda logits: (logits.ndim, logits.dim(), logits.numel(), len(logits)),
+    "size": lambda logits: (logits.size(), logits.size(0), logits.size(dim=-1), logits.stride(), logits.stride(1)),
+    "kind": lambda logits: (
+        logits.is_floating_point(),
+        logits.is_cuda,
+        logits.is_contiguous(),
+        logits.is_sparse,
+        logits.layout,
+    ),
+    "is a tensor": lambda logits: (
+        isinstance(logits, Tensor),
+        torch.is_tensor(logits),
+        torch.is_floating_point(logits),
+    ),
+    "place in the graph": lambda logits: (logits.requires_grad, logits.is_leaf, logits.grad_fn is None, logits._base),
+    "hash": lambda logits: len({logits, logits}),
 }
 
 
@@ -95,26 +105,26 @@ def test_what_a_tensor_is_reads_nothing(name: str) -> None:
 
 
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "float": lambda one: one.float(),
-    "to float32": lambda one: one.to(torch.float32),
-    "to its device": lambda one: one.to(one.device, non_blocking=False) if False else one.to(one.device),
-    "detach": lambda one: one.detach(),
-    "contiguous": lambda one: one.contiguous(),
-    "contiguous rows": lambda one: one[..., :-1, :].contiguous().view(-1, VOCABULARY),
-    "times a number": lambda one: one * 0.5,
-    "a number times": lambda one: 2 * one,
-    "over a number": lambda one: one / 3.0,
-    "tanh": lambda one: torch.tanh(one),
-    "a softcap": lambda one: torch.tanh(one / 5.0) * 5.0,
-    "view": lambda one: one.view(-1, VOCABULARY),
-    "flatten": lambda one: one.flatten(0, 1),
-    "reshape": lambda one: one.reshape(-1, one.shape[-1]),
-    "slice": lambda one: one[..., :-1, :],
-    "slice of the first": lambda one: one[:, 1:],
-    "one row": lambda one: one[:, -1],
-    "one sequence": lambda one: one[1],
-    "a mask": lambda one: one[torch.tensor([[True, False, True, True, False]] * 2)],
-    "several": lambda one: (one.float()[:, :-1] / 2.0).reshape(-1, VOCABULARY),
+    "float": lambda logits: logits.float(),
+    "to float32": lambda logits: logits.to(torch.float32),
+    "to its device": lambda logits: logits.to(logits.device),
+    "detach": lambda logits: logits.detach(),
+    "contiguous": lambda logits: logits.contiguous(),
+    "contiguous rows": lambda logits: logits[..., :-1, :].contiguous().view(-1, VOCABULARY),
+    "times a number": lambda logits: logits * 0.5,
+    "a number times": lambda logits: 2 * logits,
+    "over a number": lambda logits: logits / 3.0,
+    "tanh": lambda logits: torch.tanh(logits),
+    "a softcap": lambda logits: torch.tanh(logits / 5.0) * 5.0,
+    "view": lambda logits: logits.view(-1, VOCABULARY),
+    "flatten": lambda logits: logits.flatten(0, 1),
+    "reshape": lambda logits: logits.reshape(-1, logits.shape[-1]),
+    "slice": lambda logits: logits[..., :-1, :],
+    "slice of the first": lambda logits: logits[:, 1:],
+    "one row": lambda logits: logits[:, -1],
+    "one sequence": lambda logits: logits[1],
+    "a mask": lambda logits: logits[torch.tensor([[True, False, True, True, False]] * 2)],
+    "several": lambda logits: (logits.float()[:, :-1] / 2.0).reshape(-1, VOCABULARY),
 }
 
 
@@ -122,65 +132,67 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_steps_stay_lazy_and_compute_what_they_would_of_real_logits(name: str, dtype: torch.dtype) -> None:
     head, step = Head(dtype=dtype), STEPS[name]
-    found, expected = step(head.lazy()), step(head.real())
-    assert isinstance(found, LazyLogits)
+    actual, expected = step(head.lazy()), step(head.real())
+    assert isinstance(actual, LazyLogits)
     assert head.readers == []
     for attribute in ("shape", "dtype", "requires_grad"):
-        assert getattr(found, attribute) == getattr(expected, attribute), attribute
-    assert found.stride() == expected.stride()
-    assert torch.equal(found + 0, expected + 0)
+        assert getattr(actual, attribute) == getattr(expected, attribute), attribute
+    assert actual.stride() == expected.stride()
+    assert torch.equal(actual + 0, expected + 0)
     assert len(head.readers) == 1
     if expected.requires_grad:
-        gradients = (head.gradients((one * 2).sin().sum()) for one in (found, expected))
+        gradients = (head.gradients((value * 2).sin().sum()) for value in (actual, expected))
         torch.testing.assert_close(*gradients, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-6)
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {
-    "argmax": lambda one: one.argmax(-1),
-    "a part of the vocabulary": lambda one: one[..., :3],
-    "rows by their numbers": lambda one: one[:, torch.tensor([0, 0, 2])],
-    "a mask of elements": lambda one: one[torch.ones(*ROWS, VOCABULARY, dtype=torch.bool)],
-    "a flag": lambda one: one[torch.tensor(True)],
-    "plus": lambda one: one + 1,
-    "minus": lambda one: 1 - one,
-    "times a tensor": lambda one: one * torch.tensor(2.0),
-    "compare": lambda one: one > 0,
-    "softmax": lambda one: one.softmax(-1),
-    "log_softmax": lambda one: functional.log_softmax(one, -1),
-    "cat": lambda one: torch.cat([one, one]),
-    "stack": lambda one: torch.stack([one]),
-    "transpose": lambda one: one.transpose(1, 2),
-    "permute": lambda one: one.permute(2, 0, 1),
-    "to another dtype": lambda one: one.to(torch.float16),
-    "a copy in its dtype": lambda one: one.to(one.dtype, copy=True),
-    "in another order of memory": lambda one: one.view(2, 5, 1, VOCABULARY).contiguous(
+    "argmax": lambda logits: logits.argmax(-1),
+    "a part of the vocabulary": lambda logits: logits[..., :3],
+    "rows by their numbers": lambda logits: logits[:, torch.tensor([0, 0, 2])],
+    "a mask of elements": lambda logits: logits[torch.ones(*ROWS, VOCABULARY, dtype=torch.bool)],
+    "a flag": lambda logits: logits[torch.tensor(True)],
+    "plus": lambda logits: logits + 1,
+    "minus": lambda logits: 1 - logits,
+    "times a tensor": lambda logits: logits * torch.tensor(2.0),
+    "compare": lambda logits: logits > 0,
+    "softmax": lambda logits: logits.softmax(-1),
+    "log_softmax": lambda logits: functional.log_softmax(logits, -1),
+    "cat": lambda logits: torch.cat([logits, logits]),
+    "stack": lambda logits: torch.stack([logits]),
+    "transpose": lambda logits: logits.transpose(1, 2),
+    "permute": lambda logits: logits.permute(2, 0, 1),
+    "to another dtype": lambda logits: logits.to(torch.float16),
+    "a copy in its dtype": lambda logits: logits.to(logits.dtype, copy=True),
+    "in another order of memory": lambda logits: logits.view(2, 5, 1, VOCABULARY).contiguous(
         memory_format=torch.channels_last
     ),
-    "double": lambda one: one.double(),
-    "numpy": lambda one: torch.from_numpy(one.detach().numpy()),
-    "tolist": lambda one: torch.tensor(one.tolist()),
-    "print": lambda one: torch.tensor([ord(letter) for letter in str(one.detach())]),
-    "pickle": lambda one: pickle.loads(pickle.dumps(one.detach())),
-    "deepcopy": lambda one: copy.deepcopy(one.detach()),
-    "save": lambda one: _saved(one.detach()),
-    "iterate": lambda one: torch.stack([row.sum() for row in one]),
-    "item": lambda one: torch.tensor(one.sum().item()),
-    "another cross entropy": lambda one: functional.cross_entropy(one.transpose(1, 2), labels()),
-    "weighted cross entropy": lambda one: functional.cross_entropy(
-        one.flatten(0, 1), labels().flatten(), weight=torch.arange(9.0)
+    "double": lambda logits: logits.double(),
+    "numpy": lambda logits: torch.from_numpy(logits.detach().numpy()),
+    "tolist": lambda logits: torch.tensor(logits.tolist()),
+    "print": lambda logits: torch.tensor([ord(letter) for letter in str(logits.detach())]),
+    "pickle": lambda logits: pickle.loads(pickle.dumps(logits.detach())),
+    "deepcopy": lambda logits: copy.deepcopy(logits.detach()),
+    "save": lambda logits: _saved(logits.detach()),
+    "iterate": lambda logits: torch.stack([row.sum() for row in logits]),
+    "item": lambda logits: torch.tensor(logits.sum().item()),
+    "another cross entropy": lambda logits: functional.cross_entropy(logits.transpose(1, 2), labels()),
+    "weighted cross entropy": lambda logits: functional.cross_entropy(
+        logits.flatten(0, 1), labels().flatten(), weight=torch.arange(9.0)
     ),
-    "losses of rows": lambda one: functional.cross_entropy(one.flatten(0, 1), labels().flatten(), reduction="none"),
-    "targets that are probabilities": lambda one: functional.cross_entropy(
-        one.flatten(0, 1), torch.ones(10, VOCABULARY).softmax(-1)
+    "losses of rows": lambda logits: functional.cross_entropy(
+        logits.flatten(0, 1), labels().flatten(), reduction="none"
     ),
-    "data": lambda one: one.data,
-    "by C++": lambda one: torch._C._nn.cross_entropy_loss(one.flatten(0, 1), labels().flatten()),
+    "targets that are probabilities": lambda logits: functional.cross_entropy(
+        logits.flatten(0, 1), torch.ones(10, VOCABULARY).softmax(-1)
+    ),
+    "data": lambda logits: logits.data,
+    "by C++": lambda logits: torch._C._nn.cross_entropy_loss(logits.flatten(0, 1), labels().flatten()),
 }
 
 
-def _saved(one: Tensor) -> Any:
+def _saved(logits: Tensor) -> Any:
     buffer = io.BytesIO()
-    torch.save(one, buffer)
+    torch.save(logits, buffer)
     buffer.seek(0)
     return torch.load(buffer)
 
@@ -188,13 +200,13 @@ def _saved(one: Tensor) -> Any:
 @pytest.mark.parametrize("name", READS)
 def test_all_else_reads_once_and_gets_the_real_logits(name: str) -> None:
     head, read = Head(), READS[name]
-    found, expected = read(head.lazy()), read(head.real())
-    assert type(found) is Tensor
-    assert torch.equal(found, expected)
-    assert found.requires_grad == expected.requires_grad
+    actual, expected = read(head.lazy()), read(head.real())
+    assert type(actual) is Tensor
+    assert torch.equal(actual, expected)
+    assert actual.requires_grad == expected.requires_grad
     assert len(head.readers) == 1
     if expected.requires_grad:
-        gradients = (head.gradients(one.float().sum()) for one in (found, expected))
+        gradients = (head.gradients(value.float().sum()) for value in (actual, expected))
         torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
 
 
@@ -249,11 +261,11 @@ def test_what_was_made_of_them_before_a_write_is_as_of_real_ones(name: str) -> N
 @pytest.mark.parametrize("written", ["logits", "view"])
 def test_a_write_into_a_view_with_a_hook_is_seen_in_both_or_an_error(written: str, hooked: str) -> None:
     def write(logits: Tensor) -> tuple[Tensor, Tensor]:
-        both = {"logits": logits, "view": logits[:, 1:]}
-        if hooked in both:
-            both[hooked].register_hook(lambda gradient: None)
-        both[written].mul_(2)
-        return both["logits"] + 0, both["view"] + 0
+        tensors = {"logits": logits, "view": logits[:, 1:]}
+        if hooked in tensors:
+            tensors[hooked].register_hook(lambda gradient: None)
+        tensors[written].mul_(2)
+        return tensors["logits"] + 0, tensors["view"] + 0
 
     head = Head()
     if hooked != "neither":
@@ -287,15 +299,15 @@ def test_a_loss_of_detached_logits_or_without_gradients_needs_none(reduction: st
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_their_cross_entropy_is_the_fused_one(reduction: str) -> None:
     head, target = Head(), labels()
-    found = shifted_loss(head.lazy(), target, reduction=reduction, label_smoothing=0.1)
+    actual = shifted_loss(head.lazy(), target, reduction=reduction, label_smoothing=0.1)
     expected = shifted_loss(head.real(), target, reduction=reduction, label_smoothing=0.1)
-    assert isinstance(found, LazySum) == (reduction == "sum")
-    assert torch.equal(found + 0, expected)
+    assert isinstance(actual, LazySum) == (reduction == "sum")
+    assert torch.equal(actual + 0, expected)
     ((rows, how),) = head.losses
     assert rows.shape == (8, WIDTH)
     assert (how.reduction, how.label_smoothing, how.num_items) == (reduction, 0.1, None)
     assert head.readers == []
-    torch.testing.assert_close(head.gradients(found + 0), head.gradients(expected))
+    torch.testing.assert_close(head.gradients(actual + 0), head.gradients(expected))
 
 
 @pytest.mark.parametrize("items", [7, torch.tensor(7), torch.tensor(7.0)])
@@ -321,8 +333,10 @@ def test_a_sum_waits_for_its_number_of_items(items: Any) -> None:
 )
 def test_what_divides_a_sum_in_another_way_divides_a_number(change: Callable[[Tensor], Tensor]) -> None:
     head = Head()
-    found, expected = (change(shifted_loss(one, labels(), reduction="sum")) for one in (head.lazy(), head.real()))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (
+        change(shifted_loss(logits, labels(), reduction="sum")) for logits in (head.lazy(), head.real())
+    )
+    torch.testing.assert_close(actual, expected)
     assert [how.num_items for _, how in head.losses] == [None]
 
 
@@ -332,30 +346,30 @@ def test_a_sum_that_a_model_returns_is_a_number() -> None:
     for output in ((shifted_loss(head.lazy(), labels(), reduction="sum"), 3), {"loss": None, "logits": 3}):
         if isinstance(output, dict):
             output["loss"] = shifted_loss(head.lazy(), labels(), reduction="sum")
-        found = _with_real_sums(output)
-        loss, other = found.values() if isinstance(found, dict) else found
+        result = _with_real_sums(output)
+        loss, logits = result.values() if isinstance(result, dict) else result
         assert type(loss) is Tensor
         assert torch.equal(loss, expected)
-        assert other == 3
+        assert logits == 3
 
 
 def test_a_divisor_that_wants_a_gradient_gets_it() -> None:
     head, items = Head(), torch.tensor(7.0, requires_grad=True)
-    loss, expected = (shifted_loss(one, labels(), reduction="sum") / items for one in (head.lazy(), head.real()))
-    torch.testing.assert_close(*(torch.autograd.grad(one, items) for one in (loss, expected)))
+    loss, expected = (shifted_loss(logits, labels(), reduction="sum") / items for logits in (head.lazy(), head.real()))
+    torch.testing.assert_close(*(torch.autograd.grad(value, items) for value in (loss, expected)))
     assert [how.num_items for _, how in head.losses] == [None]
 
 
 @pytest.mark.parametrize(
     ("transform", "scale", "cap", "in_fp32"),
     [
-        (lambda one: one, None, None, False),
-        (lambda one: one.float(), None, None, False),
-        (lambda one: one * 0.25, 0.25, None, False),
-        (lambda one: one / 8.0, 0.125, None, False),
-        (lambda one: torch.tanh(one / 30.0) * 30.0, None, 30.0, False),
-        (lambda one: torch.tanh(one.float() / 30.0) * 30.0, None, 30.0, True),
-        (lambda one: torch.tanh(one / 2.0 / 30.0) * 30.0, 0.5, 30.0, False),
+        (lambda logits: logits, None, None, False),
+        (lambda logits: logits.float(), None, None, False),
+        (lambda logits: logits * 0.25, 0.25, None, False),
+        (lambda logits: logits / 8.0, 0.125, None, False),
+        (lambda logits: torch.tanh(logits / 30.0) * 30.0, None, 30.0, False),
+        (lambda logits: torch.tanh(logits.float() / 30.0) * 30.0, None, 30.0, True),
+        (lambda logits: torch.tanh(logits / 2.0 / 30.0) * 30.0, 0.5, 30.0, False),
     ],
 )
 def test_scale_and_cap_are_the_operators(transform: Any, scale: Any, cap: Any, in_fp32: bool) -> None:
@@ -368,28 +382,28 @@ def test_scale_and_cap_are_the_operators(transform: Any, scale: Any, cap: Any, i
 @pytest.mark.parametrize(
     "transform",
     [
-        lambda one: torch.tanh(one / 30.0) * 20.0,
-        lambda one: torch.tanh(one / -30.0) * -30.0,
-        lambda one: torch.tanh((one / 30.0).float()) * 30.0,
-        lambda one: torch.tanh(one),
-        lambda one: one * 0.0,
-        lambda one: torch.div(one, 0.5, rounding_mode="floor"),
-        lambda one: one * 2.0 * 3.0,
-        lambda one: (one * 2.0).float() * 3.0,
-        lambda one: one[:, torch.tensor([1, 0, 2, 3, 4])],
+        lambda logits: torch.tanh(logits / 30.0) * 20.0,
+        lambda logits: torch.tanh(logits / -30.0) * -30.0,
+        lambda logits: torch.tanh((logits / 30.0).float()) * 30.0,
+        lambda logits: torch.tanh(logits),
+        lambda logits: logits * 0.0,
+        lambda logits: torch.div(logits, 0.5, rounding_mode="floor"),
+        lambda logits: logits * 2.0 * 3.0,
+        lambda logits: (logits * 2.0).float() * 3.0,
+        lambda logits: logits[:, torch.tensor([1, 0, 2, 3, 4])],
     ],
 )
 def test_what_the_operator_does_not_know_is_computed_by_real_logits(transform: Any) -> None:
     head = Head(dtype=torch.bfloat16)
-    found, expected = shifted_loss(transform(head.lazy()), labels()), shifted_loss(transform(head.real()), labels())
+    actual, expected = shifted_loss(transform(head.lazy()), labels()), shifted_loss(transform(head.real()), labels())
     assert head.losses == []
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 def test_a_loss_in_16_bits_is_pytorchs() -> None:
     head, target = Head(dtype=torch.bfloat16), labels().flatten()
-    found = functional.cross_entropy(head.lazy().view(-1, VOCABULARY), target)
-    assert found.dtype == torch.bfloat16
+    loss = functional.cross_entropy(head.lazy().view(-1, VOCABULARY), target)
+    assert loss.dtype == torch.bfloat16
     assert head.losses == []
     with torch.autocast("cpu", torch.bfloat16):  # which computes cross entropies in float32
         functional.cross_entropy(head.lazy(torch.bfloat16).view(-1, VOCABULARY), target)
@@ -405,7 +419,7 @@ OTHER_LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
     "no sum by its old name": (lambda labels: labels, {"reduce": False}),
     "a sum of no known name": (lambda labels: labels, {"reduction": "total"}),
 }
-"""By name: what is made of the labels, and arguments of a cross entropy that the operator does not take."""
+"""Changes to the labels, and arguments of a cross entropy that the operator does not take, by name."""
 
 
 @pytest.mark.parametrize("name", OTHER_LOSSES)
@@ -454,7 +468,7 @@ ASKED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
     "a sum of losses": (lambda logits: logits, lambda logits: shifted_loss(logits, labels(), reduction="sum")),
     "a read": (lambda logits: (logits * 0.5)[:, 1:], lambda logits: logits.sin().sum()),
 }
-"""What is made of logits, whose gradient somebody asks for, and a number that is made of them."""
+"""By name: a change of the logits, whose result's gradient is read, and a function of the result that is a number."""
 
 
 @pytest.mark.parametrize(
@@ -468,7 +482,7 @@ def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> No
     change, number = ASKED[of]
 
     def gradients(logits: Tensor) -> list[Tensor]:
-        logits, found = change(logits), []
+        logits, grads = change(logits), []
         if way == "autograd.grad":
             return list(torch.autograd.grad(number(logits), [logits]))
         if way == "edge":
@@ -484,12 +498,12 @@ def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> No
             logits.grad_fn.register_prehook(lambda given: found.extend(given))
             return [*head.gradients(value), *found]
         if way == "register_hook":
-            logits.register_hook(lambda one: found.append(one) or 2 * one)
+            logits.register_hook(lambda grad: grads.append(grad) or 2 * grad)
         else:
             logits.retain_grad()
         of_leaves = head.gradients(number(logits))
-        assert found or logits.grad is not None
-        return [*of_leaves, *found, *([] if found else [logits.grad])]
+        assert grads or logits.grad is not None
+        return [*of_leaves, *grads, *([] if grads else [logits.grad])]
 
     head = Head()
     assert_as_of_real_logits(head, gradients)
@@ -567,14 +581,14 @@ def hooked_loss(logits: Tensor, reduction: str) -> Tensor:
 def test_second_derivatives_go_through_reads_and_through_losses_whose_logits_have_a_hook(number: Any) -> None:
     def second(logits: Tensor) -> list[Tensor]:
         first = torch.autograd.grad(number(logits), [head.x, head.weight], create_graph=True)
-        return head.gradients(sum(one.square().sum() for one in first))
+        return head.gradients(sum(grad.square().sum() for grad in first))
 
     head = Head(bias=True)
     assert_as_of_real_logits(head, second)
 
 
 class Doubled(torch.autograd.Function):
-    """A function of somebody's own, which PyTorch hands lazy logits to as they are."""
+    """An autograd function of a user: PyTorch passes it lazy logits unread."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -590,10 +604,10 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize(
     "step",
     [
-        lambda one: one,
-        lambda one: (one / 2.0)[:, 1:],
-        lambda one: one.float(),
-        lambda one: shifted_loss(one, labels(), reduction="sum"),
+        lambda logits: logits,
+        lambda logits: (logits / 2.0)[:, 1:],
+        lambda logits: logits.float(),
+        lambda logits: shifted_loss(logits, labels(), reduction="sum"),
     ],
 )
 def test_they_and_sums_of_losses_are_connected_for_autograd_functions_of_others(step: Any) -> None:
@@ -611,13 +625,13 @@ def test_late_reads_have_the_forwards_modes() -> None:
         lazy, real = head.lazy(torch.bfloat16), head.real()
     assert lazy.dtype == torch.bfloat16
     with torch.no_grad():
-        found = lazy.sin()
-        without = head.lazy()
-    assert not found.requires_grad
+        sines = lazy.sin()
+        no_grad_logits = head.lazy()
+    assert not sines.requires_grad
     assert torch.equal(lazy + 0, real)
-    gradients = (head.gradients(one.float().sin().sum()) for one in (lazy, real))
+    gradients = (head.gradients(logits.float().sin().sum()) for logits in (lazy, real))
     torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-2)
-    assert not (without + 0).requires_grad
+    assert not (no_grad_logits + 0).requires_grad
 
 
 @pytest.mark.parametrize("written", ["weight", "x", "bias", "freed"])
@@ -646,7 +660,7 @@ def test_what_was_read_before_stays() -> None:
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_writes_that_autograd_does_not_count_are_an_error(trained: bool) -> None:
-    """As those of optimizers of other libraries, of FSDP2, which gathers into the same memory, and into ``data``."""
+    """Optimizers of other libraries write so, FSDP2 gathering into the same memory, and code that uses ``data``."""
     head = Head(trained=trained)
     lazy, again = head.lazy(), head.lazy()
     assert torch.equal(lazy + 0, head.real())
@@ -657,11 +671,11 @@ def test_writes_that_autograd_does_not_count_are_an_error(trained: bool) -> None
 
 
 def test_a_replaced_function_of_pytorch_works_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function hands lazy logits on by its name, which is the wrapper's now."""
+    """Lazy logits look a function up by its name, which is the wrapper's after the replacement."""
     head = Head()
     expected = 2 * functional.log_softmax(head.real(), -1)
     before = functional.log_softmax
-    monkeypatch.setattr(functional, "log_softmax", lambda *given, **named: 2 * before(*given, **named))
+    monkeypatch.setattr(functional, "log_softmax", lambda *args, **named: 2 * before(*args, **named))
     assert torch.equal(functional.log_softmax(head.lazy(), -1), expected)
 
 

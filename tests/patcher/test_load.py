@@ -1,4 +1,4 @@
-"""The hook at load: what it covers, what it leaves alone, and that it goes away without a trace."""
+"""The hook at load: the models that it covers or leaves alone, and its removal without a trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def descriptors() -> list[object]:
 
 
 def fused_sites(model: nn.Module) -> int:
-    """The number of patched modules; the model is stock afterwards."""
+    """Return the number of patched modules; the model is stock afterwards."""
     return fused_norm.remove_fused_norm(model)
 
 
@@ -53,7 +53,7 @@ def _hook_is_gone_afterwards():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 in several shards."""
+    """Save a tiny Qwen3 in several shards."""
     path = tmp_path_factory.mktemp("qwen3")
     build("qwen3", seed=0).save_pretrained(path, max_shard_size="100KB")
     assert len(list(path.glob("*.safetensors"))) > 1
@@ -62,7 +62,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA adapter of ``checkpoint`` that does something."""
+    """Save a LoRA adapter of ``checkpoint`` that changes the results."""
     path = tmp_path_factory.mktemp("adapter")
     base = AutoModelForCausalLM.from_pretrained(checkpoint)
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class Recorder:
-    """Something with a ``from_pretrained`` that tells what it was called with."""
+    """A class with a ``from_pretrained`` that records its arguments."""
 
     def __init__(self, result: object) -> None:
         self.result = result
@@ -102,9 +102,9 @@ def test_from_pretrained_patches_the_model_it_loads(checkpoint, tokens):
 
 def test_from_pretrained_passes_every_argument_on_untouched():
     recorder = Recorder(build("llama", seed=0))
-    given = {"revision": "x", "dtype": torch.bfloat16, "norms": 1, "modules": object(), "strict": "theirs"}
-    model = fused_norm.from_pretrained(recorder, "name", 7, fused_norm={"qk": False}, **given)
-    assert recorder.calls == [(("name", 7), given)]
+    kwargs = {"revision": "x", "dtype": torch.bfloat16, "norms": 1, "modules": object(), "strict": "theirs"}
+    model = fused_norm.from_pretrained(recorder, "name", 7, fused_norm={"qk": False}, **kwargs)
+    assert recorder.calls == [(("name", 7), kwargs)]
     assert model is recorder.result
 
 
@@ -180,7 +180,7 @@ def test_on_load_leaves_dtype_and_weights_as_loaded(checkpoint, tokens):
 
 def test_on_load_covers_a_model_on_the_meta_device():
     with fused_norm.on_load() as reports, torch.device("meta"):
-        # An eps of its own, so that no norm is known from before.
+        # A new eps, so that no norm was recognised before.
         AutoModelForCausalLM.from_config(tiny_config("qwen3", rms_norm_eps=3e-6))
     assert reports[0].counts == SITES
 
@@ -259,7 +259,7 @@ class PairConfig(PretrainedConfig):
 
 
 class Pair(PreTrainedModel):
-    """A model that builds two others on its way."""
+    """A model that builds two others when it is built."""
 
     config_class = PairConfig
 
@@ -322,7 +322,7 @@ def test_options_of_from_pretrained_win_inside_on_load(checkpoint):
 
 
 def in_thread(function) -> object:
-    """The result of ``function`` in a thread that starts with an empty context."""
+    """Return the result of ``function`` in a thread that starts with an empty context."""
     results = []
     thread = threading.Thread(target=lambda: results.append(contextvars.Context().run(function)))
     thread.start()
@@ -369,7 +369,7 @@ def test_a_block_that_has_ended_gets_no_report_of_one_that_was_opened_in_it(chec
     told = []
     with contextlib.ExitStack() as inner_block:
         with fused_norm.on_load(notify=told.append) as outer:
-            # A task that was started in the block, and outlives it.
+            # This task was started in the block and outlives it.
             task = contextvars.copy_context()
             inner = task.run(inner_block.enter_context, fused_norm.on_load())
             inner_block.callback(task.run, inner_block.pop_all().close)
@@ -394,7 +394,7 @@ def test_blocks_of_two_threads_may_end_in_any_order():
     with fused_norm.on_load():
         thread.start()
         assert entered.wait(60)
-    # The first block has ended and the second is open: it must still work, and this thread must be stock.
+    # The first block has ended and the second is open: the second must still work, and this thread must be stock.
     assert fused_sites(build_one()) == 0
     leave.set()
     thread.join()

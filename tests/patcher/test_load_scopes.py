@@ -1,4 +1,4 @@
-"""Blocks of ``on_load`` know whose model it is: threads, options and adapters of one are none of another's."""
+"""Blocks of ``on_load`` are independent: threads, options and adapters of a block do not affect another block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LORA = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=Fa
 
 @pytest.fixture
 def checkpoint(tmp_path: Any) -> str:
-    """A saved model: PEFT's method is wrapped when one is loaded."""
+    """Save a model: PEFT's method is wrapped when a model is loaded."""
     AutoModelForCausalLM.from_config(tiny_config("qwen3", num_hidden_layers=1)).save_pretrained(tmp_path)
     return str(tmp_path)
 
@@ -35,7 +35,7 @@ class WaitingConfig(PretrainedConfig):
 
 
 class Waiting(PreTrainedModel):
-    """A model that calls ``while_built`` when it is made."""
+    """A model that calls ``while_built`` when it is built."""
 
     config_class = WaitingConfig
     while_built: Any = None

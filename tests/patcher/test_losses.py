@@ -1,4 +1,4 @@
-"""Language models whose head and loss are one operator: their losses, their logits, and who calls them."""
+"""Language models whose head and loss are fused into one operator: losses, logits, and trainers that call them."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from fused_norm.patcher.lazy_logits import CrossEntropy, LazyLogits, Projection
 from fused_norm.patcher.losses import CountedLabels, FusedHead, FusedLoss
 
 from .models import (
+    Subclass,
     assert_all_near,
     assert_gradients_near,
     gradients_of,
@@ -58,35 +59,35 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": SOFTCAP,
     "granite": {"logits_scaling": 4.0},
 }
-"""Families, with what stands between head and loss."""
+"""Families, with the config of what they compute between head and loss."""
 
 FEW_FAST = slow_but(("qwen3", "gemma2"), MODELS)
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by one whenever logits are computed because somebody reads them."""
-    found: list[str] = []
+    """A list that grows by one item whenever logits are computed because somebody reads them."""
+    calls: list[str] = []
     compute = Projection.compute
 
     def noted(projection: Projection) -> Tensor:
-        found.append("read")
+        calls.append("read")
         return compute(projection)
 
     monkeypatch.setattr(Projection, "compute", noted)
-    return found
+    return calls
 
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What is logged, as if nothing had been before: each reason is logged once."""
+    """The log, with no reason logged yet: each reason is logged only once."""
     monkeypatch.setattr(fused_norm_module, "_warned", weakref.WeakKeyDictionary())
     caplog.set_level(logging.WARNING, "fused_norm")
     return caplog
 
 
 def pair(device: str, name: Any = "llama", **options: Any) -> tuple[Any, Any]:
-    """A model that is patched but for its head and loss, and its twin with these."""
+    """Return a model that is patched but for its head and loss, and its twin with these."""
     own = build(name, seed=0, device=device, **options).train()
     fused = copy.deepcopy(own)
     fused_norm.apply_fused_norm(own, loss=False)
@@ -100,22 +101,22 @@ def some_ignored(device: str, count: int = 4, length: int = 9) -> Tensor:
     return labels
 
 
-def run(model: nn.Module, labels: Tensor, **given: Any) -> Any:
-    """The output of a step on tokens of which those that are no label are any; gradients are added up."""
-    output = model(input_ids=labels.clamp(min=0), labels=labels, use_cache=False, **given)
+def run(model: nn.Module, labels: Tensor, **kwargs: Any) -> Any:
+    """Run a step, add up its gradients, and return its output. Ignored labels stand for arbitrary tokens."""
+    output = model(input_ids=labels.clamp(min=0), labels=labels, use_cache=False, **kwargs)
     output.loss.backward()
     return output
 
 
-def assert_gradients_are_near(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
-    """Some are 0 but for roundings, as that of a bias which softmax does not see."""
-    assert_gradients_near(gradients_of(one), gradients_of(other), tolerance, floor=1e-10)
+def assert_gradients_are_near(fused: nn.Module, own: nn.Module, tolerance: float = 1e-5) -> None:
+    """The floor is for gradients that are 0 but for roundings, such as that of a bias that softmax cancels."""
+    assert_gradients_near(gradients_of(fused), gradients_of(own), tolerance, floor=1e-10)
 
 
-def is_fused(model: nn.Module, **given: Any) -> bool:
+def is_fused(model: nn.Module, **kwargs: Any) -> bool:
     """Return whether a step runs the fused operator, whatever the report says."""
     with called_operators() as called:
-        run(model, some_ignored(next(model.parameters()).device.type), **given)
+        run(model, some_ignored(next(model.parameters()).device.type), **kwargs)
     return "linear_cross_entropy" in called
 
 
@@ -137,12 +138,12 @@ def test_steps_that_are_added_up_have_stocks_gradients_and_make_no_logits(
 ) -> None:
     own, fused = pair(device, tiny_config(name, **MODELS[name]))
     batches = [some_ignored(device, 2), some_ignored(device, 6)]
-    count = sum((one[:, 1:] != -100).sum() for one in batches)
+    count = sum((labels[:, 1:] != -100).sum() for labels in batches)
     for labels in batches:
-        expected, found = (run(model, labels, num_items_in_batch=count) for model in (own, fused))
-        assert relative(found.loss, expected.loss) < 1e-6
-        assert type(found.loss) is Tensor
-        assert isinstance(found.logits, LazyLogits)
+        expected, actual = (run(model, labels, num_items_in_batch=count) for model in (own, fused))
+        assert relative(actual.loss, expected.loss) < 1e-6
+        assert type(actual.loss) is Tensor
+        assert isinstance(actual.logits, LazyLogits)
     assert reads == []
     assert_gradients_are_near(fused, own)
 
@@ -150,10 +151,10 @@ def test_steps_that_are_added_up_have_stocks_gradients_and_make_no_logits(
 @pytest.mark.parametrize("count", [0, 1, 5, 8, 9])
 @pytest.mark.parametrize("items", [None, 7, torch.tensor(7)], ids=str)
 def test_any_number_of_labels(count: int, items: Any, device: str) -> None:
-    given = {} if items is None else {"num_items_in_batch": items}
+    kwargs = {} if items is None else {"num_items_in_batch": items}
     own, fused = pair(device)
-    expected, found = (run(model, some_ignored(device, count), **given) for model in (own, fused))
-    torch.testing.assert_close(found.loss, expected.loss, equal_nan=True, rtol=1e-6, atol=0)
+    expected, actual = (run(model, some_ignored(device, count), **kwargs) for model in (own, fused))
+    torch.testing.assert_close(actual.loss, expected.loss, equal_nan=True, rtol=1e-6, atol=0)
     for name, gradient in gradients_of(own).items():
         torch.testing.assert_close(gradients_of(fused)[name], gradient, equal_nan=True, rtol=1e-4, atol=1e-6)
 
@@ -162,16 +163,16 @@ def test_any_number_of_labels(count: int, items: Any, device: str) -> None:
 def test_logits_are_those_of_the_forward(name: str, device: str, reads: list[str]) -> None:
     own, fused = pair(device, tiny_config(name, **MODELS[name]), dtype=torch.bfloat16)
     labels = some_ignored(device)
-    expected, found = (run(model, labels) for model in (own, fused))
-    assert (found.logits.shape, found.logits.dtype) == (expected.logits.shape, expected.logits.dtype)
+    expected, actual = (run(model, labels) for model in (own, fused))
+    assert (actual.logits.shape, actual.logits.dtype) == (expected.logits.shape, expected.logits.dtype)
     assert reads == []
-    assert torch.equal(found.logits + 0, expected.logits + 0)
-    assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
+    assert torch.equal(actual.logits + 0, expected.logits + 0)
+    assert torch.equal(actual.logits.argmax(-1), expected.logits.argmax(-1))
     assert reads == ["read"]
 
 
 def test_a_loss_on_top_of_it_goes_through_the_logits(device: str) -> None:
-    """As in distillation; gradients at the hidden states too."""
+    """Distillation does so; the gradients of the hidden states are compared too."""
     own, fused = pair(device, "gemma2")
     hidden = []
     for model in (own, fused):
@@ -214,8 +215,14 @@ def test_logits_are_not_kept(device: str) -> None:
     def logits_alive(model: nn.Module) -> int:
         output = model(input_ids=labels, labels=labels, use_cache=False)
         gc.collect()
-        tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and not isinstance(one, LazyLogits)]
-        large = {one.untyped_storage().data_ptr() for one in tensors if one.numel() == 2 * 12 * 512 and not one.is_meta}
+        tensors = [
+            tensor for tensor in gc.get_objects() if isinstance(tensor, Tensor) and not isinstance(tensor, LazyLogits)
+        ]
+        large = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors
+            if tensor.numel() == 2 * 12 * 512 and not tensor.is_meta
+        }
         assert output.loss.requires_grad
         return len(large)
 
@@ -226,11 +233,11 @@ def test_logits_are_not_kept(device: str) -> None:
 def test_a_loss_that_is_kept_keeps_nothing_after_its_backward(device: str) -> None:
     _, fused = pair(device)
     hidden: list[weakref.ref[Tensor]] = []
-    fused.model.register_forward_hook(lambda _, given, output: hidden.append(weakref.ref(output[0])))
+    fused.model.register_forward_hook(lambda _, args, output: hidden.append(weakref.ref(output[0])))
     loss = run(fused, tokens(device)).loss
     gc.collect()
     assert loss.grad_fn is not None
-    assert [one() for one in hidden] == [None]
+    assert [reference() for reference in hidden] == [None]
 
 
 def test_a_head_that_is_trained_alone_and_one_that_is_frozen(device: str) -> None:
@@ -264,21 +271,21 @@ def test_arguments_of_the_model_and_of_the_loss_function_reach_it(name: str, dev
 
 def test_labels_may_be_positional_and_outputs_a_tuple(device: str) -> None:
     ids = tokens(device)
-    expected, found = (model(ids, None, None, None, None, ids, return_dict=False) for model in pair(device))
-    assert isinstance(found, tuple)
-    assert isinstance(found[1], LazyLogits)
-    assert relative(found[0], expected[0]) < 1e-6
-    assert torch.equal(found[1] + 0, expected[1] + 0)
+    expected, actual = (model(ids, None, None, None, None, ids, return_dict=False) for model in pair(device))
+    assert isinstance(actual, tuple)
+    assert isinstance(actual[1], LazyLogits)
+    assert relative(actual[0], expected[0]) < 1e-6
+    assert torch.equal(actual[1] + 0, expected[1] + 0)
 
 
 def test_without_labels_and_in_generation_it_is_stock(device: str) -> None:
     own, fused = pair(device)
     ids = tokens(device)
     with torch.no_grad():
-        for one, other in zip(own(input_ids=ids).to_tuple(), fused(input_ids=ids).to_tuple(), strict=True):
-            if isinstance(one, Tensor):
-                assert type(other) is Tensor
-                assert torch.equal(one, other)
+        for expected, actual in zip(own(input_ids=ids).to_tuple(), fused(input_ids=ids).to_tuple(), strict=True):
+            if isinstance(expected, Tensor):
+                assert type(actual) is Tensor
+                assert torch.equal(expected, actual)
         generated = [
             model.eval().generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0) for model in (own, fused)
         ]
@@ -289,15 +296,15 @@ def test_an_evaluation_makes_logits_only_for_who_reads_them(device: str, reads: 
     own, fused = pair(device)
     ids = tokens(device)
     with torch.no_grad():
-        expected, found = (model.eval()(input_ids=ids, labels=ids) for model in (own, fused))
-    assert relative(found.loss, expected.loss) < 1e-6
+        expected, actual = (model.eval()(input_ids=ids, labels=ids) for model in (own, fused))
+    assert relative(actual.loss, expected.loss) < 1e-6
     assert reads == []
-    assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
+    assert torch.equal(actual.logits.argmax(-1), expected.logits.argmax(-1))
 
 
 def test_a_backward_may_be_repeated_scaled_and_differentiated(device: str) -> None:
     own, fused = pair(device)
-    found = []
+    second_grads = []
     for model in (own, fused):
         loss = model(input_ids=tokens(device), labels=tokens(device), use_cache=False).loss
         loss *= 3
@@ -306,9 +313,9 @@ def test_a_backward_may_be_repeated_scaled_and_differentiated(device: str) -> No
         model.set_attn_implementation("eager")
         loss = model(input_ids=tokens(device), labels=tokens(device), use_cache=False).loss
         first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        found.append(torch.autograd.grad(sum(one.square().sum() for one in first), list(model.parameters())))
+        second_grads.append(torch.autograd.grad(sum(grad.square().sum() for grad in first), list(model.parameters())))
     assert_gradients_are_near(fused, own)
-    assert_all_near(*found, 1e-4)
+    assert_all_near(*second_grads, 1e-4)
 
 
 @pytest.mark.parametrize("way", ["a step of the optimizer", "data"])
@@ -326,7 +333,7 @@ def test_a_weight_written_into_before_the_read_is_an_error(way: str, device: str
         after.logits.argmax(-1)
 
 
-# ---- Where it is found ----
+# ---- Which models have it ----
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -355,7 +362,7 @@ ELSEWHERE: dict[str, tuple[Any, str, dict[str, Any], str]] = {
         }, "lm_head",
     ),
 }  # fmt: skip
-"""By name: a class of models, a type, its sizes, and the path of its head."""
+"""A class of models, a type, its sizes, and the path of its head, by name."""
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -367,13 +374,13 @@ def test_other_models_have_it_too(name: str, device: str, reads: list[str]) -> N
     report = fused_norm.apply_fused_norm(fused, strict=False)
     assert [(row.path, row.reason) for row in (*report.fused, *report.kept) if row.kind == "loss"] == [(path, None)]
     labels = tokens(device, length=9) % 60 + 2
-    given = {"attention_mask": torch.ones_like(labels)}
-    given["attention_mask"][1, -3:] = 0
+    inputs = {"attention_mask": torch.ones_like(labels)}
+    inputs["attention_mask"][1, -3:] = 0
     if name == "a conditional generation":
-        given["token_type_ids"] = torch.zeros_like(labels)
+        inputs["token_type_ids"] = torch.zeros_like(labels)
     losses = []
     for model in (own.train(), fused.train()):
-        losses.append(model(input_ids=labels, labels=labels, **given).loss)
+        losses.append(model(input_ids=labels, labels=labels, **inputs).loss)
         losses[-1].backward()
     assert reads == []
     assert relative(losses[1], losses[0]) < 1e-5
@@ -384,56 +391,56 @@ def test_an_auxiliary_loss_that_is_added_to_it_stays(device: str, reads: list[st
     config = tiny_config("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
     own, fused = pair(device, config)
     for items in (None, 7):
-        given = {} if items is None else {"num_items_in_batch": items}
-        expected, found = (run(model, some_ignored(device), **given) for model in (own, fused))
+        kwargs = {} if items is None else {"num_items_in_batch": items}
+        expected, actual = (run(model, some_ignored(device), **kwargs) for model in (own, fused))
         assert expected.aux_loss > 0.1
-        assert relative(found.loss, expected.loss) < 1e-6
+        assert relative(actual.loss, expected.loss) < 1e-6
     assert reads == []
     assert_gradients_are_near(fused, own)
 
 
 def test_a_head_that_is_called_by_another_model_or_thread_meanwhile_has_real_logits(device: str) -> None:
     _, fused = pair(device)
-    other, labels, found = copy.deepcopy(fused), some_ignored(device), {}
+    copied, labels, classes = copy.deepcopy(fused), some_ignored(device), {}
 
     def call(name: str, head: nn.Module, x: Tensor) -> None:
-        found[name] = type(head(x))
+        classes[name] = type(head(x))
 
     def meanwhile(model: nn.Module, inputs: Any, output: Any) -> None:
         x = output.last_hidden_state.detach()
         call("its own", fused.lm_head, x)
-        call("another one", other.lm_head, x)
+        call("another one", copied.lm_head, x)
         thread = threading.Thread(target=call, args=("in another thread", fused.lm_head, x))
         thread.start()
         thread.join()
 
     fused.model.register_forward_hook(meanwhile)
     run(fused, labels)
-    assert found == {"its own": LazyLogits, "another one": Tensor, "in another thread": Tensor}
+    assert classes == {"its own": LazyLogits, "another one": Tensor, "in another thread": Tensor}
 
 
 SELECTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "padded with no label": (lambda one: functional.pad(one, (0, 1), value=-100), True),
-    "padded with a label": (lambda one: functional.pad(one, (0, 1), value=3), False),
-    "padded with zeros": (lambda one: functional.pad(one, (0, 1)), False),
-    "shifted": (lambda one: one[..., 1:].contiguous().view(-1), True),
-    "of a mask": (lambda one: one[one > 0], True),
-    "of numbers": (lambda one: one[:, torch.tensor([5, 5, 6])], False),
-    "of a list": (lambda one: one[:, [5, 5, 6]], False),
-    "repeated": (lambda one: one.repeat(2, 1), False),
-    "filled": (lambda one: one.masked_fill(one == -100, 3), False),
+    "padded with no label": (lambda labels: functional.pad(labels, (0, 1), value=-100), True),
+    "padded with a label": (lambda labels: functional.pad(labels, (0, 1), value=3), False),
+    "padded with zeros": (lambda labels: functional.pad(labels, (0, 1)), False),
+    "shifted": (lambda labels: labels[..., 1:].contiguous().view(-1), True),
+    "of a mask": (lambda labels: labels[labels > 0], True),
+    "of numbers": (lambda labels: labels[:, torch.tensor([5, 5, 6])], False),
+    "of a list": (lambda labels: labels[:, [5, 5, 6]], False),
+    "repeated": (lambda labels: labels.repeat(2, 1), False),
+    "filled": (lambda labels: labels.masked_fill(labels == -100, 3), False),
 }
-"""By name: what is made of labels, and whether no more of them can be labels than before."""
+"""Changes to labels, by name, and whether their result has at most as many labels as before."""
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_labels_are_counted_as_long_as_their_number_is_a_limit(name: str) -> None:
     select, is_counted = SELECTIONS[name]
     labels = some_ignored("cpu")
-    found, expected = select(CountedLabels.from_labels(labels)), select(labels)
-    assert isinstance(found, CountedLabels) == is_counted
-    assert torch.equal(found.as_subclass(Tensor), expected)
-    assert not is_counted or found.count() >= (expected != -100).sum()
+    actual, expected = select(CountedLabels.from_labels(labels)), select(labels)
+    assert isinstance(actual, CountedLabels) == is_counted
+    assert torch.equal(actual.as_subclass(Tensor), expected)
+    assert not is_counted or actual.count() >= (expected != -100).sum()
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -444,7 +451,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "a view": lambda labels: labels.view(-1)[3:].clamp_(min=0),
     "padding": lambda labels: functional.pad(labels, (0, 1), value=-100)[..., 1:].__setitem__((slice(None), -1), 2),
 }
-"""By name: what writes labels where there were none."""
+"""Writes that turn ignored places into labels, by name."""
 
 
 @pytest.mark.parametrize("name", WRITES)
@@ -466,8 +473,8 @@ def test_a_loss_function_may_write_labels_and_keep_copies(device: str) -> None:
         return functional.cross_entropy(logits.view(-1, vocab_size).float(), labels.view(-1))
 
     own.loss_function = fused.loss_function = of_all
-    expected, found = (run(model, some_ignored(device)) for model in (own, fused))
-    assert relative(found.loss, expected.loss) < 1e-6
+    expected, actual = (run(model, some_ignored(device)) for model in (own, fused))
+    assert relative(actual.loss, expected.loss) < 1e-6
     assert [type(labels) for labels in kept] == [Tensor, Tensor]
     assert_gradients_are_near(fused, own)
 
@@ -481,8 +488,8 @@ def test_without_labels_gradients_are_zero_whatever_the_loss_is_divided_by(
     labels = torch.full((2, 9), -100, device=device)
     output = fused(input_ids=labels.clamp(min=0), labels=labels, num_items_in_batch=items, use_cache=False)
     (output.loss / torch.tensor(divisor, device=device)).backward()
-    found = {name: grad.abs().max().item() for name, grad in gradients_of(fused).items()}
-    assert found == dict.fromkeys(found, 0.0)
+    largest = {name: grad.abs().max().item() for name, grad in gradients_of(fused).items()}
+    assert largest == dict.fromkeys(largest, 0.0)
 
 
 @pytest.mark.parametrize("way", ["hidden states of inference mode", "data of a frozen head", "another dtype"])
@@ -510,14 +517,11 @@ def test_a_mask_of_another_shape_raises_as_in_stock(device: str) -> None:
 
 
 def test_labels_of_another_class_have_real_logits(device: str) -> None:
-    class Own(Tensor):
-        pass
-
     own, fused = pair(device)
     losses = []
     for model in (own, fused):
         with called_operators() as called:
-            output = model(input_ids=tokens(device), labels=tokens(device).as_subclass(Own))
+            output = model(input_ids=tokens(device), labels=tokens(device).as_subclass(Subclass))
         losses.append((type(output.loss), float(output.loss)))
         assert type(output.logits) is not LazyLogits
         assert "linear_cross_entropy" not in called
@@ -580,7 +584,7 @@ def test_the_options_of_the_last_call_hold(device: str) -> None:
 
 def test_the_report_has_a_row() -> None:
     report = fused_norm.apply_fused_norm(build("llama", seed=0))
-    (row,) = [one for one in json.loads(report.to_json())["fused"] if one["kind"] == "loss"]
+    (row,) = [row for row in json.loads(report.to_json())["fused"] if row["kind"] == "loss"]
     assert (row["path"], row["module"]) == ("lm_head", "LlamaForCausalLM")
     assert "1 loss;" in report.summary()
     assert "fused LlamaForCausalLM: cross entropy without logits" in str(report)
@@ -588,10 +592,10 @@ def test_the_report_has_a_row() -> None:
 
 def test_copies_have_it_and_checkpoints_are_stock(device: str, tmp_path: Path) -> None:
     _, fused = pair(device)
-    for one in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        assert type(one) is type(fused)
-        assert type(one.lm_head) is type(fused.lm_head)
-        assert is_fused(one)
+    for copied in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert type(copied) is type(fused)
+        assert type(copied.lm_head) is type(fused.lm_head)
+        assert is_fused(copied)
     fused.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.architectures == ["LlamaForCausalLM"]
@@ -654,7 +658,7 @@ def test_adapters_train_as_without(first: str, device: str) -> None:
     assert is_fused(fused)
 
 
-# ---- Where stock code runs, with a reason ----
+# ---- When stock code runs, with a reason ----
 
 
 @pytest.mark.parametrize("options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
@@ -673,12 +677,12 @@ def test_a_head_in_a_wrapper_of_peft_is_called(options: dict[str, Any], tied: bo
 
 
 def my_loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
-    """A loss of the user's own."""
+    """A user's loss."""
     return logits.float().square().mean()
 
 
 def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *given, **named: 2 * function(*given, **named)
+    return lambda *args, **named: 2 * function(*args, **named)
 
 
 def cross_entropy_doubled(
@@ -700,7 +704,7 @@ def with_twice_the_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def doubled_logits(module: nn.Module, given: Any, out: Any) -> Any:
+def doubled_logits(module: nn.Module, args: Any, out: Any) -> Any:
     return out * 2 if getattr(module, "out_features", 0) == 256 else None
 
 
@@ -725,7 +729,7 @@ REPLACED: dict[str, tuple[tuple[Any, Any, Any], ...]] = {
     "the forward of the model": ((modeling_llama.LlamaForCausalLM, "forward", with_twice_the_loss),),
     "a hook on all modules": ((nn.modules.module._global_forward_hooks, 0, doubled_logits),),
 }
-"""What others replace for all models: the owner, the name, and the replacement."""
+"""Replacements by other code that affect all models: the owner, the name, and the replacement."""
 
 OF_A_MODEL: dict[str, Callable[[Any], Any]] = {
     "the loss of the model": lambda model: setattr(model, "loss_function", my_loss),
@@ -735,7 +739,7 @@ OF_A_MODEL: dict[str, Callable[[Any], Any]] = {
     ),
     "float64": nn.Module.double,
 }
-"""What others change in one model."""
+"""Changes by other code to a single model."""
 
 
 @pytest.mark.parametrize("order", ["patch, replace", "replace, patch"])
@@ -750,9 +754,9 @@ def test_what_others_have_replaced_is_what_runs(what: str, order: str, device: s
         OF_A_MODEL[what](model)
     if order == "replace, patch":
         fused_norm.apply_fused_norm(fused, strict=False)
-    expected, found = (run(model, some_ignored(device)) for model in (own, fused))
-    assert relative(found.loss, expected.loss) < 1e-6
-    assert relative(found.logits + 0, expected.logits + 0) < 1e-6
+    expected, actual = (run(model, some_ignored(device)) for model in (own, fused))
+    assert relative(actual.loss, expected.loss) < 1e-6
+    assert relative(actual.logits + 0, expected.logits + 0) < 1e-6
     assert_gradients_are_near(fused, own)
 
 
@@ -772,8 +776,8 @@ def test_a_compiled_loss_function_has_a_row_and_real_logits(device: str, logged:
     own, fused = pair(device)
     compiled = torch.compile(fused.loss_function, fullgraph=True, backend="eager")
     own.loss_function = fused.loss_function = compiled
-    expected, found = (run(model, some_ignored(device)) for model in (own, fused))
-    assert relative(found.loss, expected.loss) < 1e-6
+    expected, actual = (run(model, some_ignored(device)) for model in (own, fused))
+    assert relative(actual.loss, expected.loss) < 1e-6
     assert "its loss function is compiled" in logged.text
     (row,) = [row for row in fused_norm.apply_fused_norm(own).kept if row.kind == "loss"]
     assert (row.reason, row.cause) == ("its loss function is compiled", "overridden")
@@ -806,10 +810,10 @@ def test_in_compiled_graphs_it_is_stock(device: str) -> None:
     own, fused = pair(device)
     torch._dynamo.reset()
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
-    found = compiled(input_ids=tokens(device), labels=tokens(device), use_cache=False)
-    assert type(found.logits) is Tensor
+    actual = compiled(input_ids=tokens(device), labels=tokens(device), use_cache=False)
+    assert type(actual.logits) is Tensor
     expected = own(input_ids=tokens(device), labels=tokens(device), use_cache=False)
-    assert relative(found.loss, expected.loss) < 1e-6
+    assert relative(actual.loss, expected.loss) < 1e-6
 
 
 # ---- Who calls it ----
@@ -845,16 +849,16 @@ def test_an_offloaded_head_is_stock(device: str) -> None:
     own, fused = pair(device)
     accelerate.cpu_offload(fused, execution_device=torch.device(device))
     with torch.no_grad():
-        found, expected = (model(input_ids=tokens(device), labels=tokens(device)) for model in (fused, own))
-    assert relative(found.loss, expected.loss) < 1e-6
-    assert type(found.logits) is Tensor
+        actual, expected = (model(input_ids=tokens(device), labels=tokens(device)) for model in (fused, own))
+    assert relative(actual.loss, expected.loss) < 1e-6
+    assert type(actual.logits) is Tensor
 
 
 IN_PAIRS = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 5e-5, "max_steps": 3}
 
 
 def sequence(index: int) -> dict[str, Tensor]:
-    """A sequence of which some tokens are no labels."""
+    """Return a sequence of which some tokens are no labels."""
     ids = tokens(length=12).view(-1).roll(index)[:12]
     return {"input_ids": ids, "labels": torch.where(torch.arange(12) < index % 7, -100, ids)}
 
@@ -876,29 +880,29 @@ def test_the_trainer_trains_as_without_and_reads_no_logits(
 ) -> None:
     losses = []
     for model in pair(device):
-        one = trainer_of(model, tmp_path, UNEQUAL, **IN_PAIRS, **TRAINERS[name])
-        one.train()
-        losses.append([*losses_of(one).tolist(), one.evaluate()["eval_loss"]])
+        trainer = trainer_of(model, tmp_path, UNEQUAL, **IN_PAIRS, **TRAINERS[name])
+        trainer.train()
+        losses.append([*losses_of(trainer).tolist(), trainer.evaluate()["eval_loss"]])
     assert reads == []
     assert losses[1] == pytest.approx(losses[0], rel=1e-3 if name == "bf16" else 1e-4)
 
 
 @pytest.mark.slow
 def test_the_trainer_reads_them_for_metrics_and_label_smoothing(device: str, tmp_path: Path, reads: list[str]) -> None:
-    found = []
+    metrics = []
     for model in pair(device):
-        total = lambda given: {"sum": float(given.predictions.sum())}  # noqa: E731
-        found.append(trainer_of(model, tmp_path, UNEQUAL, compute_metrics=total, **IN_PAIRS).evaluate())
+        total = lambda prediction: {"sum": float(prediction.predictions.sum())}  # noqa: E731
+        metrics.append(trainer_of(model, tmp_path, UNEQUAL, compute_metrics=total, **IN_PAIRS).evaluate())
         smoothed = trainer_of(model, tmp_path, UNEQUAL, label_smoothing_factor=0.1, **IN_PAIRS)
         smoothed.train()
-        found[-1]["smoothed"] = losses_of(smoothed)[0].item()
+        metrics[-1]["smoothed"] = losses_of(smoothed)[0].item()
     assert len(reads) == 6
     for name in ("eval_sum", "eval_loss", "smoothed"):
-        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4)
+        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-4)
 
 
 def sharded(rank: int, world: int) -> list[dict[str, Any]]:
-    """Two steps of SGD by each way to shard, with the class of the logits, and what a late read gives."""
+    """Run two steps of SGD by each way to shard; return losses, whether logits were lazy, and a late read's result."""
     results = []
     for loss, unit in (
         *((False, "alone"), (None, "ddp"), (None, "unused"), (None, "static")),
@@ -947,14 +951,14 @@ def test_two_ranks_of_ddp_and_fsdp2_train_as_one_device(tmp_path: Path) -> None:
     for results in on_two_ranks(sharded, tmp_path):
         alone = results[0]["losses"]
         assert alone[1] < alone[0]
-        for one in results[1:]:
-            tolerance = 1e-2 if one["unit"] == "mixed" else 1e-5
-            assert one["losses"] == pytest.approx(alone, rel=tolerance), one["unit"]
-            if one["unit"] in ("ddp", "root", "root, patch", "mixed"):
-                assert one["lazy"], one["unit"]
-                assert "written to or freed" in one["late"], one["unit"]
-            if one["unit"] == "head":
-                assert not one["lazy"]
+        for result in results[1:]:
+            tolerance = 1e-2 if result["unit"] == "mixed" else 1e-5
+            assert result["losses"] == pytest.approx(alone, rel=tolerance), result["unit"]
+            if result["unit"] in ("ddp", "root", "root, patch", "mixed"):
+                assert result["lazy"], result["unit"]
+                assert "written to or freed" in result["late"], result["unit"]
+            if result["unit"] == "head":
+                assert not result["lazy"]
 
 
 def test_a_model_without_a_head_has_no_row_and_one_without_a_loss_keeps_it() -> None:

@@ -33,7 +33,7 @@ DEVICE_TYPES = (
 
 @contextlib.contextmanager
 def autocast_on(device: str) -> Iterator[None]:
-    """Autocast's state on devices of this type, of which there need be none."""
+    """Turn autocast on for a type of device, even if there is no such device."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, BF16)
@@ -51,22 +51,22 @@ def model_of(name: str) -> nn.Module:
     return model
 
 
-def made_by(model: nn.Module, ids: torch.Tensor, *, is_trained: bool) -> dict[str, Any]:
-    """The form of everything that a call makes, and a backward."""
-    mask = torch.zeros(2, 1, 5, 5, device=ids.device)  # a mask of two dimensions is read, which has no values
+def forms_of(model: nn.Module, ids: torch.Tensor, *, is_trained: bool) -> dict[str, Any]:
+    """Return shapes, strides, dtypes and devices of all outputs of a call and of its gradients."""
+    mask = torch.zeros(2, 1, 5, 5, device=ids.device)  # transformers reads the values of a mask of two dimensions
     with torch.set_grad_enabled(is_trained):
         output = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False, output_hidden_states=True)
     if is_trained:
         output.loss.backward()
-    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
     states = dict(enumerate(output.hidden_states))
     tensors = {"loss": output.loss, "logits": output.logits, **states, **gradients}
-    return {name: (one.shape, one.stride(), one.dtype, one.device) for name, one in tensors.items()}
+    return {name: (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for name, tensor in tensors.items()}
 
 
-def assert_made_as_stock(model: nn.Module, ids: torch.Tensor, options: dict[str, Any]) -> int:
-    """Check every mode of gradients and of autocast, and return the number of operators' calls in fused forwards."""
+def assert_forms_of_stock(model: nn.Module, ids: torch.Tensor, options: dict[str, Any]) -> int:
+    """Assert stock's forms in all modes of gradients and autocast; return the number of fused operators' calls."""
     modes: list[tuple[bool, Callable[[], Any]]] = [
         (is_trained, mode)
         for mode in (contextlib.nullcontext, lambda: autocast_on("cpu"), lambda: autocast_on("cuda"))
@@ -75,12 +75,12 @@ def assert_made_as_stock(model: nn.Module, ids: torch.Tensor, options: dict[str,
     expected = []
     for is_trained, mode in modes:
         with mode():
-            expected.append(made_by(model, ids, is_trained=is_trained))
+            expected.append(forms_of(model, ids, is_trained=is_trained))
     fused_norm.apply_fused_norm(model, **options)
     with called_operators() as called:
         for (is_trained, mode), stock in zip(modes, expected, strict=True):
             with mode():
-                assert made_by(model, ids, is_trained=is_trained) == stock
+                assert forms_of(model, ids, is_trained=is_trained) == stock
     fused_norm.remove_fused_norm(model)
     return len(called)
 
@@ -90,7 +90,7 @@ def assert_made_as_stock(model: nn.Module, ids: torch.Tensor, options: dict[str,
 @pytest.mark.parametrize("name", MODELS)
 def test_on_meta_a_fused_model_makes_what_stock_makes(name: str, options: dict[str, Any]) -> None:
     ids = torch.zeros(2, 5, dtype=torch.int64, device="meta")
-    assert assert_made_as_stock(model_of(name).to("meta"), ids, options) > 0
+    assert assert_forms_of_stock(model_of(name).to("meta"), ids, options) > 0
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -98,14 +98,14 @@ def test_on_meta_a_fused_model_makes_what_stock_makes(name: str, options: dict[s
 def test_fake_tensors_make_a_fused_model_return_what_stock_returns(name: str, options: dict[str, Any]) -> None:
     model, mode = model_of(name), FakeTensorMode()
     for module in model.modules():
-        for key, one in module._parameters.items():
-            if one is not None:
-                module._parameters[key] = nn.Parameter(mode.from_tensor(one.detach()), one.requires_grad)
-        for key, one in module._buffers.items():
-            module._buffers[key] = None if one is None else mode.from_tensor(one)
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[key] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else mode.from_tensor(buffer)
     with mode:
         ids = torch.zeros(2, 5, dtype=torch.int64)
-        assert_made_as_stock(model, ids, options)
+        assert_forms_of_stock(model, ids, options)
 
 
 @pytest.mark.parametrize("device", DEVICE_TYPES)

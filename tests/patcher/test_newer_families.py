@@ -1,4 +1,4 @@
-"""Families whose layers differ, or rotate neighbours: every site of each layer, and steps that are those of stock."""
+"""Families whose layers differ, or rotate neighbours: every site of each layer, and stock's steps."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_a_norm_that_computes_something_else_is_an_error(
     if model_type not in NEWER_MODEL_TYPES:
         pytest.skip(f"this transformers has no {model_type}")
     family = FAMILIES[model_type]
-    other = replace(family, specs={path: replace(family.specs[path], **change)})
-    monkeypatch.setattr(apply, "FAMILIES", {model_type: other})
+    changed = replace(family, specs={path: replace(family.specs[path], **change)})
+    monkeypatch.setattr(apply, "FAMILIES", {model_type: changed})
     with pytest.raises(FusedNormError, match=rf"model\.layers\.0\.{path} \(norm\): computes "):
         fused_norm.apply_fused_norm(build(model_type, seed=0))
 

@@ -1,4 +1,4 @@
-"""Norms are recognised by what they compute, and nothing else is taken for one."""
+"""Norms are recognised by their results, and nothing else is recognised as a norm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .models import MODEL_TYPES
 
 
 class Norm(nn.Module):
-    """A norm to vary: others override one step of it."""
+    """A norm to vary: subclasses override a single step."""
 
     def __init__(self, width: int = 24, eps: float = 1e-5, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def noisy_in_training(self, x):
 
 
 def otherwise_on_cuda(self, x):
-    """On a CPU a plain norm; what it is elsewhere, as apex's is, cannot be seen there."""
+    """A plain norm on a CPU, where its results on other devices, like those of apex's norm, cannot be seen."""
     return Norm.forward(self, x) if not x.is_cuda else (normed(self, x) * self.weight.float()).type_as(x)
 
 
@@ -277,9 +277,9 @@ def test_a_norm_whose_weight_is_a_buffer_is_fused_and_gives_that_no_gradient(
     x = torch.randn(3, 24, device=device)
     results = []
     for module in (stock, fused):
-        given = x.clone().requires_grad_()
-        y = module(given)
-        results.append((y, *torch.autograd.grad((y * x.cos()).sum(), given)))
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        results.append((y, *torch.autograd.grad((y * x.cos()).sum(), leaf)))
     assert launches == ["rms_norm"]
     assert fused.weight.grad is None
     assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*results, strict=True))
@@ -323,7 +323,7 @@ def test_instances_of_one_class_are_told_apart_by_their_attributes() -> None:
 
 def test_a_norm_runs_once_for_each_sample_however_many_formulas_it_is_compared_with(monkeypatch) -> None:
     called, calls = norm_recognition._call, []
-    monkeypatch.setattr(norm_recognition, "_call", lambda *given: calls.append(given) or called(*given))
+    monkeypatch.setattr(norm_recognition, "_call", lambda *args: calls.append(args) or called(*args))
     assert recognise(norm_by(lambda self, x: Norm.forward(self, x), eps=2e-5)).spec.casting == "llama"
     dtype_pairs, shapes, modes = 6, 3, 3
     assert len(calls) == dtype_pairs * shapes * modes

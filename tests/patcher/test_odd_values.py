@@ -1,4 +1,4 @@
-"""Patched models given what kernels do not take: settings and tensors of another sort do what they do in stock."""
+"""Patched models with unsupported settings and tensors do what stock does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .models import assert_trains_as_stock, relative, tokens, twins
 
 
 def norms(device: str) -> tuple[nn.RMSNorm, nn.RMSNorm]:
-    """A stock norm with random weights, and its fused copy."""
+    """Return a stock norm with random weights, and its fused copy."""
     stock = nn.RMSNorm(8, eps=1e-5, device=device)
     nn.init.normal_(stock.weight, 1.0, 0.5)
     fused = copy.deepcopy(stock)
@@ -35,7 +35,7 @@ def test_an_eps_that_kernels_do_not_take_is_stocks_at_every_call(eps: float | No
 
 
 def test_an_eps_that_became_a_parameter_gets_its_gradient(device: str) -> None:
-    """With the value that it had, which a kernel would know."""
+    """The value stays the same, so a kernel would know it."""
     models = build("llama", seed=0, device=device), build("llama", seed=0, device=device)
     fused_norm.apply_fused_norm(models[1])
     gradients = []
@@ -70,21 +70,21 @@ def test_inputs_made_in_inference_mode_train_as_in_stock(model_type: str, device
 
 
 class Doubling(Tensor):
-    """A weight that doubles its products, and what it is cast to."""
+    """A weight that doubles its products and casts."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_function__(func, types, args, kwargs or {})
-        return found.as_subclass(Tensor) * 2 if func.__name__ in ("mul", "__mul__", "__rmul__", "float") else found
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.as_subclass(Tensor) * 2 if func.__name__ in ("mul", "__mul__", "__rmul__", "float") else result
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
 def test_a_norms_weight_of_another_class_computes_as_in_stock(model_type: str, device: str) -> None:
-    """Each norm of a layer in turn, after calls in which its weight was plain."""
+    """Each norm of a layer is changed in turn, after calls in which its weight was plain."""
     stock, fused = twins(model_type, device)
     ids = tokens(device, batch=1, length=3)
     layers = [model.model.layers[0] for model in (stock, fused)]
-    names = [name for name, one in layers[0].named_modules() if name.endswith("norm")]
+    names = [name for name, module in layers[0].named_modules() if name.endswith("norm")]
     with torch.no_grad():
         expected = stock(ids).logits
         assert relative(fused(ids).logits, expected) < 1e-5
@@ -94,9 +94,9 @@ def test_a_norms_weight_of_another_class_computes_as_in_stock(model_type: str, d
             weights = [norm.weight for norm in norms]
             for norm, weight in zip(norms, weights, strict=True):
                 norm.weight = nn.Parameter(weight.detach().as_subclass(Doubling), requires_grad=False)
-            found, other = (model(ids).logits for model in (fused, stock))
-            assert relative(found, other) < 1e-5, name
-            assert relative(other, expected) > 1e-3, name
+            fused_logits, stock_logits = (model(ids).logits for model in (fused, stock))
+            assert relative(fused_logits, stock_logits) < 1e-5, name
+            assert relative(stock_logits, expected) > 1e-3, name
             for norm, weight in zip(norms, weights, strict=True):
                 norm.weight = weight
 

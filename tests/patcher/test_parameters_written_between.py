@@ -19,28 +19,28 @@ Write = Callable[[list[nn.Parameter]], None]
 
 
 def through_data(parameters: list[nn.Parameter]) -> None:
-    for one in parameters:
-        one.data.mul_(-2)
+    for parameter in parameters:
+        parameter.data.mul_(-2)
 
 
 def counted(parameters: list[nn.Parameter]) -> None:
     with torch.no_grad():
-        for one in parameters:
-            one.mul_(-2)
+        for parameter in parameters:
+            parameter.mul_(-2)
 
 
 WRITES = pytest.mark.parametrize("write", [through_data, counted])
 
 
 def gradients(model: Any, device: str, write: Write, which: str, autocast: bool) -> dict[str, Tensor] | None:
-    """The gradients of a loss, if parameters of that name are written before its backward; None if autograd raises."""
+    """Return gradients of a loss, with parameters ``which`` written before its backward; None if autograd raises."""
     ids = tokens(device)
     model.zero_grad()
     with torch.autocast(device, BF16, enabled=autocast):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    written = [one for name, one in model.named_parameters() if which in name]
+    written = [parameter for name, parameter in model.named_parameters() if which in name]
     assert written
-    before = [one.detach().clone() for one in written]
+    before = [parameter.detach().clone() for parameter in written]
     write(written)
     try:
         loss.backward()
@@ -49,8 +49,8 @@ def gradients(model: Any, device: str, write: Write, which: str, autocast: bool)
             raise
         return None
     finally:
-        for one, value in zip(written, before, strict=True):
-            one.data.copy_(value)
+        for parameter, value in zip(written, before, strict=True):
+            parameter.data.copy_(value)
     return gradients_of(model)
 
 
@@ -97,7 +97,7 @@ def test_two_forwards_may_have_an_optimizers_step_between_them_if_stock_trains(k
     stock = build(kind, seed=0, device=device) if kind != "lora" else adapted(device, "qwen3", torch.float32)
     trained = []
     for model in (fused_copy(stock), stock):
-        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5)
+        optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.5)
         ids = tokens(device)
         with torch.autocast(device, BF16):
             losses = [model(input_ids=ids.roll(i), labels=ids, use_cache=False).loss for i in range(2)]
@@ -112,6 +112,6 @@ def test_two_forwards_may_have_an_optimizers_step_between_them_if_stock_trains(k
 @pytest.mark.parametrize("factors", [torch.float32, torch.float64])
 def test_lora_layers_in_float64_run_under_autocast_as_stocks_do(factors: torch.dtype, device: str) -> None:
     stock = adapted(device, "qwen3", torch.float64)
-    for name, one in stock.named_parameters():
-        one.data = one.data.to(factors) if "lora_" in name else one.data
+    for name, parameter in stock.named_parameters():
+        parameter.data = parameter.data.to(factors) if "lora_" in name else parameter.data
     assert assert_trains_or_raises_as_stock(stock, device, lambda written: None, "lora_", 1e-12, autocast=True)

@@ -40,10 +40,10 @@ def test_a_forward_runs_every_site_fused(model_type: str, device: str, launches:
     fused(tokens(device), use_cache=False)
     counts = sites(model_type)
     # A norm that takes a sum is computed with its add, and so is the norm of the branch; the layer's last add has one.
-    both = counts["residual"] if counts["sandwich"] else 0
-    assert launches.count("norm_add_norm") == both
-    assert launches.count("add_rms_norm") == counts["residual"] - both
-    assert launches.count("norm_add") == counts["sandwich"] - both
+    with_norm = counts["residual"] if counts["sandwich"] else 0
+    assert launches.count("norm_add_norm") == with_norm
+    assert launches.count("add_rms_norm") == counts["residual"] - with_norm
+    assert launches.count("norm_add") == counts["sandwich"] - with_norm
     pairs = sum(site.kind == "rope" and site.spec is not None for site in fused_norm.apply_fused_norm(fused).fused)
     assert launches.count("qk_norm_rope") == pairs
     assert launches.count("rope") == counts["rope"] - pairs
@@ -162,7 +162,7 @@ def test_a_model_compiled_for_any_length_trains_as_it_does_uncompiled(
 
 
 def functions_in_graphs(model: nn.Module, ids: torch.Tensor) -> Counter[str]:
-    """What the graphs of a compiled model call, those within them too, as in an operator that is differentiated."""
+    """Return the calls in the graphs of a compiled model and in their subgraphs, as of a differentiated operator."""
     called: Counter[str] = Counter()
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
@@ -261,14 +261,14 @@ def test_calls_that_kernels_cannot_take_run_stock_code_and_say_so(device: str, c
         module.__class__ = NewRMSNorm
     fused = fused_copy(stock)
     norm, reference = fused.model.norm, stock.model.norm
-    other = fused.model.layers[0].post_attention_layernorm
+    add_norm = fused.model.layers[0].post_attention_layernorm
     x = torch.randn(2, 4, 72, device=device)
     with caplog.at_level(logging.WARNING, logger="fused_norm"):
         for _ in range(2):
             assert torch.equal(norm.double()(x.double()), reference.double()(x.double()))
         norm.float(), reference.float()
         one_row = torch.randn(72, device=device)
-        y, total = other(x, one_row)  # stock broadcasts a residual
+        y, total = add_norm(x, one_row)  # stock broadcasts a residual
         assert torch.equal(total, one_row + x)
         assert relative(y, stock.model.layers[0].post_attention_layernorm(total)) < 1e-6
         with pytest.raises(RuntimeError, match="must match the size"):

@@ -62,7 +62,7 @@ PAIRS = {
         """,
     ),
 }
-# As in Exaone 4, GLM 4 MoE, and in none.
+# Exaone 4 and GLM 4 MoE are written so; the last case is of no model.
 WITHOUT_THE_ROTATION = {
     "Exaone 4": """
         NORMS; cos, sin = angles
@@ -164,7 +164,7 @@ def rotates_too(q, k, cos, sin, unsqueeze_dim=1):
 
 
 class TwoPairs(nn.Module):
-    """An attention with two kinds of queries and keys, each with a rotation of its own."""
+    """An attention with two kinds of queries and keys, each with a separate rotation."""
 
     def forward(self, q, k, p, m, cos, sin):
         q = self.q_norm(q)

@@ -1,4 +1,4 @@
-"""Random forwards compute fused what they compute in stock: every value and every gradient, and no patch fails."""
+"""Fused random forwards have stock's values and gradients, and no patch fails."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def step(model: nn.Module, *, flag: bool, mixed: bool) -> Step:
     torch.manual_seed(3)
     model.zero_grad()
     device = next(model.parameters()).device
-    given = [torch.randn(2, TOKENS, WIDTH, device=device, requires_grad=True) for _ in range(4)]
+    inputs = [torch.randn(2, TOKENS, WIDTH, device=device, requires_grad=True) for _ in range(4)]
     try:
         with torch.autocast(device.type, BF16, enabled=mixed):
-            values = model(*(x * 1 for x in given))
+            values = model(*(x * 1 for x in inputs))
         sum((value * torch.randn_like(value)).sum() for value in values if value.requires_grad).backward()
     except (RuntimeError, NameError) as error:  # an edit that autograd refuses, a name without a value
         return Step([], {}, f"{type(error).__name__}: {error}")
-    leaves = {**dict(zip("abcd", given, strict=True)), **dict(model.named_parameters())}
+    leaves = {**dict(zip("abcd", inputs, strict=True)), **dict(model.named_parameters())}
     return Step(
         [value.detach() for value in values], {name: x.grad for name, x in leaves.items() if x.grad is not None}
     )
@@ -110,7 +110,7 @@ def compare(layer: type[Layer], seed: int, counted: Counter[str], device: str) -
 
 
 def compare_random(seeds: Iterable[int], device: str) -> Counter[str]:
-    """Check the random forwards that are drawn by these seeds, and count what is done in them."""
+    """Compare the random forwards of these seeds with stock, and count their rewrites and operators."""
     counted: Counter[str] = Counter()
     differences = {}
     for seed in seeds:
@@ -142,7 +142,7 @@ SEEN_IN_TEN = {
     "qk_norm": 9,
     "rope": 3,
 }
-"""How often a rewrite is made, and an operator called, at least, in ten forwards: few others would show nothing."""
+"""The least counts of rewrites and operators in ten forwards: a test of fewer would show nothing."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Recomputing layers: the same bits from fewer tensors, and tensors saved as they are wherever that is not certain."""
+"""Recomputing layers get the same bits from fewer saved tensors, and save a tensor unless its bits are certain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_norm
 from fused_norm import FusedNormError
@@ -38,7 +37,7 @@ from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.recompute import call_recomputing
 from fused_norm.patcher.recompute_linears import Recipe
 
-from .models import assert_same, assert_same_bits, loss_of, slow, snapshot, step, tokens
+from .models import Subclass, Watching, assert_same, assert_same_bits, loss_of, slow, snapshot, step, tokens
 from .ranks import called_operators, on_two_ranks
 from .saved_tensors import recomputed_in, saved_bytes, saved_in
 
@@ -47,7 +46,7 @@ FEW = tokens("cuda" if torch.cuda.is_available() else "cpu", batch=1, length=4)
 
 
 def pair(model_type: str, device: str, **options: Any) -> tuple[Any, Any]:
-    """Two fused models alike, the second one of which recomputes."""
+    """Return two equal fused models, of which the second recomputes."""
     plain = build(model_type, seed=0, device=device, **options)
     recomputing = copy.deepcopy(plain)
     fused_norm.apply_fused_norm(plain)
@@ -63,20 +62,21 @@ def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.Mon
 
     def noted(operator: Operator, *arguments: Any) -> Any:
         results = call(operator, *arguments)
-        made = operator.group_outputs(results)
-        first = [one for one, *_ in (made[:1] if operator.outputs == ("y", "s") else made) if one is not None]
-        outputs.extend(StorageWeakRef(one.untyped_storage()) for one in first)
-        sizes.extend(one.untyped_storage().nbytes() for one in first)
+        groups = operator.group_outputs(results)
+        groups = groups[:1] if operator.outputs == ("y", "s") else groups
+        storages = [group[0].untyped_storage() for group in groups if group[0] is not None]
+        outputs.extend(map(StorageWeakRef, storages))
+        sizes.extend(storage.nbytes() for storage in storages)
         return results
 
     monkeypatch.setattr(Operator, "results_of", noted)
-    monkeypatch.setattr(Operator, "run_cached", lambda *_: None)  # which leads past what is noted
+    monkeypatch.setattr(Operator, "run_cached", lambda *_: None)  # which would bypass ``noted``
     loss = loss_of(recomputing, FEW)
     gc.collect()  # the interpreter leaves cycles with tensors in them
-    *in_layers, last, _ = outputs  # then the loss
+    *in_layers, last, _ = outputs  # the very last output is the loss
     assert len(in_layers) >= 4 * len(recomputing.model.layers)
     assert all(storage.expired() for storage in in_layers)
-    assert not last.expired()  # what the head reads, which is in no layer
+    assert not last.expired()  # the head's input, which is in no layer
     outputs.clear(), sizes.clear()
     loss_without = loss_of(plain, FEW)
     kept = sum(size for size, storage in list(zip(sizes, outputs, strict=True))[:-2] if not storage.expired())
@@ -88,21 +88,23 @@ def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.Mon
 def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, recomputed_by: list[str]) -> None:
     _, recomputing = pair("qwen3", device)
     loss = loss_of(recomputing, FEW)
-    held = {id(one): one for one in recomputed_in(loss.grad_fn)}
-    *others, up, other_up, qkv, other_qkv = sorted(sum(one._saved.values()) for one in held.values())
+    recomputables = {id(recomputable): recomputable for recomputable in recomputed_in(loss.grad_fn)}
+    *others, up, other_up, qkv, other_qkv = sorted(
+        sum(recomputable._saved.values()) for recomputable in recomputables.values()
+    )
     assert (up, other_up, qkv, other_qkv) == (2, 2, 3, 3)
     assert set(others) <= {1, 2}  # q and k, of which transformers 4 saves a copy of k
     loss.backward(retain_graph=True)
-    assert len(recomputed_by) == len(held)
-    assert all(not recomputed._made for recomputed in held.values())
-    first = {name: one.grad.clone() for name, one in recomputing.named_parameters()}
+    assert len(recomputed_by) == len(recomputables)
+    assert all(not recomputable._made for recomputable in recomputables.values())
+    first = {name: parameter.grad.clone() for name, parameter in recomputing.named_parameters()}
     recomputing.zero_grad()
     loss.backward()
-    assert len(recomputed_by) == 2 * len(held)
-    assert all(torch.equal(one.grad, first[name]) for name, one in recomputing.named_parameters())
-    del held, loss
+    assert len(recomputed_by) == 2 * len(recomputables)
+    assert all(torch.equal(parameter.grad, first[name]) for name, parameter in recomputing.named_parameters())
+    del recomputables, loss
     gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is recompute._Recomputable]
+    assert not [item for item in gc.get_objects() if type(item) is recompute._Recomputable]
 
 
 @pytest.mark.slow
@@ -112,7 +114,7 @@ def test_gradients_accumulate_to_the_same_bits(device: str) -> None:
         losses = [loss_of(model, FEW[:, :length]) for length in (2, 3)]
         for loss in losses:
             loss.backward()
-        gradients.append((torch.stack(losses), {name: one.grad for name, one in model.named_parameters()}))
+        gradients.append((torch.stack(losses), {name: parameter.grad for name, parameter in model.named_parameters()}))
     assert_same_bits(*gradients)
 
 
@@ -145,7 +147,7 @@ def test_under_gradient_checkpointing_it_is_off_and_says_so(
 
 
 def checkpointed_inside(around: str, device: str, recompute: bool) -> tuple[nn.Module, nn.Module]:
-    """A fused model and what calls it, whose recomputing modules have a checkpoint inside of them."""
+    """Return a fused model and its caller; their recomputing modules have a checkpoint inside of them."""
     model = build("gemma2", seed=0, device=device)
     caller = model
     if around == "wrapped layers":
@@ -186,8 +188,8 @@ def test_a_checkpoint_inside_runs_as_often_and_keeps_as_little_as_without(
         gc.collect()
         runs, kept = len(seen), sum(not storage.expired() for storage in seen)
         loss.backward()
-        gradients = {name: one.grad for name, one in model.named_parameters()}
-        names = {name.replace("_checkpoint_wrapped_module.", ""): one for name, one in gradients.items()}
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        names = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients.items()}
         results.append((runs, kept, len(seen), (loss.detach(), names)))
         del caller
     assert results[0][:3] == results[1][:3]
@@ -202,8 +204,8 @@ def test_other_hooks_see_what_they_see_without(device: str) -> None:
     for model in (plain, recomputing):
         seen.append([])
 
-        def pack(tensor: Tensor, found: list[Any] = seen[-1]) -> Tensor:
-            found.append(tuple(tensor.shape))
+        def pack(tensor: Tensor, shapes: list[Any] = seen[-1]) -> Tensor:
+            shapes.append(tuple(tensor.shape))
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -226,10 +228,10 @@ def test_torch_func_is_taken_over_the_models_that_recompute(device: str) -> None
         def loss(parameters: dict[str, Tensor]) -> Tensor:
             return torch.func.functional_call(model, parameters, (), {"input_ids": ids, "labels": ids}).loss
 
-        return torch.func.grad(loss)({name: one.detach() for name, one in model.named_parameters()})
+        return torch.func.grad(loss)({name: parameter.detach() for name, parameter in model.named_parameters()})
 
-    found, expected = gradients(recomputing), gradients(plain)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    actual, expected = gradients(recomputing), gradients(plain)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 @pytest.mark.usefixtures("large_graphs")
@@ -270,7 +272,7 @@ def test_threads_recompute_at_once(device: str) -> None:
     plain, recomputing = pair("qwen3", device, dtype=torch.bfloat16)
     expected, results = step(plain, FEW), []
     models = [copy.deepcopy(recomputing) for _ in range(3)]
-    threads = [threading.Thread(target=lambda one=one: results.append(step(one, FEW))) for one in models]
+    threads = [threading.Thread(target=lambda model=model: results.append(step(model, FEW))) for model in models]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -280,11 +282,11 @@ def test_threads_recompute_at_once(device: str) -> None:
         assert_same_bits(expected, result)
 
 
-# ---- One operator, and what others do to its output ----
+# ---- A single operator, and changes to its output ----
 
 
 class Doubled(torch.autograd.Function):
-    """Doubles its input in place, and autograd is not told, as Liger's rotary embedding does."""
+    """Double the input in place without telling autograd, as Liger's rotary embedding does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -317,7 +319,7 @@ def edited_without_gradient(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor
 
 
 def scaled(change: Callable[[Tensor], Tensor]) -> Callable:
-    """The product of what is made of a norm's output in another memory order, which is what is saved."""
+    """Return a forward that saves ``change`` of a norm's output in another memory order."""
 
     def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
         y = normed(x.view(2, 2, 16).transpose(0, 1), weight)
@@ -351,10 +353,6 @@ def replaced_then_cast(y: Tensor) -> Tensor:
     return replaced(y).to(BF16)
 
 
-class Own(Tensor):
-    """A tensor with a class of its own."""
-
-
 SAVED: dict[str, tuple[Callable, int]] = {
     "as it is": (as_it_is, 1),
     "through views": (through_views, 1),
@@ -372,7 +370,7 @@ SAVED: dict[str, tuple[Callable, int]] = {
     "its bits as integers": (scaled(lambda y: y.view(torch.int32)), 0),
     "negated as a view": (scaled(torch._neg_view), 0),
     "in complex numbers": (scaled(lambda y: torch.view_as_complex(y.unflatten(2, (8, 2))).conj().imag), 0),
-    "of a class of its own": (scaled(lambda y: y.as_subclass(Own)), 0),
+    "of a class of its own": (scaled(lambda y: y.as_subclass(Subclass)), 0),
     "sparse": (lambda x, weight, factor: torch.sparse.mm(normed(x, weight).to_sparse(), factor.t()), 0),
     "edited in place": (lambda x, weight, factor: normed(x, weight).mul_(3) * factor, 0),
     "edited without gradient": (edited_without_gradient, 0),
@@ -380,11 +378,11 @@ SAVED: dict[str, tuple[Callable, int]] = {
     "copied": (lambda x, weight, factor: normed(x, weight).clone() * factor, 0),
     "of another output": (lambda x, weight, factor: normed(normed(x, weight), factor[0]) * factor, 1),
 }
-"""What is done to a norm's output before it is saved, and how many outputs are recomputed."""
+"""A change of a norm's output before it is saved, and how many outputs are recomputed."""
 
 
 def inputs_of(device: str) -> list[Tensor]:
-    """A row, a weight and a factor."""
+    """Return rows, a weight and a factor."""
     return [torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,), (4, 16))]
 
 
@@ -402,7 +400,7 @@ def test_an_output_is_recomputed_where_it_is_what_is_saved(name: str, device: st
 @pytest.mark.parametrize("read_in", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_what_the_forward_has_read_is_what_is_recomputed_from(replaced: int, read_in: torch.dtype, device: str) -> None:
-    """A parameter's ``data`` is replaced by optimizers, and by ``model.double()``; that makes no version."""
+    """Optimizers, and ``model.double()``, replace a parameter's ``data``, which does not change its version."""
     inputs = inputs_of(device)
     expected = normed(*inputs[:2]).detach()
     result = call_recomputing(as_it_is, inputs[0], tuple(inputs[1:]), {})
@@ -443,13 +441,6 @@ def test_a_cast_on_another_device_is_saved_as_it_is(device: str) -> None:
     assert len(recomputed_in(call_recomputing(forward, inputs[0], tuple(inputs[1:]), {}).grad_fn)) == 0
 
 
-class Watching(TorchDispatchMode):
-    """Sees every operator of PyTorch's, and changes nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("around", [Watching, forward_ad.dual_level, partial(disable_saved_tensors_hooks, "not here")])
 def test_under_modes_and_where_hooks_are_not_allowed_nothing_is_recomputed(around: Callable, device: str) -> None:
     inputs = inputs_of(device)
@@ -468,7 +459,7 @@ def test_whoever_observes_calls_of_operators_observes_these(device: str) -> None
 def test_what_was_changed_before_an_output_is_saved_is_saved_as_it_is(device: str) -> None:
     def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
         y = normed(x, weight)
-        weight.data = weight.detach() + 1  # has a version of its own, and memory of its own
+        weight.data = weight.detach() + 1  # the new tensor has its own version and memory
         with torch.no_grad():
             x.add_(1)
         return y * factor
@@ -509,9 +500,9 @@ def test_a_weight_that_zero_3_has_taken_apart_is_not_needed_for_a_recompute(devi
 def test_a_leaf_is_saved_as_the_object_it_is(device: str) -> None:
     leaf = torch.randn(4, 16, device=device, requires_grad=True)
     result = call_recomputing(lambda x: x * x.detach(), leaf, (), {})
-    assert any(one[0] is leaf for one in saved_in(result.grad_fn)) is False  # x.detach() is another one
+    assert any(saved[0] is leaf for saved in saved_in(result.grad_fn)) is False  # x.detach() is another tensor
     result = call_recomputing(lambda x: x.sin(), leaf, (), {})
-    assert [one[0] is leaf for one in saved_in(result.grad_fn)] == [True]
+    assert [saved[0] is leaf for saved in saved_in(result.grad_fn)] == [True]
 
 
 def test_graphs_hold_no_register_and_no_cycle(device: str) -> None:
@@ -521,7 +512,7 @@ def test_graphs_hold_no_register_and_no_cycle(device: str) -> None:
     try:
         result = call_recomputing(through_views, inputs[0], tuple(inputs[1:]), {})
         storage = StorageWeakRef(result.untyped_storage())
-        (recipe,) = (one for one in saved_in(result.grad_fn) if type(one) is Recipe)
+        (recipe,) = (saved for saved in saved_in(result.grad_fn) if type(saved) is Recipe)
         *_, rstd = recipe.reads
         kept = weakref.ref(rstd)
         del recipe, result, rstd
@@ -538,15 +529,15 @@ def test_an_output_is_made_anew_for_another_stream(device: str, monkeypatch: pyt
 
     inputs = inputs_of(device)
     results = call_recomputing(forward, inputs[0], tuple(inputs[1:]), {})
-    (recomputed,) = {one for result in results for one in recomputed_in(result.grad_fn)}
+    (recomputable,) = {recomputable for result in results for recomputable in recomputed_in(result.grad_fn)}
     streams = iter([1, 2, 2])
     monkeypatch.setattr(recompute, "_current_stream", lambda: next(streams))
-    first, second, third = (recomputed.materialize((0, torch.float32)) for _ in range(3))
+    first, second, third = (recomputable.materialize((0, torch.float32)) for _ in range(3))
     assert first is not second
     assert second is third
 
 
-# ---- Where it is, and where it is not ----
+# ---- Which layers recompute ----
 
 
 def layers_of(model: Any) -> list[bool]:
@@ -624,29 +615,29 @@ def test_a_layer_with_a_forward_of_its_own_keeps_its_outputs(device: str) -> Non
 
 
 def test_a_layer_that_other_code_has_built_on_stays_as_it_is(device: str) -> None:
-    for first, wanted in ((False, True), (True, False)):
+    for before, after in ((False, True), (True, False)):
         model = build("qwen3", seed=0, device=device)
-        fused_norm.apply_fused_norm(model, recompute=first)
+        fused_norm.apply_fused_norm(model, recompute=before)
         layer = model.model.layers[0]
         layer.__class__ = type("FSDPLayer", (type(layer),), {})
-        if first:
+        if before:
             with pytest.raises(FusedNormError, match="remove_fused_norm before sharding"):
-                fused_norm.apply_fused_norm(model, recompute=wanted)
+                fused_norm.apply_fused_norm(model, recompute=after)
             assert fused_norm.apply_fused_norm(model, recompute=True).recompute[0].reason is None
         else:
-            report = fused_norm.apply_fused_norm(model, recompute=wanted)
+            report = fused_norm.apply_fused_norm(model, recompute=after)
             assert "other code has built on its class" in report.recompute[0].reason
-        assert layers_of(model) == [first, True]
+        assert layers_of(model) == [before, True]
 
 
 @pytest.mark.slow
 def test_copies_and_pickles_recompute(device: str) -> None:
     _, recomputing = pair("qwen3", device)
     expected = step(recomputing, FEW)
-    for other in (copy.deepcopy(recomputing), pickle.loads(pickle.dumps(recomputing))):
-        assert layers_of(other) == [True, True]
-        assert type(other.model.layers[0]) is type(recomputing.model.layers[0])
-        assert_same_bits(expected, step(other, FEW))
+    for copied in (copy.deepcopy(recomputing), pickle.loads(pickle.dumps(recomputing))):
+        assert layers_of(copied) == [True, True]
+        assert type(copied.model.layers[0]) is type(recomputing.model.layers[0])
+        assert_same_bits(expected, step(copied, FEW))
 
 
 @pytest.mark.parametrize("wrong", [1, "True", "mlps", None])
@@ -659,7 +650,7 @@ def test_the_option_is_one_of_its_levels(wrong: Any) -> None:
 
 
 def sharded(recompute: RecomputeLevel, rank: int, ranks: int) -> list[Tensor]:
-    """The losses, and at the end the parameters, of a rank of FSDP2 with its own batches."""
+    """Return the losses and the final parameters of a rank of FSDP2 with its own batches."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = build("gemma3_text", seed=0, dtype=torch.bfloat16)
     fused_norm.apply_fused_norm(model, recompute=recompute)
@@ -685,7 +676,7 @@ def sharded(recompute: RecomputeLevel, rank: int, ranks: int) -> list[Tensor]:
 
 
 def replicated(recompute: RecomputeLevel, rank: int, ranks: int) -> list[Tensor]:
-    """The losses, and at the end the gradients, of a rank of DDP with its own batches."""
+    """Return the losses and the final gradients of a rank of DDP with its own batches."""
     model = build("qwen3", seed=0, dtype=torch.bfloat16)
     fused_norm.apply_fused_norm(model, recompute=recompute)
     parallel = DistributedDataParallel(model)
@@ -702,7 +693,7 @@ def assert_recompute_changes_nothing(rank: int, ranks: int) -> None:
     for run in (sharded, replicated):
         plain, *others = (run(recompute, rank, ranks) for recompute in (False, True, "attention"))
         for recomputed in others:
-            assert all(torch.equal(*both) for both in zip(plain, recomputed, strict=True)), run.__name__
+            assert all(torch.equal(*pair) for pair in zip(plain, recomputed, strict=True)), run.__name__
 
 
 @pytest.mark.slow

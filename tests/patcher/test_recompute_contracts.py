@@ -1,4 +1,4 @@
-"""What a backward recomputes is what the forward has made: the same dtypes, versions and memory, or it is kept."""
+"""A backward recomputes exactly the forward's tensors, with their dtypes, versions and memory; others are kept."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ ROWS, WIDTH = 10, 16
 
 
 def inputs_of(device: str, shape: tuple[int, ...] = (ROWS, WIDTH)) -> list[Tensor]:
-    """x, the norm's weight, two weights of linears and two biases."""
+    """Return x, the norm's weight, two weights of linears and two biases."""
     torch.manual_seed(3)
     shapes = [shape, (WIDTH,), (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (WIDTH,)]
-    return [torch.randn(one, device=device, requires_grad=True) for one in shapes]
+    return [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
 
 
 def gated(x: Tensor, norm: Tensor, first: Tensor, second: Tensor, *biases: Tensor) -> Tensor:
-    """A gate of two linears behind a norm."""
+    """Compute a norm, two linears of its output, and their gate."""
     y = RMS_NORM(x, norm, SPEC, None)
-    gate, up = (nn.functional.linear(y, one, bias) for one, bias in zip((first, second), biases, strict=False))
+    gate, up = (nn.functional.linear(y, weight, bias) for weight, bias in zip((first, second), biases, strict=False))
     return GLU(gate, up, "silu")
 
 
 def gradients(result: Tensor, inputs: list[Tensor], **how: Any) -> list[Tensor | None]:
-    wanted = [one for one in inputs if one.requires_grad]
-    return list(torch.autograd.grad(result.float().sin().sum(), wanted, allow_unused=True, **how))
+    leaves = [leaf for leaf in inputs if leaf.requires_grad]
+    return list(torch.autograd.grad(result.float().sin().sum(), leaves, allow_unused=True, **how))
 
 
 def assert_levels_agree(
@@ -49,17 +49,20 @@ def assert_levels_agree(
     count: int = 4,
     *,
     levels: tuple[Any, ...] = (False, "mlp"),
-    wanted: int | None = None,
+    with_gradients: int | None = None,
     shape: tuple[int, ...] = (ROWS, WIDTH),
 ) -> None:
-    """Check that a forward of the first inputs has one result at all levels, and each input one gradient."""
+    """Assert that a forward of the first ``count`` inputs has the same result and gradients at all levels.
+
+    ``with_gradients``: how many of the inputs' gradients are compared, by default all.
+    """
     results = []
     for level in levels:
         x, *rest = inputs_of(device, shape)[:count]
         result = call_recomputing(forward, x, tuple(rest), {}, level)
-        results.append([result.detach(), *gradients(result, [x, *rest][:wanted])])
-    for found in results[1:]:
-        assert_same(found, results[0])
+        results.append([result.detach(), *gradients(result, [x, *rest][:with_gradients])])
+    for actual in results[1:]:
+        assert_same(actual, results[0])
 
 
 # ---- Dtypes ----
@@ -75,15 +78,15 @@ def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractConte
 def test_products_are_recomputed_as_in_the_forward_whatever_autocast_is_in_the_backward(
     forward: torch.dtype | None, backward: torch.dtype | None, biased: bool, device: str, products: list[Any]
 ) -> None:
-    found = []
+    grads = []
     for level in (False, "mlp"):
         inputs = inputs_of(device)
         with autocast(device, forward):
-            given = inputs[1:] if biased else [*inputs[1:4], None, None]
-            result = call_recomputing(gated, inputs[0], tuple(given), {}, level)
+            args = inputs[1:] if biased else [*inputs[1:4], None, None]
+            result = call_recomputing(gated, inputs[0], tuple(args), {}, level)
         with autocast(device, backward):
-            found.append(gradients(result, inputs))
-    assert_same(*found)
+            grads.append(gradients(result, inputs))
+    assert_same(*grads)
     assert len(products) == 2
 
 
@@ -121,23 +124,23 @@ def test_an_output_that_is_written_into_between_two_backwards_is_noticed(name: s
     def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
         y = RMS_NORM(x, norm, SPEC, None)
         gate = nn.functional.linear(y, first)
-        made.append(y if name == "a norm's output" else gate)
+        outputs.append(y if name == "a norm's output" else gate)
         return GLU(gate, nn.functional.linear(y, second), "silu")
 
     for recomputes in (False, level):
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         x, *rest = inputs_of(device)[:4]
         result = call_recomputing(forward, x, tuple(rest), {}, recomputes)
         gradients(result, [x, *rest], retain_graph=True)
         with torch.no_grad():
-            made[0].mul_(2)
+            outputs[0].mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradients(result, [x, *rest])
 
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_weight_that_only_the_recomputation_reads_is_noticed_too(twice: bool, device: str) -> None:
-    """The gradient of one linear's weight needs the other linear's output, and so its weight where it is recomputed."""
+    """A linear's weight gradient needs the other linear's output, so recomputing that needs the other's weight."""
 
     def forward(*inputs: Tensor) -> Tensor:
         return gated(*inputs).sin()  # keeps the gate's output
@@ -165,7 +168,7 @@ def test_a_tensor_that_is_kept_as_it_is_and_written_into_between_two_backwards_i
         gradients(result, [x, factor])
 
 
-# ---- What is no longer, or never was, the output of a linear ----
+# ---- Tensors that are no longer, or never were, the output of a linear ----
 
 Change = Callable[[Tensor], Tensor]
 
@@ -215,7 +218,7 @@ CHANGED: dict[str, tuple[Change, int]] = {
     "in another order": (in_another_order, 1),
     "negated": (lambda z: -z, 1),
 }
-"""What is done to one of two linears' outputs before a gate reads it, and how many products are recomputed."""
+"""A change of a linear's output before a gate reads it, and how many products are recomputed."""
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -223,60 +226,60 @@ CHANGED: dict[str, tuple[Change, int]] = {
 def test_an_output_of_a_linear_is_recomputed_only_if_it_is_whole_and_unchanged(
     name: str, place: int, device: str, products: list[Any]
 ) -> None:
-    change, made = CHANGED[name]
+    change, count = CHANGED[name]
 
     def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
         y = RMS_NORM(x, norm, SPEC, None)
         read = change(nn.functional.linear(y, first))
         rows, columns = read.shape
-        other = nn.functional.linear(y, second)
-        other = other[-rows:, :columns] if (rows, columns) != (WIDTH, ROWS) else other.t()
-        return GLU(*((read, other) if place == 0 else (other, read)), "silu")
+        up = nn.functional.linear(y, second)
+        up = up[-rows:, :columns] if (rows, columns) != (WIDTH, ROWS) else up.t()
+        return GLU(*((read, up) if place == 0 else (up, read)), "silu")
 
-    assert_levels_agree(forward, device, wanted=3)
-    assert len(products) == made
-
-
-def packed(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    return GLU(nn.functional.linear(y, torch.cat([weight, other])), None, "silu")
+    assert_levels_agree(forward, device, with_gradients=3)
+    assert len(products) == count
 
 
-def with_a_computed_bias(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    return GLU(nn.functional.linear(y, weight, other[0] * 2), nn.functional.linear(y, other), "silu")
+def packed(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return GLU(nn.functional.linear(y, torch.cat([first, second])), None, "silu")
 
 
-def of_half_rows(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    """Rows of half the width: the norm's output in another shape."""
+def with_a_computed_bias(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return GLU(nn.functional.linear(y, first, second[0] * 2), nn.functional.linear(y, second), "silu")
+
+
+def of_half_rows(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Let linears read rows of half the width: the norm's output in another shape."""
     halves = y.view(-1, WIDTH // 2)
-    return GLU(*(nn.functional.linear(halves, one[:, : WIDTH // 2]) for one in (weight, other)), "silu")
+    return GLU(*(nn.functional.linear(halves, weight[:, : WIDTH // 2]) for weight in (first, second)), "silu")
 
 
-def of_some_rows(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    return GLU(*(nn.functional.linear(y[3:], one) for one in (weight, other)), "silu")
+def of_some_rows(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return GLU(*(nn.functional.linear(y[3:], weight) for weight in (first, second)), "silu")
 
 
-def of_some_columns(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    return GLU(*(nn.functional.linear(y[:, :8], one[:, :8]) for one in (weight, other)), "silu")
+def of_some_columns(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return GLU(*(nn.functional.linear(y[:, :8], weight[:, :8]) for weight in (first, second)), "silu")
 
 
-def of_another_linear(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    z = nn.functional.linear(y, weight)
-    return GLU(nn.functional.linear(z, other), nn.functional.linear(y, other), "silu")
+def of_another_linear(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    z = nn.functional.linear(y, first)
+    return GLU(nn.functional.linear(z, second), nn.functional.linear(y, second), "silu")
 
 
-def of_the_input(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+def of_the_input(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
     z = torch.ones_like(y.detach())
-    return GLU(nn.functional.linear(z, weight), nn.functional.linear(y, other), "silu")
+    return GLU(nn.functional.linear(z, first), nn.functional.linear(y, second), "silu")
 
 
-def in_a_batch(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+def in_a_batch(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
     y = y.view(2, -1, WIDTH)
-    return GLU(*(nn.functional.linear(y, one) for one in (weight, other)), "silu")
+    return GLU(*(nn.functional.linear(y, weight) for weight in (first, second)), "silu")
 
 
-def with_one_twice(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    gate = nn.functional.linear(y, weight)
-    return GLU(gate, gate, "silu") + other[0] * nn.functional.linear(y, other)
+def with_one_twice(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    gate = nn.functional.linear(y, first)
+    return GLU(gate, gate, "silu") + second[0] * nn.functional.linear(y, second)
 
 
 READ: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
@@ -290,18 +293,18 @@ READ: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
     "in a batch": (in_a_batch, 2),
     "one twice": (with_one_twice, 1),
 }
-"""What a gate reads of a norm's output and two weights, and how many products are recomputed."""
+"""A gate of a norm's output and two weights, and how many products are recomputed."""
 
 
 @pytest.mark.parametrize("name", READ)
 def test_products_are_recomputed_of_the_norm_that_they_have_read(name: str, device: str, products: list[Any]) -> None:
-    read, made = READ[name]
+    read, count = READ[name]
 
     def forward(x: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
         return read(RMS_NORM(x, norm, SPEC, None), *weights)
 
     assert_levels_agree(forward, device)
-    assert len(products) == made
+    assert len(products) == count
 
 
 def by_a_factor(y: Tensor, weight: Tensor, bias: Tensor, **factors: float) -> Tensor:
@@ -329,44 +332,44 @@ BIASED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
     "a frozen linear behind another in another shape": (behind_another_in_another_shape, 1),
     "a linear of nothing that is trained": (of_nothing_that_is_trained, 1),
 }
-"""One of the two tensors that a gate reads, of a norm's output, a weight and a bias; and how many products are made."""
+"""A function of a norm's output, a weight and a bias, whose result a gate reads, and how many products are computed."""
 
 
 @pytest.mark.parametrize("name", BIASED)
 def test_products_with_a_bias_or_frozen_weights_are_recomputed_as_they_were_made(
     name: str, device: str, products: list[Any]
 ) -> None:
-    read, made = BIASED[name]
+    read, count = BIASED[name]
 
     def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Tensor:
         y = RMS_NORM(x, norm, SPEC, None)
         return GLU(read(y, first, bias), nn.functional.linear(y, second), "silu")
 
     assert_levels_agree(forward, device, 5)
-    assert len(products) == made
+    assert len(products) == count
 
 
-@pytest.mark.parametrize("known", ["both", "q", "k", "neither"])
+@pytest.mark.parametrize("recomputable", ["both", "q", "k", "neither"])
 def test_a_rotation_that_keeps_nothing_is_recomputed_if_both_of_its_inputs_are(
-    known: str, device: str, products: list[Any]
+    recomputable: str, device: str, products: list[Any]
 ) -> None:
-    cos, sin = (one(torch.randn(1, ROWS // 2, 8, device=device)) for one in (torch.cos, torch.sin))
+    cos, sin = (function(torch.randn(1, ROWS // 2, 8, device=device)) for function in (torch.cos, torch.sin))
 
     def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
         y = RMS_NORM(x, norm, SPEC, None).view(2, ROWS // 2, WIDTH)
         heads = []
         for name, weight in zip("qk", (first, second), strict=True):
             z = nn.functional.linear(y, weight)
-            z = z if known in (name, "both") else z * 2
+            z = z if recomputable in (name, "both") else z * 2
             heads.append(z.view(2, ROWS // 2, 2, 8).transpose(1, 2))
         q, k = ROPE(*heads, cos, sin, 1, False, "half", False, None)
         return q * k
 
     assert_levels_agree(forward, device, levels=(False, True, "mlp", "attention"))
-    assert len(products) == (2 if known == "both" else 0)
+    assert len(products) == (2 if recomputable == "both" else 0)
 
 
-# ---- Rows that the norm never had ----
+# ---- Rows in another order than the norm's ----
 
 
 @pytest.mark.parametrize("order", ["contiguous", "transposed"])
@@ -375,6 +378,6 @@ def test_a_norms_output_in_another_order_of_memory_is_no_rows_of_a_product(
 ) -> None:
     def forward(x: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
         y = RMS_NORM(x if order == "contiguous" else x.transpose(0, 1), norm, SPEC, None)
-        return GLU(*(nn.functional.linear(y, one) for one in weights), "silu")
+        return GLU(*(nn.functional.linear(y, weight) for weight in weights), "silu")
 
     assert_levels_agree(forward, device, shape=(2, 5, WIDTH))

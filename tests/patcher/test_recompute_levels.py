@@ -29,7 +29,7 @@ from .saved_tensors import recomputed_in, saved_bytes
 from .test_four_bit import quantised
 
 LINEARS = 4 if transformers.__version__.startswith("4.") else 5
-"""Those of a layer that are recomputed; transformers 4 copies values for the heads that share them."""
+"""How many linears of a layer are recomputed; transformers 4 copies values for the heads that share them."""
 
 LEVELS = (False, True, "mlp", "attention")
 BF16 = torch.bfloat16
@@ -50,7 +50,7 @@ QUICK = ("bfloat16", "autocast")
 
 
 def stock_qwen2(dtype: torch.dtype, device: str) -> nn.Module:
-    """A model whose queries, keys and values have biases."""
+    """Return a model whose queries, keys and values have biases."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
@@ -82,16 +82,16 @@ def stock(
 def step(
     model: nn.Module, device: str, *, autocast: bool = False, ids: Tensor | None = None
 ) -> tuple[int, list[Tensor | None]]:
-    """The bytes that a forward keeps, and its loss and gradients, those of hidden states among them."""
+    """Return the bytes that a forward keeps, and its loss and gradients, including those of the hidden states."""
     ids = tokens(device, batch=2, length=6) if ids is None else ids
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
     torch.manual_seed(2)
     with torch.autocast(device, BF16, enabled=autocast):
-        found = model(inputs_embeds=embedded, output_hidden_states=True, use_cache=False)
-    loss = sum(one.float().square().mean() for one in (found.logits, *found.hidden_states))
+        output = model(inputs_embeds=embedded, output_hidden_states=True, use_cache=False)
+    loss = sum(tensor.float().square().mean() for tensor in (output.logits, *output.hidden_states))
     kept = saved_bytes(loss.grad_fn)
-    states = [one for one in found.hidden_states if one.grad_fn is not None]
-    parameters = [one for one in model.parameters() if one.requires_grad]
+    states = [state for state in output.hidden_states if state.grad_fn is not None]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return kept, [loss.detach(), *torch.autograd.grad(loss, [embedded, *parameters, *states], allow_unused=True)]
 
 
@@ -107,21 +107,21 @@ def test_every_level_has_the_bits_of_the_one_before_and_keeps_less(
         model = stock(model_type, device, **options)
         fused_norm.apply_fused_norm(model, recompute=level)
         products.clear(), recomputed_by.clear()
-        bytes_kept, found = step(model, device, autocast=autocast)
-        kept.append(bytes_kept), counts.append(len(products)), results.append(found)
+        bytes_kept, tensors = step(model, device, autocast=autocast)
+        kept.append(bytes_kept), counts.append(len(products)), results.append(tensors)
         norms_again.append((recomputed_by.count("recomputed_norm"), recomputed_by.count("qk_norm")))
-    for found in results[1:]:
-        assert_same(found, results[0])
+    for tensors in results[1:]:
+        assert_same(tensors, results[0])
     none, norms, mlp, attention = kept
     layers, adapters = model.config.num_hidden_layers, options.get("lora") is not None
     heads = model_type in ("qwen3", "gemma3_text")
     assert [heads_again for _, heads_again in norms_again] == [0, *[heads * layers] * 3]
-    if adapters or "trained" in options:  # whose linears read what was dropped, or keep nothing
+    if adapters or "trained" in options:  # the linears read dropped values, or keep nothing
         assert layers <= norms_again[3][0] <= 2 * layers
     else:
         assert [again for again, _ in norms_again] == [0, *[2 * layers] * 3]
     frozen_biases = model_type == "qwen2" and (adapters or "trained" in options)
-    keeps_copies = frozen_biases or model_type == "gemma2"  # whose attention repeats keys and caps its products
+    keeps_copies = frozen_biases or model_type == "gemma2"  # its attention repeats keys and caps its products
     most = layers * (2 if keeps_copies else LINEARS)
     assert counts[:3] == [0, 0, 2 * layers]
     assert 2 * layers <= counts[3] <= most
@@ -132,12 +132,12 @@ def test_every_level_has_the_bits_of_the_one_before_and_keeps_less(
     rows = tokens(batch=2, length=6).numel()
     assert norms - mlp == rows * 2 * model.config.intermediate_size * item * layers
     read_by_linears = rows * (2 * model.config.hidden_size + model.config.intermediate_size) * item * layers
-    if not adapters:  # whose dropped inputs are kept
+    if not adapters:  # dropped inputs are kept
         assert none - norms >= (0 if "trained" in options else read_by_linears)
 
 
 class Halves(torch.autograd.Function):
-    """A product that the graph does not tell, as that of a 4-bit linear."""
+    """A product that cannot be read off the graph, like that of a 4-bit linear."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def test_4_bit_linears_with_adapters_are_recomputed(
     results = []
     for level in LEVELS:
         model = stock("qwen3", device, dtype=BF16)
-        linears = [name for name, one in model.model.named_modules() if isinstance(one, nn.Linear)]
+        linears = [name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
         for name in linears:
             linear = model.model.get_submodule(name)
             if name.endswith("layers.0.mlp.up_proj"):
@@ -201,9 +201,9 @@ def test_4_bit_linears_with_adapters_are_recomputed(
     layers = model.config.num_hidden_layers
     # A single row takes another kernel.
     expected = [0, 0, 2 * layers - 1, LINEARS * layers - 1] if rows > 1 else [0] * 4
-    assert [made for _, made in results] == expected
-    for found, _ in results[1:]:
-        assert_same(results[0][0], found)
+    assert [count for _, count in results] == expected
+    for tensors, _ in results[1:]:
+        assert_same(results[0][0], tensors)
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], bool]] = {
@@ -216,25 +216,25 @@ CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], bool]] = {
     "a hook in place": (lambda up: up.register_forward_hook(written_into), False),
     "a hook with a function": (lambda up: up.register_forward_hook(exponential), False),
 }
-"""What is done to a linear, and whether its output is recomputed."""
+"""A change of a linear, and whether its output is then recomputed."""
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", CHANGES)
 def test_what_is_not_known_is_kept_and_named(
-    change: str, device: str, products: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    name: str, device: str, products: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recompute, "_warned", set())
-    make, is_known = CHANGES[change]
+    change, is_recomputed = CHANGES[name]
     results = []
     for level in (False, "mlp"):
         model = stock("llama", device)
-        make(model.model.layers[0].mlp.up_proj)
+        change(model.model.layers[0].mlp.up_proj)
         fused_norm.apply_fused_norm(model, recompute=level)
         with caplog.at_level(logging.WARNING, logger="fused_norm"):
             results.append(step(model, device)[1])
     assert_same(*results)
-    assert len(products) == 2 * model.config.num_hidden_layers - (not is_known)
-    assert any("recompute keeps outputs of linears" in one for one in caplog.messages) == (not is_known)
+    assert len(products) == 2 * model.config.num_hidden_layers - (not is_recomputed)
+    assert any("recompute keeps outputs of linears" in message for message in caplog.messages) == (not is_recomputed)
 
 
 def test_layers_that_are_checkpointed_have_a_row_and_recompute_nothing(device: str) -> None:
@@ -259,12 +259,12 @@ def test_a_weight_with_other_memory_is_recomputed_from_what_the_forward_has_read
         model = stock("llama", device)
         fused_norm.apply_fused_norm(model, recompute=level)
         loss = loss_of(model, tokens(device))
-        for one in model.parameters():
-            one.data = one.data * 2
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 2
         loss.backward()
-        gradients.append([one.grad for one in model.parameters()])
-    for found in gradients[1:]:
-        assert_same(found, gradients[0])
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for grads in gradients[1:]:
+        assert_same(grads, gradients[0])
 
 
 def test_graphs_are_walked_twice_and_differentiated_again(device: str) -> None:
@@ -279,21 +279,21 @@ def test_graphs_are_walked_twice_and_differentiated_again(device: str) -> None:
         first = torch.autograd.grad(loss, weights, retain_graph=True)
         assert_same(first, torch.autograd.grad(loss, weights, retain_graph=True))
         in_graph = torch.autograd.grad(loss, weights, create_graph=True)
-        second = torch.autograd.grad(sum(one.square().sum() for one in in_graph), weights)
-        assert all(one.abs().max() > 0 for one in second)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in in_graph), weights)
+        assert all(grad.abs().max() > 0 for grad in second)
         results.append([*first, *second])
-    for found in results[1:]:
-        assert_same(found, results[0])
+    for tensors in results[1:]:
+        assert_same(tensors, results[0])
 
 
 def test_nothing_that_was_recomputed_outlives_the_backward(device: str) -> None:
     model = stock("qwen3", device).to(torch.bfloat16)  # in float32 the attention of a GPU keeps tensors of its own
     fused_norm.apply_fused_norm(model, recompute="attention")
     loss = loss_of(model, tokens(device))
-    held = recomputed_in(loss.grad_fn)
-    assert len({id(one) for one in held}) >= 8 * model.config.num_hidden_layers
+    recomputables = recomputed_in(loss.grad_fn)
+    assert len({id(recomputable) for recomputable in recomputables}) >= 8 * model.config.num_hidden_layers
     loss.backward(retain_graph=True)
-    assert not any(one._made for one in held)
+    assert not any(recomputable._made for recomputable in recomputables)
 
 
 # ---- Graphs that look like those of linears ----
@@ -313,7 +313,7 @@ class MatMul4Bit(torch.autograd.Function):
 
 
 class LoraAdd(torch.autograd.Function):
-    """A node of the name of ``lora_add``'s that keeps nothing."""
+    """A node with the name of ``lora_add``'s that keeps nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -348,8 +348,8 @@ def with_an_adapter_written_into(y: Tensor, weight: Tensor, b: Tensor, *, dtype:
     return result.float()
 
 
-def summed_by_another(y: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-    return nn.functional.linear(y, weight) + nn.functional.linear(y, other)
+def summed_by_another(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return nn.functional.linear(y, first) + nn.functional.linear(y, second)
 
 
 def cast_twice(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
@@ -357,7 +357,7 @@ def cast_twice(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
 
 
 def under_hooks_of_its_own(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
-    with saved_tensors_hooks(lambda one: (one.half(), one), lambda packed: packed[1]):
+    with saved_tensors_hooks(lambda tensor: (tensor.half(), tensor), lambda packed: packed[1]):
         return nn.functional.linear(y, weight)
 
 
@@ -375,15 +375,15 @@ GRAPHS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
     "a cast of a cast": (cast_twice, 2),
     "other hooks have saved its operands": (under_hooks_of_its_own, 1),
     "another's product in 4 bits": (lambda y, weight, _: MatMul4Bit.apply(y, weight.detach()), 1),
-    "alpha": (lambda y, weight, other: torch.addmm(other[0], y, weight, alpha=3), 1),
+    "alpha": (lambda y, weight, bias: torch.addmm(bias[0], y, weight, alpha=3), 1),
     "x transposed": (lambda y, weight, _: y.T @ weight, 1),
 }
-"""What a gate reads, of a norm's output and two weights, and how many products its backward takes besides its own."""
+"""A gate's input, of a norm's output and two weights, and how many products its backward recomputes."""
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_what_only_looks_like_a_linear_is_kept(name: str, device: str, products: list[Any]) -> None:
-    gate_of, made = GRAPHS[name]
+    gate_of, count = GRAPHS[name]
 
     def forward(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Tensor:
         y = RMS_NORM(x, norm_weight, SPEC, None)
@@ -398,14 +398,14 @@ def test_what_only_looks_like_a_linear_is_kept(name: str, device: str, products:
         result = call_recomputing(forward, x, (norm_weight, *weights), {}, level)
         results.append([result.detach(), *torch.autograd.grad(result.square().sum(), weights[0])])
     assert_same(*results)
-    assert len(products) == made
+    assert len(products) == count
 
 
 def test_a_norms_output_that_was_written_into_and_is_gone_is_not_recomputed(device: str) -> None:
     def forward(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Tensor:
         y = RMS_NORM(x, norm_weight, SPEC, None)
         y.detach().mul_(3)
-        gate, up = (nn.functional.linear(y, one) for one in weights)
+        gate, up = (nn.functional.linear(y, weight) for weight in weights)
         del y
         return GLU(gate, up, "silu")
 

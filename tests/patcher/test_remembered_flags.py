@@ -1,4 +1,4 @@
-"""A recognition is remembered only if its key has all flags of the code: each way to hold one is seen, or unknown."""
+"""A recognition is cached only if its key has all flags of the code; other ways to hold a flag prevent caching."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def attached() -> bool:
 attached.flag = False  # type: ignore[attr-defined]
 
 
-def with_default(found: list[bool] = LIST, *, named: dict[str, bool] = DICT) -> bool:
-    return found[0] or named["flag"]
+def with_default(flags: list[bool] = LIST, *, named: dict[str, bool] = DICT) -> bool:
+    return flags[0] or named["flag"]
 
 
 def reads_flag() -> bool:
@@ -159,7 +159,7 @@ def closed_over() -> tuple[Callable[[], bool], Callable[[bool], None]]:
 
 
 READ_CLOSED, WRITE_CLOSED = closed_over()
-PARTIAL = functools.partial(lambda found: found[0], LIST)
+PARTIAL = functools.partial(lambda flags: flags[0], LIST)
 BOUND = INSTANCE.method
 BUILTIN = DICT.get
 
@@ -175,11 +175,11 @@ DOUBLING = Doubling().eval()
 
 
 class Doubled(TorchFunctionMode):
-    """A mode that doubles what ``torch.rsqrt`` returns."""
+    """A mode that doubles the result of ``torch.rsqrt``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        return found * 2 if func is torch.rsqrt else found
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.rsqrt else result
 
 
 class Descriptor:
@@ -199,7 +199,7 @@ class OfBase(nn.Module):
 
 @contextlib.contextmanager
 def changed(thing: Any, name: Any, value: Any) -> Iterator[None]:
-    """An attribute, or an item of a container, has another value for a while."""
+    """Give an attribute, or an item of a container, another value inside the ``with``."""
     is_container = isinstance(thing, (list, bytearray, memoryview, collections.abc.MutableMapping))
     read, write = (type(thing).__getitem__, operator.setitem) if is_container else (getattr, setattr)
     remove = operator.delitem if is_container else delattr
@@ -307,7 +307,7 @@ WAYS: dict[str, Way] = {
     "a partial function": of(lambda self: PARTIAL(), LIST, 0, True),
     "a cache": (lambda self: remembering(), cached),
     "a module": of(lambda self: SETTINGS.flag, SETTINGS, "flag", True),
-    "a module by another name": of(lambda self: (lambda found: found.flag)(SETTINGS), SETTINGS, "flag", True),
+    "a module by another name": of(lambda self: (lambda module: module.flag)(SETTINGS), SETTINGS, "flag", True),
     "an import": (lambda self: __import__("settings_of_a_test").flag, lambda: changed(SETTINGS, "flag", True)),
     "sys.modules": of(lambda self: sys.modules["settings_of_a_test"].flag, SETTINGS, "flag", True),
     "a global by a computed name": (lambda self: globals()["".join("FLAG")], lambda: here(True)),
@@ -360,7 +360,7 @@ QUICK = ("an object on a class", "os.getenv")
 
 
 def unlike_others() -> Iterator[Any]:
-    """Yield things that have no hash, or answer questions with errors, tensors or nonsense."""
+    """Yield objects that have no hash, or whose methods raise errors or return tensors or nonsense."""
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("not to be asked")
@@ -388,7 +388,7 @@ def unlike_others() -> Iterator[Any]:
 
 
 def norm_that_reads(flag: Callable[[Any], Any]) -> type[nn.Module]:
-    """Return a class of norms that multiply by their weight, or by one more if the flag is set."""
+    """Return a class of norms that multiply by their weight, or by the weight plus 1 if the flag is set."""
 
     class Norm(OfBase):
         is_set = flag
@@ -486,7 +486,7 @@ def test_no_error_comes_out_of_a_key_whatever_a_thing_answers(number: int) -> No
 
     model = norm_that_reads(lambda self: False)()
     vars(model)["held"] = thing
-    for root in (act, model, functools.partial(act, thing), lambda x, found=thing: found):
+    for root in (act, model, functools.partial(act, thing), lambda x, held=thing: held):
         first, second = (fingerprint(root).key for _ in range(2))
         assert first == second
         assert hash(first) == hash(second)

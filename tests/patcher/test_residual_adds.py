@@ -19,11 +19,11 @@ from .forwards import Recorder, assert_becomes, assert_unchanged, everything, la
 
 
 def adds_of(layer: type) -> list[str]:
-    """The norm after each add in a forward, that of its branch, and the norm before that; ``-`` for none."""
+    """Return the norm after each add in a forward, that of its branch, and the norm before that; ``-`` for none."""
     return [" ".join(name or "-" for name in add.names).rstrip(" -") for add in patterns_of(layer).adds]
 
 
-# What is a norm and what is not (here, `other`) is asked of the module, not of its source.
+# The module, not its source, decides what is a norm (here, `other` is none).
 FUSED = {
     "Llama": (
         """
@@ -134,7 +134,7 @@ FUSED = {
         y2, a = self.fused_norm_add(self.norm, b * a, b); return y2
         """,
     ),
-    # As in the vision blocks of Qwen2.5-VL, with another norm at the end.
+    # The vision blocks of Qwen2.5-VL are written so; here another norm follows.
     "inside calls": (
         """
         a = a + self.third(self.norm(a), *[]); a = a + self.third(x=self.other(a))
@@ -180,7 +180,7 @@ FUSED = {
         return a
         """,
     ),
-    # What a sum's norm returns is added at once.
+    # The norm of a sum is added at once.
     "both in one statement": (
         "a = a + b; a = a + self.norm(a); return self.other(a)",
         "y0, a = self.fused_norm_add(self.norm, a, b); a = a + y0; del y0; return self.other(a)",
@@ -192,28 +192,28 @@ FUSED = {
         y1, a = self.fused_norm_add(self.norms[1], r, a); r = a; a = y1; del y1; return r - a
         """,
     ),
-    # As in Gemma 3n.
+    # Gemma 3n is written so.
     "inner of another name": (
         """
-        made = self.third(a); made = self.inner(made); gated = b + made; normed = self.norm(gated)
+        mixed = self.third(a); mixed = self.inner(mixed); gated = b + mixed; normed = self.norm(gated)
         if self.flag:
             normed = self.other(normed)
             gated = gated + normed
         return gated * 2
         """,
         """
-        made = self.third(a); y0, gated = self.fused_norm_add(self.norm, b, made, inner=self.inner)
+        mixed = self.third(a); y0, gated = self.fused_norm_add(self.norm, b, mixed, inner=self.inner)
         normed = y0; del y0
         if self.flag:
             gated = self.fused_norm_then_add(self.other, gated, normed)
         return gated * 2
         """,
     ),
-    # As in T5Gemma.
+    # T5Gemma is written so.
     "dropout": (
         """
         r = a; a = self.other(a); a = self.inner(a); a = r + self.third(a)
-        r = a; a = self.norm(a); made = self.inner(a * 3); a = self.third(made) + r
+        r = a; a = self.norm(a); mixed = self.inner(a * 3); a = self.third(mixed) + r
         return a * 2
         """,
         """
@@ -224,10 +224,10 @@ FUSED = {
         """,
     ),
     "dropout of what is read again": (
-        "made = self.inner(a); a = a + self.third(made); return a * made",
-        "made = self.inner(a); a = self.fused_norm_then_add(self.third, a, made); return a * made",
+        "mixed = self.inner(a); a = a + self.third(mixed); return a * mixed",
+        "mixed = self.inner(a); a = self.fused_norm_then_add(self.third, a, mixed); return a * mixed",
     ),
-    # The norm takes one sum and its result goes into the next: it can be fused with one of them.
+    # The norm reads a sum and its result goes into the next sum: it can be fused with only one of them.
     "the consumer is the inner norm": (
         "a = a + b; a = self.inner(a); a = b + a; return self.norm(a)",
         """
@@ -236,7 +236,7 @@ FUSED = {
         """,
     ),
 }
-"""The body of a forward, before and after all adds in it are fused."""
+"""The bodies of forwards, before and after all their adds are fused."""
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -246,7 +246,7 @@ def test_the_sum_is_handed_over_and_every_value_stays(name: str) -> None:
 
 
 def test_an_add_or_a_norm_under_a_condition_becomes_a_call_under_it() -> None:
-    # As in the Mamba layers of Zamba.
+    # The Mamba layers of Zamba are written so.
     sum_or_not = layer_of(
         """
         r = a; a = a + b if b is not None else a; a = self.norm(a); a = a if b is None else self.factor * b + a
@@ -265,7 +265,7 @@ def test_an_add_or_a_norm_under_a_condition_becomes_a_call_under_it() -> None:
         (2,),
     )
     assert patterns_of(sum_or_not).missed_adds == []
-    # As in Molmo 2 and Higgs Audio 2.
+    # Molmo 2 and Higgs Audio 2 are written so.
     norm_or_not = """
         a = a + 5 * a; r = a
         if self.flag and not after:
@@ -388,7 +388,7 @@ NORM_MISSED = {
 
 
 class OtherOperandWrites(Recorder):
-    """What the inner norm takes is written into before a fused call would take it."""
+    """The input of the inner norm is written into before a fused call would read it."""
 
     def forward(self, a, b):
         a = [a]
@@ -550,14 +550,14 @@ INNER_IN_ORDER = """
 
 @pytest.mark.parametrize(("parts", "after"), [(("norm",), NORMED_IN_ORDER), (("norm", "inner"), INNER_IN_ORDER)])
 def test_operands_are_computed_in_their_order(parts: tuple[str, ...], after: str) -> None:
-    """What draws random numbers in both, as dropout does, draws them as in stock."""
+    """Modules in both branches that draw random numbers, like dropout, draw them in stock's order."""
     layer = layer_of(IN_ORDER)
     rewrites = tuple(Rewrite("adds", index, parts) for index in range(4))
     assert_becomes(layer, after, (2, 3), rewrites=rewrites, in_order=True)
 
 
 class Held:
-    """A number, which shows by a weak reference whether anything still holds it."""
+    """A number with weak references, which show whether anything still holds it."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -570,18 +570,18 @@ class Held:
 
 
 class Frees(Recorder):
-    """What a norm returns is gone once its name holds something else."""
+    """The result of a norm is freed once its name holds something else."""
 
     def norm(self, x):
         y = Held(x.value * 3)
-        self.made = weakref.ref(y)
+        self.result = weakref.ref(y)
         return y
 
     def forward(self, a, b):
         a = a + b
         c = self.norm(a)
         c = c.value
-        return c, self.made() is None
+        return c, self.result() is None
 
 
 def test_the_result_of_a_norm_lives_no_longer_than_in_stock() -> None:

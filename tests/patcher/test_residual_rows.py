@@ -74,7 +74,7 @@ def test_a_dropout_between_a_norm_and_its_add_drops_in_training_as_in_stock(
 
 
 class Mixer(nn.Module):
-    """It holds a norm, and is none."""
+    """A module that holds a norm and is no norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,14 +127,14 @@ OFFSET = 3
 
 
 class AddsNumbers(nn.Module):
-    """Its norms take sums with numbers, of which the source or the module tells all but the last."""
+    """Norms of sums with numbers: the source or the module shows that all but the last are numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.RMSNorm(24, eps=1e-5) for _ in range(8))
         self.offset = 0.5
 
-    def forward(self, x, given, annotated: float, default=2):
+    def forward(self, x, summand, annotated: float, default=2):
         x = x + self.offset
         x = self.norms[0](x)
         x = 2 + x
@@ -153,7 +153,7 @@ class AddsNumbers(nn.Module):
         x = self.norms[5](x)
         x += self.offset
         x = self.norms[6](x)
-        x = x * 2 + given
+        x = x * 2 + summand
         return self.norms[7](x)
 
 

@@ -1,4 +1,4 @@
-"""A rotation is recognised by what it computes, in which dtypes, and nothing else is taken for it."""
+"""A rotation is recognised by its results and their dtypes, and nothing else is recognised as a rotation."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_other_functions_are_refused(name: str) -> None:
 
 
 class AsModule(nn.Module):
-    """A function as the module that the package ``kernels`` makes of it."""
+    """Return the module that the package ``kernels`` turns a function into."""
 
     def forward(self, *args, **named):
         return rotates(*args, **named)
@@ -228,7 +228,7 @@ def test_a_module_that_rotates_is_known_while_its_call_is_its_own_forward() -> N
     rotation = recognise_rotation(module)
     assert rotation.dtypes == recognise_rotation(rotates).dtypes
     assert rotation.is_now(module)
-    module.forward = AsModule.forward.__get__(module)  # `kernelize` leaves this where it has no kernel
+    module.forward = AsModule.forward.__get__(module)  # `kernelize` leaves this if it has no kernel
     assert rotation.is_now(module)
     assert not rotation.is_now(AsModule())
     module.forward = lambda q, k, cos, sin: (q, k)

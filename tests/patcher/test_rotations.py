@@ -1,4 +1,4 @@
-"""A rotary embedding is fused in any statement that calls it, and a rewritten forward returns what it returned."""
+"""A rotary embedding is fused in any statement that calls it, and a rewritten forward returns the original's values."""
 
 from __future__ import annotations
 

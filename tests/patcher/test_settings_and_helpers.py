@@ -1,4 +1,4 @@
-"""What the settings of a module never run has no row, and what its helpers compute has one."""
+"""Code that a module's settings never run has no row in the report, and code in its helpers has a row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .models import assert_gradients_near, step, tokens
 
 
 def rows(report: PatchReport, kind: str) -> Counter[tuple[str, str | None]]:
-    """The class and the reason of each row of a kind."""
+    """Return the class and the reason of each row of a kind."""
     return Counter((site.module, site.reason) for site in (*report.fused, *report.kept) if site.kind == kind)
 
 
@@ -33,9 +33,9 @@ def deepseek(device: str, **settings: Any) -> DeepseekV3ForCausalLM:
         v_head_dim=12, **{"q_lora_rank": 28, **settings},
     )  # fmt: skip
     model = DeepseekV3ForCausalLM(config)
-    for name, one in model.named_parameters():
+    for name, parameter in model.named_parameters():
         if "norm" in name:
-            nn.init.normal_(one, 1, 0.3)
+            nn.init.normal_(parameter, 1, 0.3)
     return model.to(device).train()
 
 
@@ -101,7 +101,7 @@ def test_an_activation_that_is_none_where_it_is_never_called_has_no_row(device: 
 
 
 class Choosing(nn.Module):
-    """One product for each way in which settings decide: those that are reached have x for a factor, others y."""
+    """A product for each way in which settings decide: reachable products have x as a factor, others y."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Choosing(nn.Module):
             z = z + self.act(z) * y
         if self.training or z.numel() > 1:
             z = z + self.act(z) * x
-        if self.broken:  # nobody can tell
+        if self.broken:  # its value is unknown
             z = z + self.act(z) * x
         return z
 
@@ -146,7 +146,7 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
 
 
 class WithHelpers(nn.Module):
-    """Products and a rotation in methods, in functions, and in what these call."""
+    """Products and a rotation in methods, in functions, and in functions that these call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_experts_that_gate_in_a_method_have_a_row(device: str) -> None:
         num_key_value_heads=1, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     report = fused_norm.apply_fused_norm(GptOssForCausalLM(config).to(device))
-    if report.counts["experts"]:  # transformers 5, in which they are one module
+    if report.counts["experts"]:  # in transformers 5 they are a single module
         assert report.counts["experts"] == 2
         assert not rows(report, "mlp")
         return

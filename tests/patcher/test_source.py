@@ -1,4 +1,4 @@
-"""A forward is rewritten only if the source is what runs, and keeps everything else."""
+"""A forward is rewritten only if its source is the code that runs, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ factor = 2.0
 
 
 class Given(Recorder):
-    """The defaults are those of the time when the class was made."""
+    """A forward whose defaults have the values from when the class was defined."""
 
     factor = 3.0
 
@@ -268,7 +268,7 @@ def helper(a):
 
 @pytest.mark.parametrize("name", ["InAnElse", "AfterText", "helper"])
 def test_a_definition_is_found_wherever_it_is_in_a_file(name: str, tmp_path, monkeypatch) -> None:
-    """The others are left out when it is compiled, as far as what is not indented shows where they begin."""
+    """Other definitions, which begin at lines without indentation, are left out when it is compiled."""
     path = tmp_path / "odd_file.py"
     path.write_text(FILE)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""Code that is swapped inside functions, as IPython's ``%autoreload`` does it, runs in patched models and new ones."""
+"""Code that is swapped inside functions, as by IPython's ``%autoreload``, runs in patched models and new ones."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .models import relative, tokens
 
 
 @contextlib.contextmanager
-def swapped(function: Any, other: Any) -> Iterator[None]:
-    """Give a function the code of another one, its defaults too."""
+def swapped(function: Any, replacement: Any) -> Iterator[None]:
+    """Give a function the code and the defaults of another function."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     before = function.__code__, function.__defaults__, function.__kwdefaults__
     function.__code__, function.__defaults__, function.__kwdefaults__ = (
-        other.__code__, other.__defaults__, other.__kwdefaults__,
+        replacement.__code__, replacement.__defaults__, replacement.__kwdefaults__,
     )  # fmt: skip
     try:
         yield
@@ -90,13 +90,13 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
-# A model that is patched asks for the functions that it stands for, not for what these call.
+# A patched model checks the functions that it replaces, not those that they call.
 @pytest.mark.parametrize(
     ("case", "when"),
     [(case, "before the patch") for case in CASES] + [(case, "after it") for case in CASES if "calls" not in case],
 )
 def test_the_code_that_was_swapped_in_runs(case: str, when: str, device: str) -> None:
-    function, other = CASES[case]
+    function, replacement = CASES[case]
     base = build("llama", seed=0, device=device)
     model: Any = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     old = copy.deepcopy(model)
@@ -104,13 +104,13 @@ def test_the_code_that_was_swapped_in_runs(case: str, when: str, device: str) ->
     logits: list[torch.Tensor] = []
     with torch.no_grad():
         plain = model(input_ids=tokens(device), use_cache=False).logits
-        with swapped(function(), other):
+        with swapped(function(), replacement):
             fused = old
             if when == "before the patch":
                 fused = copy.deepcopy(model)
                 fused_norm.apply_fused_norm(fused, strict=False)
-            for one in (model, fused):
-                logits.append(one(input_ids=tokens(device), use_cache=False).logits)
+            for variant in (model, fused):
+                logits.append(variant(input_ids=tokens(device), use_cache=False).logits)
         again = old(input_ids=tokens(device), use_cache=False).logits
     assert relative(logits[0], plain) > 0.02, "the swap changes nothing"
     assert relative(logits[1], logits[0]) < 1e-4

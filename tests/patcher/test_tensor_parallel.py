@@ -1,4 +1,4 @@
-"""Models shared out between two processes, by layers and sequences: fused, and nothing is sent that stock does not."""
+"""Models sharded over two processes, by layers and sequences, are fused and send nothing that stock does not send."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ DEVICE = "cuda" if ON_GPUS else "cpu"
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
 
 TAKES_PLANS = not transformers.__version__.startswith("4.")
-"""transformers takes the plans of its users."""
+"""Whether transformers takes the plans of its users."""
 
 HEADS = {"rms_norm": 10, "rope": 3} if TAKES_PLANS else {"rms_norm": 4, "qk_norm": 3}
-"""What is called for norms of queries and keys and those by themselves: transformers 5 hooks the former."""
+"""The operators that are called for norms of queries and keys and for norms alone: transformers 5 hooks the former."""
 
 WITHOUT_ADDS = {**sites("llama"), "residual": 0, "loss": 0}
 """The sites of a model whose norms take DTensors from hooks or functions around them, which see no residual; its head
@@ -56,7 +56,7 @@ EACH_BY_ITSELF = {"rms_norm": 5, "rope": 2, "glu": 2}
 
 
 class Sent(TorchDispatchMode):
-    """Counts collectives. PyTorch's ``CommDebugMode`` hooks all modules, so that nothing may be called together."""
+    """A mode that counts collectives. PyTorch's ``CommDebugMode`` hooks all modules, which prevents joint calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,16 +64,16 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # what it sends comes here again
+            return NotImplemented  # its collectives come here again
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
             self.counts[func.__name__] += 1
         return func(*args, **kwargs or {})
 
 
 def step_of(model: nn.Module) -> dict[str, Any]:
-    """Logits and gradients of one step, what it calls, and what another one sends."""
+    """Return logits, gradients and called operators of a step, and the collectives of another step."""
     ids = torch.randint(0, 256, (2, 10), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    # Made of the hidden states they would be too short, where sequences are cut.
+    # Positions computed from the hidden states would be too short if sequences are cut.
     positions = torch.arange(10, device=DEVICE)[None]
     mask = torch.ones(10, 10, dtype=torch.bool, device=DEVICE).tril()[None, None]
 
@@ -96,10 +96,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def plan_of(norm: Any, embedding: Any, colwise: Any, rowwise: Any, head: Any, **around: Any) -> dict[str, Any]:
-    """A plan for a model by the styles of its modules, with those of ``around`` for attentions and MLPs as a whole."""
+    """Return a plan with these styles of modules, and those of ``around`` for attentions and MLPs as a whole."""
     layer = {
         **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), norm),
-        **dict.fromkeys((*(f"self_attn.{one}_proj" for one in "qkv"), "mlp.gate_proj", "mlp.up_proj"), colwise),
+        **dict.fromkeys((*(f"self_attn.{letter}_proj" for letter in "qkv"), "mlp.gate_proj", "mlp.up_proj"), colwise),
         **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), rowwise),
         **around,
     }
@@ -112,34 +112,34 @@ def by_transformers(name: str) -> nn.Module:
 
 
 def by_transformers_along_sequences(name: str) -> nn.Module:
-    """By a plan that cuts sequences between linears: transformers has styles for it, and no model has such a plan."""
+    """Shard by a plan that cuts sequences between linears: transformers has styles for it, but no model uses it."""
     from transformers.distributed import tensor_parallel as styles
 
     class GatheredSequence(styles.SequenceParallel):
-        """The norm of each process's tokens, handed on with those of the others: attention is for all of them."""
+        """Compute the norm of each process's tokens and gather them, because attention needs all of them."""
 
         def transform_output_post_forward(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
             return output.redistribute(placements=[Replicate()]).to_local()
 
-    known = styles.ALL_PARALLEL_STYLES
+    all_styles = styles.ALL_PARALLEL_STYLES
 
-    class CutSequence(type(known["embedding_rowwise"])):  # type: ignore[misc]
-        """The embeddings of each process's tokens."""
+    class CutSequence(type(all_styles["embedding_rowwise"])):  # type: ignore[misc]
+        """Return the embeddings of each process's tokens."""
 
         def transform_output_post_forward(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
             output = super().transform_output_post_forward(module, output, mesh)
             whole = DTensor.from_local(output, mesh, [Replicate()], run_check=False)
             return whole.redistribute(placements=[Shard(1)]).to_local()
 
-    known["embedding_to_sequence"] = CutSequence(**vars(known["embedding_rowwise"]))
-    known["norm_of_sequence"] = GatheredSequence()
-    known["rowwise_to_sequence"] = styles.RowwiseParallel(output_layouts=Shard(1))
+    all_styles["embedding_to_sequence"] = CutSequence(**vars(all_styles["embedding_rowwise"]))
+    all_styles["norm_of_sequence"] = GatheredSequence()
+    all_styles["rowwise_to_sequence"] = styles.RowwiseParallel(output_layouts=Shard(1))
     names = ("norm_of_sequence", "embedding_to_sequence", "colwise", "rowwise_to_sequence", "colwise_gather_output")
     return AutoModelForCausalLM.from_pretrained(name, tp_plan=plan_of(*names)).train()
 
 
 def by_torch(name: str, mesh: DeviceMesh | None = None) -> nn.Module:
-    """By PyTorch's own styles, which cut sequences between the layers."""
+    """Shard by PyTorch's own styles, which cut sequences between the layers."""
     model = AutoModelForCausalLM.from_pretrained(name).to(DEVICE).train()
     mesh = init_device_mesh(DEVICE, (2,)) if mesh is None else mesh
     cut, whole = Shard(1), Replicate()
@@ -175,7 +175,7 @@ WAYS: dict[str, tuple[Callable[[str], nn.Module], str, dict[str, int], dict[str,
     "torch, along sequences": (by_torch, "llama", WITHOUT_ADDS, EACH_BY_ITSELF),
     "torch, along sequences, and FSDP2": (by_torch_and_fsdp2, "llama", WITHOUT_ADDS, EACH_BY_ITSELF),
 }
-"""How a model is shared out, its type, the sites that are fused, and the operators that a forward calls."""
+"""The way a model is sharded, its type, the sites that are fused, and the operators that a forward calls."""
 if TAKES_PLANS:
     WAYS["transformers, along sequences"] = (by_transformers_along_sequences, "llama", WITHOUT_ADDS, EACH_BY_ITSELF)
 
@@ -194,7 +194,7 @@ def steps_of_every_way(folder: str, rank: int, ranks: int) -> dict[str, dict[str
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """The steps of all ways on each rank: by one process alone, and shared out in stock and fused."""
+    """Return the steps of all ways on each rank: by a single process, and sharded in stock and fused."""
     folder = tmp_path_factory.mktemp("ranks")
     for model_type in {model_type for _, model_type, *_ in WAYS.values()}:
         build(tiny_config(model_type, **SIZES), seed=0).save_pretrained(folder / model_type)
@@ -219,9 +219,9 @@ def test_a_model_on_two_ranks_is_fused_and_trains_as_on_one(way: str, steps: lis
 
 
 def step_of_shared_sequences(folder: str, rank: int, ranks: int) -> dict[str, tuple[Tensor, Counter[str]]]:
-    """All gradients of a step, and what it calls: by one process in fp32, and stock and fused with half the tokens."""
+    """Return gradients and operators of a step: by one process in fp32, and stock and fused with half the tokens."""
     mesh = init_device_mesh("cuda", (ranks,))
-    found = {}
+    results = {}
     for which, dtype in {"alone": torch.float32, "stock": torch.bfloat16, "fused": torch.bfloat16}.items():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().train()
         for layer in model.model.layers:
@@ -240,12 +240,12 @@ def step_of_shared_sequences(folder: str, rank: int, ranks: int) -> dict[str, tu
         gradient = torch.cat([parameter.grad.float().flatten() for parameter in model.parameters()])
         if which != "alone":
             dist.all_reduce(gradient)
-        found[which] = gradient.cpu(), Counter(called)
-    return found
+        results[which] = gradient.cpu(), Counter(called)
+    return results
 
 
 def without_mask(module: nn.Module, args: Any, named: dict[str, Any]) -> Any:
-    """A hook as accelerate has them: attention over several devices is causal, and takes no mask."""
+    """Drop the mask, as accelerate's hook does: attention over several devices is causal and takes no mask."""
     return args, {**named, "attention_mask": None, "is_causal": True}
 
 
@@ -264,7 +264,7 @@ def test_context_parallel_steps_are_fused_and_as_near_to_one_process(tmp_path: P
 
 @pytest.fixture
 def mesh(device: str) -> Iterator[DeviceMesh]:
-    """A mesh of this process alone."""
+    """Yield a mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh(device, (1,))
@@ -290,7 +290,7 @@ def test_a_norm_that_tensor_parallelism_wraps_is_fused_and_given_back(mesh: Devi
 
 
 def fused_norm_of_dtensors(mesh: DeviceMesh, device: str, placement: Shard) -> tuple[nn.Module, DTensor, DTensor]:
-    """A fused norm whose weight is a DTensor, an input that is placed so, and what the stock norm makes of it."""
+    """Return a fused norm whose weight is a DTensor, an input with this placement, and the stock norm of the input."""
     model = build("llama", seed=0, device=device)
     norm = model.model.norm
     norm.weight = nn.Parameter(DTensor.from_local(norm.weight.detach(), mesh, [Replicate()]))

@@ -1,4 +1,4 @@
-"""Patched models under what differentiates them in other ways than training does; all of it equals stock's."""
+"""Patched models have stock's results under other kinds of differentiation than training's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MODEL_TYPES = ["qwen3", *(slow(name) for name in ("llama", "gemma2"))]
 def hessian_vector_product(model: nn.Module, ids: Tensor) -> list[Tensor]:
     parameters = list(model.parameters())
     first = torch.autograd.grad(loss_of(model, ids), parameters, create_graph=True)
-    return list(torch.autograd.grad(sum(one.sin().sum() for one in first), parameters))
+    return list(torch.autograd.grad(sum(grad.sin().sum() for grad in first), parameters))
 
 
 def penalised_gradient(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    """Of the loss and the norm of the gradient at the embeddings."""
+    """Return gradients of the loss plus the norm of the gradient at the embeddings."""
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
     loss = model(inputs_embeds=embedded, labels=ids, use_cache=False).loss
     (first,) = torch.autograd.grad(loss, embedded, create_graph=True)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 on two processes, where DeepSpeed is installed: it gathers a module's weights for its own call."""
+"""DeepSpeed's ZeRO-3, if installed, on two processes: it gathers a module's weights for the module's own call."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def trained_alone() -> list[float]:
 
 
 def trained_under_zero3(order: str) -> tuple[list[float], dict[str, int]]:
-    """The losses, and what was called, of a model that is sharded down to its smallest weights."""
+    """Return the losses and the called operators of a model that is sharded down to its smallest weights."""
     import deepspeed
 
     model = build(MODEL_TYPE, seed=0)
