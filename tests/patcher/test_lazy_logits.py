@@ -495,8 +495,8 @@ def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> No
             return [logits.grad]
         if way == "node":
             value = number(logits)
-            logits.grad_fn.register_prehook(lambda given: found.extend(given))
-            return [*head.gradients(value), *found]
+            logits.grad_fn.register_prehook(lambda incoming: grads.extend(incoming))
+            return [*head.gradients(value), *grads]
         if way == "register_hook":
             logits.register_hook(lambda grad: grads.append(grad) or 2 * grad)
         else:
