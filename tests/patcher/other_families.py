@@ -102,7 +102,7 @@ class OtherFamily:
     Attributes:
         sites: the counts of the report, of the kinds that are named.
         launches: how often operators run in a forward.
-        sizes: arguments of the config; those of a decoder alone replace ``SIZES``, or None leaves one of these out.
+        sizes: arguments of the config; those of a decoder alone update ``SIZES``, and None removes a size.
         make: makes the model of a config; None for a decoder.
         tokens: its inputs.
         other_launches: operators run too that are neither in ``launches`` nor fused adds.
@@ -225,7 +225,7 @@ OTHERS: Mapping[str, OtherFamily] = {
     "stablelm": OtherFamily(
         counts(loss=1, rope=2, mlp=2), launched(rope=2, glu=2), {"partial_rotary_factor": 0.5}, only_in_5=True
     ),
-    # Queries and keys are rotated one at a time; the norm before each layer's router runs twice.
+    # Queries and keys are rotated separately; the norm before each layer's router runs twice.
     "gemma3n_text": OtherFamily(
         counts(loss=1, norm=18, qk=4, rope=4, sandwich=6, mlp=2),
         launched(rms_norm=18, norm_add=6, rope=4, glu=2),
@@ -256,8 +256,8 @@ OTHERS: Mapping[str, OtherFamily] = {
         },
         expert_mlps=8,
     ),
-    # Two attentions and two dense MLPs in a layer, whose norms are in lists: four of layers and four of attentions in
-    # each, and one at the end.
+    # A layer has two attentions and two dense MLPs; its norms are in lists, four of the layer and four of attentions. A
+    # further norm is at the end.
     "longcat_flash": OtherFamily(
         {"norm": 17, "residual": 6, "sandwich": 0, "rope": 4},
         {"add_rms_norm": 6, "rope": 4},
@@ -270,7 +270,7 @@ OTHERS: Mapping[str, OtherFamily] = {
         other_launches=True,
         in_bf16=True,
     ),
-    # Its Mamba layers add what a transformer layer made, if there is one: two of three are given nothing to add. Three
+    # Its Mamba layers add a transformer layer's output, if there is any: two of three have nothing to add. Three
     # of its norms have a gate, and by its default settings nothing rotates.
     "zamba2": OtherFamily(
         {"norm": 9, "residual": 3, "sandwich": 0, "rope": 0},
@@ -284,8 +284,8 @@ OTHERS: Mapping[str, OtherFamily] = {
         other_launches=True,
         in_bf16=True,
     ),
-    # Two norms in a layer of the encoder, three in one of the decoder, one at the end of each. Sums are made at the
-    # ends of modules that hold one norm each, and reach the next one's from outside.
+    # A layer of the encoder has two norms, a layer of the decoder three, and both stacks end with a norm. Sums are
+    # computed at the ends of modules with a single norm each, and reach the next norm from outside.
     "t5": OtherFamily(
         counts(norm=12, mlp=4, loss=1),
         launched(rms_norm=12, glu=4),
@@ -297,7 +297,7 @@ OTHERS: Mapping[str, OtherFamily] = {
         TOKENS_OF_TOWERS,
         in_bf16=True,
     ),
-    # Four norms in the layer of the encoder and six in that of the decoder; dropout comes after those of branches.
+    # A layer of the encoder has four norms, a layer of the decoder six; dropout follows those of branches.
     "t5gemma": OtherFamily(
         {"norm": 12, "residual": 3, "sandwich": 5},
         {"norm_add_norm": 3, "norm_add": 2},
@@ -307,7 +307,7 @@ OTHERS: Mapping[str, OtherFamily] = {
         other_launches=True,
         in_bf16=True,
     ),
-    # Two norms in a layer, one before all and one after.
+    # A layer has two norms; a norm precedes and a norm follows the layers.
     "aimv2_vision_model": OtherFamily(
         counts(norm=6, residual=2, mlp=2),
         {"rms_norm": 4, "add_rms_norm": 2, "glu": 2},
@@ -319,7 +319,7 @@ OTHERS: Mapping[str, OtherFamily] = {
         TOKENS_OF_TOWERS,
         in_bf16=True,
     ),
-    # Nine norms in a layer; of those after branches, one is added in a return, the others have a factor.
+    # A layer has nine norms; of those after branches, a single norm is added in a return, the others have a factor.
     "gemma3n_audio": OtherFamily(
         counts(norm=18, sandwich=2),
         {"rms_norm": 16, "norm_add": 2},

@@ -141,10 +141,6 @@ def with_another_product(layer: Any) -> None:
     layer.lora_A["default"].__class__ = Traced
 
 
-def with_another_scale(layer: Any) -> None:
-    layer.set_scale("default", 3)
-
-
 def in_16_bits(layer: Any) -> None:
     layer.lora_A.to(BF16), layer.lora_B.to(BF16)
 
@@ -164,7 +160,7 @@ LAYERS: dict[str, tuple[dict[str, Any], Callable[[Any], Any] | None, torch.dtype
     "seen by a hook behind it": ({}, partial(with_hook, part="lora_B"), BF16, False),
     "dropout later": ({}, with_dropout, BF16, True),
     "another product": ({}, with_another_product, BF16, False),
-    "another scale": ({}, with_another_scale, BF16, True),
+    "another scale": ({}, lambda layer: layer.set_scale("default", 3), BF16, True),
 }
 """Options of the adapter, a change of the layer after it was patched, autocast's dtype, and whether it runs fused."""
 

@@ -233,10 +233,6 @@ def in_evaluation(layer: Any) -> None:
     layer.eval()
 
 
-def with_uncast_input(layer: Any) -> None:
-    layer.cast_input_dtype_enabled = False
-
-
 ADAPTERS: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
     "nothing": (lambda model: None, 4),
     "dropout that may drop": (of_block(with_dropout, "q"), 3),  # which reads float32
@@ -246,7 +242,7 @@ ADAPTERS: dict[str, tuple[Callable[[nn.Module], Any], int]] = {
     "a first factor in 16 bits": (in_dtype(BF16, "lora_A"), 4),
     "a first factor in the other 16 bits": (in_dtype(FP16, "lora_A"), 3),
     "a second factor in 16 bits": (in_dtype(BF16, "lora_B"), 4),
-    "its input uncast": (of_block(with_uncast_input, "q"), 4),
+    "its input uncast": (of_block(lambda layer: setattr(layer, "cast_input_dtype_enabled", False), "q"), 4),
     "switched off": (of_block(lambda layer: layer.enable_adapters(False), "q"), 0),
     "merged": (of_block(lambda layer: layer.merge(), "q"), 0),
     "none active": (of_block(lambda layer: setattr(layer, "_active_adapter", []), "q"), 0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -27,6 +26,7 @@ from fused_norm.patcher import adapters, four_bit, recompute_linears
 
 from .models import EXPERTS_ARE_MLPS, assert_same, relative, slow
 from .ranks import called_operators, on_two_ranks
+from .test_attention_functions import attention_dtypes
 from .test_frames import explained, frames_of
 
 MOST_FRAMES = 260
@@ -256,14 +256,6 @@ def with_another_weight(model: Any) -> None:
     base.quant_state = quantised_weight.quant_state
 
 
-def with_codes_written(model: Any) -> None:
-    first_linear(model).weight.data.bitwise_xor_(0x11)
-
-
-def with_hook_on_linear(model: Any) -> None:
-    first_linear(model).register_forward_hook(lambda module, inputs, y: y * 2)
-
-
 def with_hook_on_layer(model: Any) -> None:
     first_layer(model).register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
 
@@ -277,10 +269,6 @@ def with_bias(model: Any) -> None:
 def with_wide_bias(model: Any) -> None:
     with_bias(model)
     first_linear(model).bias.data = first_linear(model).bias.data.float()
-
-
-def without_adapter(model: Any) -> None:
-    model.base_model.disable_adapter_layers()
 
 
 def with_a_state_dict(model: Any) -> None:
@@ -318,12 +306,13 @@ def moved(model: Any) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], int, int | None]] = {
     "another weight": (with_another_weight, 7, 6),
-    "codes written in place": (with_codes_written, 7, 6),
-    "a hook on the linear": (with_hook_on_linear, 6, 6),  # a linear without an adapter is called, so its hooks run
+    "codes written in place": (lambda model: first_linear(model).weight.data.bitwise_xor_(0x11), 7, 6),
+    # A linear without an adapter is called, so its hooks run.
+    "a hook on the linear": (lambda model: first_linear(model).register_forward_hook(lambda _, __, y: y * 2), 6, 6),
     "a hook on the layer": (with_hook_on_layer, 7, None),
     "a bias": (with_bias, 7, 6),
     "a bias in fp32": (with_wide_bias, 7, 6),  # bitsandbytes casts it at the first call, for good
-    "adapters switched off": (without_adapter, 0, 6),
+    "adapters switched off": (lambda model: model.base_model.disable_adapter_layers(), 0, 6),
     "a state dict loaded over it": (with_a_state_dict, 7, 6),
     "a second adapter": (with_a_second_adapter, 7, None),
     "merged": (merged, 0, 6),
@@ -559,21 +548,11 @@ def test_adapters_that_come_after_the_patch_get_their_linear_back(device: str) -
 
 
 def values_of(model: Any, device: str, **kwargs: Any) -> torch.dtype:
-    """Return the dtype of the values in a call of PyTorch's attention, noted without replacing the function."""
-    dtypes: list[torch.dtype] = []
-
-    def noted(frame: Any, event: str, function: Any) -> None:
-        if event == "c_call" and function is nn.functional.scaled_dot_product_attention:
-            dtypes.append(frame.f_locals["value"].dtype)
-
-    before = sys.getprofile()
-    sys.setprofile(noted)
-    try:
-        with torch.autocast(device, BF16):
-            model(input_ids=torch.ones(2, 5, dtype=torch.long, device=device), **{"use_cache": False} | kwargs)
-    finally:
-        sys.setprofile(before)
-    (dtype,) = dtypes
+    """Return the dtype of the values in a call of PyTorch's attention."""
+    ids = torch.ones(2, 5, dtype=torch.long, device=device)
+    with attention_dtypes("value") as dtypes, torch.autocast(device, BF16):
+        model(input_ids=ids, **{"use_cache": False} | kwargs)
+    ((dtype,),) = dtypes
     return dtype
 
 

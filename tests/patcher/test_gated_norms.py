@@ -246,7 +246,7 @@ def test_models_train_as_stock_with_every_gated_norm_fused(
     assert report.counts == counts(**fused)
     sites = [site for site in report.fused if isinstance(site.spec, GatedNormSpec)]
     assert len(sites) == gated
-    # From 5.23 on in groups, as many as the model has.
+    # From transformers 5.23 on the number of groups follows.
     assert {site.what.partition(" in ")[0] for site in sites} == {"silu(gate), then llama, weight, eps 1e-05"}
     assert_trains_as_stock(stock, patched, tokens(device, length=11))
     assert launches.count("gated_rms_norm") == gated

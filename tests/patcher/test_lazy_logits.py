@@ -438,22 +438,19 @@ def test_a_loss_that_the_operator_does_not_take_is_pytorchs_or_its_error(name: s
     assert head.losses == []
 
 
-def test_rows_of_logits_that_were_written_into_have_the_loss_of_what_was_written() -> None:
-    def loss(logits: Tensor) -> Tensor:
-        rows = logits.view(-1, VOCABULARY)
-        rows.mul_(2)
-        return functional.cross_entropy(rows, labels().flatten())
-
-    head = Head()
-    assert_as_of_real_logits(head, loss, rtol=0, atol=0)
-    assert head.losses == []
+def loss_of_written_rows(logits: Tensor) -> Tensor:
+    rows = logits.view(-1, VOCABULARY)
+    rows.mul_(2)
+    return functional.cross_entropy(rows, labels().flatten())
 
 
-def test_logits_that_were_read_have_pytorchs_loss() -> None:
-    def loss(logits: Tensor) -> Tensor:
-        logits.argmax(-1)
-        return shifted_loss(logits, labels())
+def loss_of_read_logits(logits: Tensor) -> Tensor:
+    logits.argmax(-1)
+    return shifted_loss(logits, labels())
 
+
+@pytest.mark.parametrize("loss", [loss_of_written_rows, loss_of_read_logits])
+def test_logits_that_were_written_into_or_read_have_pytorchs_loss(loss: Callable[[Tensor], Tensor]) -> None:
     head = Head()
     assert_as_of_real_logits(head, loss, rtol=0, atol=0)
     assert head.losses == []

@@ -39,7 +39,7 @@ def test_a_forward_runs_every_site_fused(model_type: str, device: str, launches:
     _, fused = twins(model_type, device)
     fused(tokens(device), use_cache=False)
     counts = sites(model_type)
-    # A norm that takes a sum is computed with its add, and so is the norm of the branch; the layer's last add has one.
+    # A norm of a sum is computed with its add and with the norm of the branch; the layer's last add has a norm too.
     with_norm = counts["residual"] if counts["sandwich"] else 0
     assert launches.count("norm_add_norm") == with_norm
     assert launches.count("add_rms_norm") == counts["residual"] - with_norm
@@ -142,7 +142,7 @@ def test_a_patched_model_compiles_in_one_graph(model_type: str, device: str) -> 
 COMPILED = [
     slow("llama", True, "eager"),
     *(slow(name, True, "aot_eager") for name in ("gemma2", "gemma3_text")),
-    # Lengths become dynamic when the second one comes.
+    # Lengths become dynamic at the second length.
     slow("llama", None, "aot_eager"),
     slow("qwen3", True, "inductor"),
 ]

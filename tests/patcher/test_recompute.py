@@ -349,10 +349,6 @@ def replaced(y: Tensor) -> Tensor:
     return y
 
 
-def replaced_then_cast(y: Tensor) -> Tensor:
-    return replaced(y).to(BF16)
-
-
 SAVED: dict[str, tuple[Callable, int]] = {
     "as it is": (as_it_is, 1),
     "through views": (through_views, 1),
@@ -364,7 +360,7 @@ SAVED: dict[str, tuple[Callable, int]] = {
     "cast into another order": (scaled(lambda y: y.to(BF16, memory_format=torch.contiguous_format)), 0),
     "edited, then cast": (scaled(edited_then_cast), 0),
     "cast, then edited": (scaled(cast_then_edited), 0),
-    "given other memory, then cast": (scaled(replaced_then_cast), 0),
+    "given other memory, then cast": (scaled(lambda y: replaced(y).to(BF16)), 0),
     "cast and forgotten": (lambda x, weight, factor: normed(x, weight).to(BF16) * factor, 0),
     "given other memory": (scaled(replaced), 0),
     "its bits as integers": (scaled(lambda y: y.view(torch.int32)), 0),

@@ -154,18 +154,6 @@ class Opaque(nn.Linear):
         return Halves.apply(x, self.weight)
 
 
-def times_three(module: nn.Module, _: Any, output: Tensor) -> Tensor:
-    return output * 3.0
-
-
-def written_into(module: nn.Module, _: Any, output: Tensor) -> Tensor:
-    return output.mul_(3.0)
-
-
-def exponential(module: nn.Module, _: Any, output: Tensor) -> Tensor:
-    return output.exp()
-
-
 def with_bias(linear: nn.Linear, *, trained: bool) -> None:
     bias = torch.linspace(-1, 1, linear.out_features, device=linear.weight.device)
     linear.bias = nn.Parameter(bias, requires_grad=trained)
@@ -212,9 +200,9 @@ CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], bool]] = {
     "a bias": (partial(with_bias, trained=True), True),
     "a frozen bias": (partial(with_bias, trained=False), False),
     "an opaque linear": (lambda up: setattr(up, "__class__", Opaque), False),
-    "a hook with a number": (lambda up: up.register_forward_hook(times_three), False),
-    "a hook in place": (lambda up: up.register_forward_hook(written_into), False),
-    "a hook with a function": (lambda up: up.register_forward_hook(exponential), False),
+    "a hook with a number": (lambda up: up.register_forward_hook(lambda _, __, y: y * 3.0), False),
+    "a hook in place": (lambda up: up.register_forward_hook(lambda _, __, y: y.mul_(3.0)), False),
+    "a hook with a function": (lambda up: up.register_forward_hook(lambda _, __, y: y.exp()), False),
 }
 """A change of a linear, and whether its output is then recomputed."""
 
@@ -348,14 +336,6 @@ def with_an_adapter_written_into(y: Tensor, weight: Tensor, b: Tensor, *, dtype:
     return result.float()
 
 
-def summed_by_another(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return nn.functional.linear(y, first) + nn.functional.linear(y, second)
-
-
-def cast_twice(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
-    return nn.functional.linear(y, weight).to(BF16).float()
-
-
 def under_hooks_of_its_own(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
     with saved_tensors_hooks(lambda tensor: (tensor.half(), tensor), lambda packed: packed[1]):
         return nn.functional.linear(y, weight)
@@ -371,8 +351,8 @@ GRAPHS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
         2,
     ),
     "another's sum of a LoRA layer": (lambda y, weight, _: LoraAdd.apply(nn.functional.linear(y, weight)), 1),
-    "a sum by PyTorch": (summed_by_another, 1),
-    "a cast of a cast": (cast_twice, 2),
+    "a sum by PyTorch": (lambda y, first, second: nn.functional.linear(y, first) + nn.functional.linear(y, second), 1),
+    "a cast of a cast": (lambda y, weight, _: nn.functional.linear(y, weight).to(BF16).float(), 2),
     "other hooks have saved its operands": (under_hooks_of_its_own, 1),
     "another's product in 4 bits": (lambda y, weight, _: MatMul4Bit.apply(y, weight.detach()), 1),
     "alpha": (lambda y, weight, bias: torch.addmm(bias[0], y, weight, alpha=3), 1),

@@ -35,7 +35,7 @@ class Returned(Recorder):
 factor = 2.0
 
 
-class Given(Recorder):
+class WithDefaults(Recorder):
     """A forward whose defaults have the values from when the class was defined."""
 
     factor = 3.0
@@ -45,7 +45,7 @@ class Given(Recorder):
         return self.norm(a)
 
 
-def made_with(factor: int) -> type[Recorder]:
+def class_with(factor: int) -> type[Recorder]:
     class UsesAVariable(Recorder):
         def forward(self, a, b):
             a = a + factor * b
@@ -93,8 +93,10 @@ def test_signature_name_and_globals_stay() -> None:
 
 
 def test_defaults_are_those_of_the_function_that_runs() -> None:
-    assert_becomes(Given, "y0, a = self.fused_norm_add(self.norm, a, b * c[0]); return y0", (5.0,))
-    assert inspect.signature(rewritten_forward(Given, everything(Given))) == inspect.signature(Given.forward)
+    assert_becomes(WithDefaults, "y0, a = self.fused_norm_add(self.norm, a, b * c[0]); return y0", (5.0,))
+    assert inspect.signature(rewritten_forward(WithDefaults, everything(WithDefaults))) == inspect.signature(
+        WithDefaults.forward
+    )
 
 
 def test_private_names_are_those_of_the_class() -> None:
@@ -150,7 +152,7 @@ def test_a_forward_that_sees_all_of_its_names_is_refused() -> None:
 
 def test_sources_that_cannot_be_trusted_are_refused(tmp_path) -> None:
     with pytest.raises(SourceError, match="closes over factor"):
-        patterns_of(made_with(2))
+        patterns_of(class_with(2))
 
     namespace: dict = {"Recorder": Recorder}
     body = "(Recorder):\n    def forward(self, a, b):\n        a = a + b\n        return self.norm(a)\n"
@@ -214,7 +216,7 @@ def test_what_is_known_of_a_class_holds_it_no_longer_than_others_do(tmp_path) ->
 
 
 def test_a_forward_that_cannot_be_read_is_not_held_either() -> None:
-    layer = made_with(2)
+    layer = class_with(2)
     for _ in range(2):
         with pytest.raises(SourceError, match="closes over factor"):
             patterns_of(layer)
