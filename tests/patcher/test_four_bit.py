@@ -186,6 +186,20 @@ def test_a_model_whose_kernels_drop_has_the_bits_of_pefts_layers(
     assert len(masks) == 2 * (6 if device == "cpu" else 7)
 
 
+def test_the_other_16_bits_are_dropped_by_pytorch_which_rounds_to_them(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[torch.dtype] = []
+    monkeypatch.setattr(adapters, "mask_of_dropout", lambda dropout, x, dtype: drawn.append(dtype))
+    model = model_of(device, lora_dropout=0.3)
+    fused_norm.apply_fused_norm(model, strict=False)
+    layer = model.get_base_model().layers[0].self_attn.v_proj
+    with torch.autocast(device, BF16):
+        for dtype in (FP32, BF16, FP16):
+            layer(torch.randn(shape_of_ids(device) + (64,), device=device).to(dtype))
+    assert drawn == [FP32, BF16]
+
+
 def test_a_mask_that_was_drawn_for_a_call_that_kernels_refuse_is_applied(
     masks: list[Tensor], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,8 @@ class FusedAdapter(Fused):
                 is_idle = adapter_input is not None and adapter_input.dtype not in (None, own.dtype)
                 mask, factors = None, (1.0, 1.0)
                 if not is_idle and not is_idle_dropout(dropout):
-                    mask = mask_of_dropout(dropout, own, own.dtype)
+                    if own.dtype in (torch.float32, dtype):  # kernels round what is dropped to the latter alone
+                        mask = mask_of_dropout(dropout, own, own.dtype)
                     if mask is None:
                         dropped = dropout(self._cast_for_adapter(own, a.dtype))
                     else:
