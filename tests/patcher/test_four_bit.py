@@ -196,7 +196,7 @@ def test_the_other_16_bits_are_dropped_by_pytorch_which_rounds_to_them(
     layer = model.get_base_model().layers[0].self_attn.v_proj
     with torch.autocast(device, BF16):
         for dtype in (FP32, BF16, FP16):
-            layer(torch.randn(shape_of_ids(device) + (64,), device=device).to(dtype))
+            layer(torch.randn(*shape_of_ids(device), 64, device=device).to(dtype))
     assert drawn == [FP32, BF16]
 
 
