@@ -359,7 +359,7 @@ def test_what_changes_at_a_linear_without_an_adapter_is_seen_at_the_next_call(ca
 
 @pytest.mark.parametrize("p", [0.05, 0.5])
 def test_dropout_of_16_bits_has_not_the_bits_of_stocks(p: float) -> None:
-    """Norms and gates before dropout are therefore written in float32, even if its scale is a power of 2."""
+    """So norms and gates before it are written in float32; p=0.5 has stock's bits, but draws may differ on a GPU."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     dropped = []
     for dtype in (FP32, BF16):
@@ -458,7 +458,7 @@ def test_outputs_of_linears_with_and_without_an_adapter_are_recomputed(
 @pytest.mark.usefixtures("large_graphs")
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj"]], ids=str)
 def test_compiled_layers_run_pefts_code(targets: Any, device: str) -> None:
-    """With gradients of another order of sums; norms return what they return in stock."""
+    """Gradients are sums in another order; norms return the stock dtypes."""
     in_graphs: set[str] = set()
 
     def noted(graph: Any, inputs: Any) -> Any:

@@ -507,22 +507,24 @@ def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> No
 
 
 @pytest.mark.parametrize("way", ["register_hook", "retain_grad", "autograd.grad"])
-@pytest.mark.parametrize("change", [lambda one: one * 0.5, lambda one: one[:, 1:], lambda one: one.float()[0] / 3])
+@pytest.mark.parametrize(
+    "change", [lambda logits: logits * 0.5, lambda logits: logits[:, 1:], lambda logits: logits.float()[0] / 3]
+)
 def test_a_gradient_of_what_was_read_is_there_for_who_asks_later(change: Callable[[Tensor], Tensor], way: str) -> None:
     def gradients(logits: Tensor) -> list[Tensor]:
-        derived, found = change(logits), []
-        further, late = derived * 3, derived * 5
-        value = derived.sin().sum() + further.square().sum()
-        asked = [derived, late]
+        derived, grads = change(logits), []
+        scaled, late = derived * 3, derived * 5
+        value = derived.sin().sum() + scaled.square().sum()
+        tensors = [derived, late]
         if way == "autograd.grad":
-            return list(torch.autograd.grad(value + late.sin().sum(), asked))
-        for one in asked:
+            return list(torch.autograd.grad(value + late.sin().sum(), tensors))
+        for tensor in tensors:
             if way == "register_hook":
-                one.register_hook(found.append)
+                tensor.register_hook(grads.append)
             else:
-                one.retain_grad()
-        value += late.sin().sum() + functional.cross_entropy(further.flatten(0, -2), target(further))
-        return [*head.gradients(value), *(found or [one.grad for one in asked])]
+                tensor.retain_grad()
+        value += late.sin().sum() + functional.cross_entropy(scaled.flatten(0, -2), target(scaled))
+        return [*head.gradients(value), *(grads or [tensor.grad for tensor in tensors])]
 
     def target(logits: Tensor) -> Tensor:
         return torch.arange(logits[..., 0].numel()) % VOCABULARY
@@ -532,7 +534,7 @@ def test_a_gradient_of_what_was_read_is_there_for_who_asks_later(change: Callabl
 
 
 def test_a_gradient_that_cannot_be_told_any_more_is_an_error() -> None:
-    """Of what was given to a fused loss, and read after it; or what the engine alone was asked for."""
+    """The logits were read after a fused loss of them, or only the engine was asked for their gradient."""
     head = Head()
     derived = head.lazy() * 0.5
     value = shifted_loss(derived, labels()) + derived.sin().sum()

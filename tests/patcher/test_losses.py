@@ -617,10 +617,10 @@ def test_tied_and_resized_heads(tied: bool, device: str) -> None:
 
 
 def test_a_head_that_was_swapped_out_of_its_model_or_is_shared_computes_what_stocks_does(device: str) -> None:
-    """``remove_fused_norm`` reaches modules of the model alone: a head that has left keeps its class."""
+    """``remove_fused_norm`` reaches only modules of the model: a head that was swapped out keeps its class."""
     own, fused = pair(device)
-    other = build("llama", seed=1, device=device).train()
-    left = other.lm_head = fused.lm_head
+    second = build("llama", seed=1, device=device).train()
+    left = second.lm_head = fused.lm_head
     fused.lm_head = copy.deepcopy(own.lm_head)
     assert is_fused(fused)
     fused_norm.remove_fused_norm(fused)
@@ -628,16 +628,16 @@ def test_a_head_that_was_swapped_out_of_its_model_or_is_shared_computes_what_sto
     x, labels = torch.randn(2, 3, left.in_features, device=device, requires_grad=True), some_ignored(device)
     results = []
     for head in (left, own.lm_head):
-        other.lm_head = head
-        other.zero_grad(), head.zero_grad()
-        output = run(other, labels)
+        second.lm_head = head
+        second.zero_grad(), head.zero_grad()
+        output = run(second, labels)
         y = head(x)
         assert type(output.logits) is type(y) is Tensor
-        gradients = [one.grad.clone() for one in other.parameters()]
+        gradients = [parameter.grad.clone() for parameter in second.parameters()]
         gradients += torch.autograd.grad(y.sin().sum(), [x, head.weight])
         results.append([output.loss, output.logits, y, *gradients])
-    for one, expected in zip(*results, strict=True):
-        assert torch.equal(one, expected)
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("first", ["peft", "fused"])
