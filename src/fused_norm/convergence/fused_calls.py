@@ -344,15 +344,15 @@ def _multiplies_in_float32(layer: Any, x: Any) -> bool:
     return autocast_dtype(tensors_of(x)[0]) is None and any(weight.dtype == torch.float32 for weight in weights)
 
 
-def with_arguments(given: inspect.BoundArguments, change: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:
+def with_arguments(bound: inspect.BoundArguments, change: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:
     """The arguments of a call, their tensors changed."""
 
     def changed(leaf: Any) -> Any:
         tensor = tensors_of(leaf)[0]
         return change(tensor) if is_tensor(tensor) else leaf
 
-    arguments = type(given.arguments)(tree_map(changed, dict(given.arguments)))
-    return inspect.BoundArguments(given.signature, arguments)
+    arguments = type(bound.arguments)(tree_map(changed, dict(bound.arguments)))
+    return inspect.BoundArguments(bound.signature, arguments)
 
 
 def share_changed(bound: inspect.BoundArguments, before: inspect.BoundArguments) -> float:

@@ -267,10 +267,10 @@ KnownGates = dict[Any, tuple[Formula, bool, str | None, str | None] | str]
 """The gates of modules, or the reasons why they have none, by their class and all that they hold."""
 
 
-def recognise_experts(experts: Any, origin: Any, known: KnownGates) -> GateOfExperts:
+def recognise_experts(experts: Any, origin: Any, gates: KnownGates) -> GateOfExperts:
     """Return what a module of experts computes between its products, if all of it has the bits of the formula.
 
-    Transformers' own ``grouped_mm`` runs in it now: ``other_implementation`` returns None. ``known`` remembers modules
+    Transformers' own ``grouped_mm`` runs in it now: ``other_implementation`` returns None. ``gates`` remembers modules
     alike, for as long as no code changes.
 
     Raises:
@@ -294,14 +294,14 @@ def recognise_experts(experts: Any, origin: Any, known: KnownGates) -> GateOfExp
     formulas = tuple((name, activation.formula) for name, activation in activations)
     key = origin, method, formulas, tuple(values.items())
     may_know = None not in values.values()
-    computed = known.get(key) if may_know else None
+    computed = gates.get(key) if may_know else None
     if computed is None:
         try:
             computed = _compared(origin, function, plain, experts)
         except UnrecognisedError as error:
             computed = str(error)
         if may_know:
-            known[key] = computed
+            gates[key] = computed
     if isinstance(computed, str):
         raise UnrecognisedError(computed)
     return GateOfExperts(*computed, method, RunningCode(method), activations, function, RunningCode(function))

@@ -51,7 +51,7 @@ class Attention(Match):
         rotation: the statement ``q, k = rotate(q, k, cos, sin)``.
         lookups: the statements after it that look the function up, in the module's attributes and in globals.
         function: the function's name.
-        asked: the arguments of ``fused_norm_read_dtype`` after the function.
+        arguments: those of ``fused_norm_read_dtype`` after the function.
         values: the statement that computes the values, and the call ``self.<name>(x)`` in it, if nothing else reads
             them and k has a value before; or None.
     """
@@ -59,7 +59,7 @@ class Attention(Match):
     rotation: ast.Assign
     lookups: list[ast.stmt]
     function: str
-    asked: list[ast.expr]
+    arguments: list[ast.expr]
     values: tuple[ast.Assign, ast.Call] | None
 
     def parts(self, block: Block) -> tuple[str, ...]:
@@ -74,14 +74,14 @@ class Attention(Match):
             forward.remove(statement)
         if self.values is not None and "values" in rewrite.parts:
             first, call = self.values
-            cache, mask, key, _, extra = copy.deepcopy(self.asked)
+            cache, mask, key, _, extra = copy.deepcopy(self.arguments)
             for_values = forward.code(f"self.fused_norm_for_values(LINEAR, {self.function})", LINEAR=call.func)
             linear, attend = for_values.args
             for_values.args = [linear, *call.args, attend, cache, mask, key, extra]
             call.args = [for_values]
         forward.insert_before(first, *self.lookups)
         read_dtype = forward.code(f"self.fused_norm_read_dtype({self.function})")
-        read_dtype.args += self.asked
+        read_dtype.args += self.arguments
         rotate.keywords.append(ast.keyword("dtype", read_dtype))
 
 
