@@ -628,13 +628,18 @@ _IN_LOSSES: tuple[tuple[Any, ...], ...] = (
 )
 """Faults of heads with their losses: the name, the fault, and why it may be hidden."""
 
-_IN_RECOMPUTATION: tuple[tuple[str, Planting], ...] = (
+NO_NORM = "no linear reads a norm, so no output of a linear is recomputed at any level"
+"""Why faults in what is recomputed of linears change nothing in a family whose norms stand after its branches."""
+
+_IN_RECOMPUTATION: tuple[tuple[Any, ...], ...] = (
     ("size", replaced_by(Recompute, "outputs", _times_1_003)),  # what is recomputed is .3 % too large
     # Outputs of linears are .3 % too large if they are recomputed.
     ("linears", replaced_by(recompute_linears, "_linear", _times_1_003)),
     ("never", replaced_by(recompute, "_is_possible", lambda *_: False)),  # nothing is recomputed, silently
-    ("attention", _recomputes_as(attention="mlp")),  # attention silently keeps the outputs of its linears
-    ("no-linears", _recomputes_as(mlp=True, attention=True)),  # outputs of no linear are recomputed
+    # Attention silently keeps the outputs of its linears.
+    ("attention", _recomputes_as(attention="mlp"), NO_NORM),
+    # Outputs of no linear are recomputed.
+    ("no-linears", _recomputes_as(mlp=True, attention=True), NO_NORM),
     ("one-layer", replaced_by(fused_classes, "call_recomputing", _not_in_the_first_layer)),  # one layer keeps all
     # Outputs that are recomputed are held as well.
     ("held", replaced_by(_Recomputable, "recipe_for_view", _held_for_ever)),
@@ -821,8 +826,8 @@ def _faults() -> Iterator[Fault]:
     for what_has_it, faults in ((LINEAR_CROSS_ENTROPY.name, _IN_LOSSES), ("lazy_logits", _IN_LAZY_LOGITS)):
         for name, planted, *hidden in faults:
             yield Fault(f"{what_has_it}-{name}", planted, *hidden, where="loss")
-    for name, planted in _IN_RECOMPUTATION:
-        yield Fault(f"recomputed-{name}", planted, where="recompute")
+    for name, planted, *hidden in _IN_RECOMPUTATION:
+        yield Fault(f"recomputed-{name}", planted, *hidden, where="recompute")
     planting = with_changed_table(LinearOutputs, "_READ", lambda nodes: nodes | {"LoraAddBackward": lambda *_: None})
     yield Fault("recomputed-adapters", planting, where="lora-recompute")
     one_row = falls_back(*_IN_MODELS, where=_trains_one_sequence)

@@ -22,9 +22,10 @@ from fused_norm.convergence.result_store import ComparisonResult
 from fused_norm.convergence.suite import Baseline, message_of, run_baseline, run_fused, train_fused
 from fused_norm.convergence.verdict import BY_NAME
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from fused_norm.model_configs import FAMILIES
 from fused_norm.patcher import Site
 
-from .faults import FAULTS, OF_ADAPTERS, ROUNDINGS, Fault
+from .faults import FAULTS, NO_NORM, OF_ADAPTERS, ROUNDINGS, Fault
 from .planting import PlantedFault
 
 Outcome = Literal["caught", "missed", "hidden", "sound", "invalid"]
@@ -151,6 +152,9 @@ def _run_fault(baseline: Baseline, comparison: Comparison, checks: _Checks, faul
         if _is_caught(result):  # no training is needed if one step shows it
             return FaultResult(fault.name, "caught", result.verdict.reasons)
     if fault.hidden == ROUNDINGS and not calls.bits:
+        return FaultResult(fault.name, "hidden", (fault.hidden,))
+    family = FAMILIES.get(comparison.model)
+    if fault.hidden == NO_NORM and family is not None and {*family.layer_norms} <= {*family.sandwich_norms}:
         return FaultResult(fault.name, "hidden", (fault.hidden,))
     is_checked = bool(calls.bits) if fault.where == "consumers" else fault.where != "sites"
     if fault.where == "loss" and not state.calls:  # a repeated call has its labels

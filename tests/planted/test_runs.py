@@ -102,6 +102,7 @@ PACKED_FORMS = ("absmax", "codes", "offset", "absmax-back", "dx-cut", "frozen")
 PACKED = ["adapter-16-bits", *(f"lora_linear_4bit-{form}" for form in PACKED_FORMS)]
 # Autograd itself rejects a step whose products are overwritten.
 WITHOUT_ADAPTERS = [name for name in faults_where("qlora-qv") if name != "linear_4bit-in-place"]
+WITHOUT_NORMS = ["recomputed-attention", "recomputed-no-linears"]
 SOME_HEADS = [f"linear_cross_entropy-{form}" for form in ("few", "dw-chunks", "divided-late", "num-items")]
 
 
@@ -115,6 +116,7 @@ SOME_HEADS = [f"linear_cross_entropy-{form}" for form in ("few", "dw-chunks", "d
         ("llama", "mixed", "eager", IN_SITES, []),
         ("llama", "bf16", "eager", TOO_WIDE, TOO_WIDE),  # nothing casts there
         ("llama", "bf16", "recompute", faults_where("recompute"), []),
+        ("olmo2", "bf16", "recompute", ["recomputed-size", *WITHOUT_NORMS], WITHOUT_NORMS),
         ("llama", "mixed", "lora-recompute", faults_where("lora-recompute"), []),
         ("llama", "mixed", "lora", faults_where("lora"), []),
         ("llama", "mixed", "lora-alone", ["adapter-shared", "adapter-fallback"], []),
