@@ -90,6 +90,7 @@ def test_registered_operators_make_the_same_gradients(device: str) -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
+        (None, "mask must be a tensor of torch.bool"),
         (torch.ones(2, 64), "mask must be a tensor of torch.bool"),
         (torch.ones(64, 2) > 0, "mask must have x's shape (2, 64), not (64, 2)"),
         ((torch.ones(64, 2) > 0).t(), ""),  # computed by the reference
@@ -97,28 +98,34 @@ def test_registered_operators_make_the_same_gradients(device: str) -> None:
 )
 def test_a_wrong_mask_is_named(mask: Any, message: str, device: str) -> None:
     *leaves, _, _ = tensors(device, 2)
-    refusal = LORA_ADD_DROPPED.unsupported(*leaves, mask.to(device), SCALE, *FACTORS)
+    refusal = LORA_ADD_DROPPED.unsupported(*leaves, mask if mask is None else mask.to(device), SCALE, *FACTORS)
     assert refusal is not None
     assert refusal.reason == message
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch draws in another way on a CPU")
 @pytest.mark.parametrize("p", [0.05, 0.1, 1 / 3, 0.5, 0.99])
+@pytest.mark.parametrize("drawn_in", [FP32, None], ids=str)
 @pytest.mark.parametrize("shape", [(2, 5, 64), (4, 1000, 1024), (1, 7), (16384, 1024), (3, 333, 77)])
-def test_on_a_gpu_a_mask_is_the_one_that_dropout_between_casts_draws(shape: tuple[int, ...], p: float) -> None:
+def test_on_a_gpu_a_mask_is_the_one_that_dropout_between_casts_draws(
+    shape: tuple[int, ...], drawn_in: torch.dtype | None, p: float
+) -> None:
+    """Between no casts too, of an x that is not aligned as a whole tensor is."""
     dropout, dtype = nn.Dropout(p), BF16 if p < 0.5 else FP16
-    x = torch.randn(shape, device="cuda").to(dtype).requires_grad_()
-    dy = torch.randn(shape, device="cuda").to(dtype)
+    x, dy = torch.randn((2, *shape), device="cuda").to(dtype)
+    if drawn_in is None:
+        x = x.new_empty(x.numel() + 1)[1:].view(shape).copy_(x)
+    x.requires_grad_()
 
     def by_mask() -> list[Tensor]:
-        mask = mask_of_dropout(dropout, x, FP32)
+        mask = mask_of_dropout(dropout, x, drawn_in or dtype)
         assert mask is not None
         return [
             reference.dropped(tensor, mask, factor) for tensor, factor in zip((x, dy), dropout_factors(p), strict=True)
         ]
 
     def by_dropout() -> list[Tensor]:
-        y = dropout(x.float()).to(dtype)
+        y = dropout(x.to(drawn_in or dtype)).to(dtype)
         return [y, *torch.autograd.grad(y, [x], dy)]
 
     results = []

@@ -321,6 +321,15 @@ def test_tensors_that_do_not_go_together_are_named_and_an_odd_number_of_weights_
         LORA_LINEAR_4BIT.checked(x, x, *layer.factors, *layer.parts, None, None, 64, *FACTORS, BF16, FP32)
     refusal = LINEAR_4BIT.unsupported(x, *layer.parts, None, N, 64, BF16, FP32)
     assert refusal.reason == f"packed must have {N} * {K + 2} / 2 elements, not {N * K // 2}"
+    x, weight, dtypes = x[:, :K], (*layer.factors, *layer.parts, None), (BF16, FP32)
+    for mask, reason in (
+        (x, "mask must be a tensor of torch.bool"),
+        (x[1:] > 0, f"mask must have x's shape (5, {K}), not (4, {K})"),
+        ((x > 0).t().contiguous().t(), ""),  # which the reference computes
+        ((x > 0).contiguous(), None),
+    ):
+        refusal = LORA_LINEAR_4BIT.unsupported(x, x, *weight, mask, 64, *FACTORS, *dtypes)
+        assert (refusal and refusal.reason) == reason
     layer = FourBit(device, features=1)
     parts = layer.state.code, layer.codes.flatten()[: K // 2], layer.state.absmax.float(), None, None, None
     refusal = LINEAR_4BIT.unsupported(x[:, : K - 1], *parts, None, 1, 64, BF16, FP32)

@@ -472,6 +472,7 @@ ASKED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
     ("of", "way"),
     [
         *((of, way) for of in ASKED for way in ("retain_grad", "register_hook", "autograd.grad", "edge", "node")),
+        *((of, "by position") for of in ASKED),
         *((of, way) for of in ASKED for way in ("inputs", "inputs of the engine") if of != "a read"),
     ],
 )
@@ -482,6 +483,9 @@ def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> No
         logits, grads = change(logits), []
         if way == "autograd.grad":
             return list(torch.autograd.grad(number(logits), [logits]))
+        if way == "by position":  # PyTorch's own functions pass most arguments on by their names
+            arguments = number(logits), [logits], torch.tensor(2.0)
+            return list(LazyLogits.__torch_function__(torch.autograd.grad, (), arguments))
         if way == "edge":
             value = number(logits)
             return list(torch.autograd.grad(value, [get_gradient_edge(logits)]))

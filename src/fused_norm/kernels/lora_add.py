@@ -134,9 +134,7 @@ def _with_dropout(rest: Sequence[Any]) -> tuple[Tensor | None, float, float, flo
 
 
 def check_mask(mask: Any, x: Tensor) -> Unsupported | None:
-    """Check the mask of the dropout of x; None for a call without one."""
-    if mask is None:
-        return None
+    """Check the mask of the dropout of x."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return Unsupported("mask must be a tensor of torch.bool", TypeError)
     if mask.shape != x.shape or mask.device != x.device:

@@ -55,7 +55,7 @@ class LoraLinear4bit(Operator):
                 f" elements, not {tensors}",
                 ValueError,
             )
-        return check_scale(factor) or check_mask(mask, adapter_x)
+        return check_scale(factor) or (None if mask is None else check_mask(mask, adapter_x))
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
         x, adapter_x, a, b, *weight, bias, mask, block, factor, _, _, dtype, _ = arguments

@@ -27,7 +27,9 @@ def mask_of_dropout(dropout: Any, x: Tensor, dtype: torch.dtype) -> Tensor | Non
         return None
     if not are_plain_calls(dropout) or not is_genuine(nn.Dropout) or functional.dropout is not _DROPOUT:
         return None
-    _, mask = torch.native_dropout(torch.empty(x.shape, dtype=dtype, device=x.device), dropout.p, True)
+    # PyTorch draws by the dtype of what it drops, and by how far that is aligned in memory.
+    dropped = x.detach() if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
+    _, mask = torch.native_dropout(dropped, dropout.p, True)
     return mask
 
 

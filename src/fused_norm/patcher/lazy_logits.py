@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from inspect import signature
 from types import FunctionType
 from typing import Any
 from weakref import WeakSet
@@ -534,16 +535,16 @@ def _read_families(tree: Any, reader: str) -> None:
 
 
 def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
-    """What one of ``_DIFFERENTIATES`` returns; gradients of lazy logits among its inputs are asked for."""
-    outputs, *rest = args
-    options = dict(kwargs)
-    inputs = rest[0] if rest else options.pop("inputs", None)
+    """Call one of ``_DIFFERENTIATES``, whose ``inputs`` may be lazy logits: their gradients are asked for."""
+    arguments: dict[str, Any] = dict(signature(func).bind(*args, **kwargs).arguments)
+    inputs = arguments.pop("inputs", None)
     for leaf in tree_leaves(inputs):  # the fused loss leaves their place in the graph out unless asked
         if isinstance(leaf, LazyLogits):
             leaf._family.is_watched = True
-    outputs, options = _real((outputs, options), func.__name__)
+    arguments = _real(arguments, func.__name__)
     with plain_functions():
-        return func(outputs, inputs=tree_map_only(LazyLogits, LazyLogits.in_graph, inputs), **options)
+        lead = (arguments.pop("self"),) if "self" in arguments else ()  # of a method
+        return func(*lead, **arguments, inputs=tree_map_only(LazyLogits, LazyLogits.in_graph, inputs))
 
 
 def _real(tree: Any, reader: str) -> Any:

@@ -145,7 +145,7 @@ class LinearOutputs:
 
     def _sum_with_adapter(self, node: Any) -> Matrix | None:
         """The output of a linear with that of its LoRA adapter, of which the node keeps what is behind its dropout."""
-        operator = next((raw for raw in (LORA_ADD, LORA_ADD_DROPPED) if raw.owns(node)), None)
+        operator = next((candidate for candidate in (LORA_ADD, LORA_ADD_DROPPED) if candidate.owns(node)), None)
         if operator is None:
             return None
         base = self._behind(node.next_functions[0])

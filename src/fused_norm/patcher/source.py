@@ -346,7 +346,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _fields(code: CodeType) -> list[Any]:
-    """What code objects that were compiled from the same source have in common, and those inside them."""
+    """Return what tells code apart from code of another source: the fields of a code object and of all inside it."""
     return [
         [
             *(getattr(part, f"co_{name}") for name in _CODE_FIELDS),

@@ -291,8 +291,8 @@ def launch_weights(
     """Write the gradients of one weight or both, which are contiguous; h is [..., r].
 
     ``of_b``: dy [..., N], and db [N, r], of it times the scale and h, or None. ``of_a``: x [..., K], and dh [..., r]
-    and da [r, K], of both, or None for these. ``x_scale``: that
-    of x. ``mask``: of x's shape, bool, contiguous; where it is False x counts as 0.
+    and da [r, K], of both, or None for these. ``x_scale``: that of x. ``mask``: of x's shape, bool, contiguous; x is
+    multiplied by it.
     """
     (dy, db), (x, dh, da) = of_b, of_a
     arranged, (_, dy_stride, x_stride) = as_strided_rows(h, None if db is None else dy, None if da is None else x)

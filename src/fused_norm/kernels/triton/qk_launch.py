@@ -140,7 +140,7 @@ def launch_qk_backward(
     plan = heads_backward_plan(*call.heads, call.width, call.rotary, column_bytes, angle_bytes, device)
     q_tiles, k_tiles = call.tiles(plan)
     q_programs, programs, shares = q_tiles, q_tiles + k_tiles, None
-    if any(partial is not None for partial in dw):
+    if any(grad is not None for grad in dw):
         if programs > plan.programs:
             # Each side its part of the programs, and at least one if there is anything to do.
             most = plan.programs - min(1, k_tiles)
