@@ -225,12 +225,26 @@ def test_ctrl_c_is_answered_by_one_process_of_several(tmp_path):
     assert run.returncode == 130
 
 
-@pytest.mark.parametrize("module", ["accelerate", "datasets", "matplotlib"])
-@pytest.mark.parametrize("command", ["converge", "demo"])
-def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(command, module, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("accelerate", ["converge", "llama"]),
+        ("matplotlib", ["demo", "llama"]),
+        ("datasets", ["converge", "llama", "--data", "owner/texts"]),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(module, command, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    assert main([command, "llama"]) == 2
+    assert main(command) == 2
     assert f"needs {module}: pip install 'fused-norm[convergence]'" in capsys.readouterr().err
+
+
+def test_text_files_need_no_datasets_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for text in ([], ["--data", __file__]):
+        parser = argparse.ArgumentParser()
+        converge_command.add_arguments(parser)
+        converge_command.refuse_misspelt(parser.parse_args(["llama", *text]))
 
 
 def test_without_peft_adapters_are_left_out_unless_they_are_asked_for(capsys, monkeypatch):

@@ -149,7 +149,8 @@ def refuse_misspelt(args: argparse.Namespace) -> None:
     paths = [*args.config, (args.data or "").partition(":")[0], args.tokenizer or ""]
     for path in filter(None, paths):
         refuse_missing_path(path)
-    for module in ("accelerate", "datasets", "matplotlib"):
+    reads_dataset = args.data is not None and not Path(args.data).is_file()
+    for module in ("accelerate", "matplotlib", *(["datasets"] if reads_dataset else [])):
         if importlib.util.find_spec(module) is None:
             raise UsageError(f"needs {module}: pip install 'fused-norm[convergence]'")
     for how in args.axis or ():
