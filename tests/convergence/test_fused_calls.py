@@ -367,12 +367,15 @@ def test_every_kind_of_site_is_told_by_operators_that_exist():
 def test_a_gradient_counts_in_rows_whose_sum_is_stocks():
     """A number in front of the sum that is rounded the other way changes the gradient of its row by far more."""
     total, gradient = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
-    changed, turned = gradient.clone(), total.clone()
+    total[1, 2, 4] = 1e-5
+    changed, turned, a_small_one = gradient.clone(), total.clone(), total.clone()
     changed[1, 2] += 1e-4
     turned[1, 2, 3] += 2**-8
+    a_small_one[1, 2, 4] *= 1 + 2**-9
     narrow = total.bfloat16()
     for outputs, rows in (
         ([(turned, total)], 9),
+        ([(a_small_one, total)], 9),
         ([(narrow, narrow), (turned, total)], 9),
         ([(total, total)], 10),
         ([(total + 1, total)], 10),  # no row is left to compare

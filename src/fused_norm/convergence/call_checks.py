@@ -59,6 +59,9 @@ _PACKED, _LARGE = 64, 8.0
 numbers are larger, and gradients smaller: the gates of an untrained model are near zero, where all activations are
 alike."""
 
+_TURNED = 2**-13
+"""A number in 16 bits that is rounded the other way differs by more than this share of itself."""
+
 
 @dataclass(frozen=True)
 class CallRecord:
@@ -165,6 +168,8 @@ def compare(
                 rounding = torch.finfo(right.dtype).eps
                 if argument in stock.sums:  # of numbers in the coarsest dtype of the call
                     rounding = max(rounding, stock.last_place)
+                if argument == "top_k_weights":  # products of rows that are products: their terms cancel
+                    rounding *= 2
                 add(record.gradients, place, distance(gradient, right) / rounding)
                 has_same_products = _is_of_head(call) or (
                     argument == "x" and not {"linear_4bit", "lora_linear_4bit"}.isdisjoint(call.operators)
@@ -180,13 +185,14 @@ def compare(
 def _of_rows_alike(gradient: Tensor, right: Tensor, outputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """A gradient and stock's, of the rows whose outputs in fp32 are stock's; of all rows if there is no such row.
 
-    If a number of 16 bits between an input and a sum in fp32 is rounded the other way, the sum shows it, and a gradient
-    in fp32 is off by thousands of its own roundings.
+    If a number of 16 bits between an input and a result in fp32 is rounded the other way, the result shows it, and a
+    gradient in fp32 is off by thousands of its own roundings. A small number in a row shows it in its own last places.
     """
     of_rows = [pair for pair in outputs if {(y.dtype, y.shape) for y in pair} == {(torch.float32, right.shape)}]
     if not of_rows or right.dtype != torch.float32 or gradient.shape != right.shape:
         return gradient, right
-    alike = ~torch.stack([rows_apart(*pair) for pair in of_rows]).any(0)
+    turned = [rows_apart(y, other) | ((y - other).abs() > _TURNED * other.abs()).any(-1) for y, other in of_rows]
+    alike = ~torch.stack(turned).any(0)
     return (gradient[alike], right[alike]) if alike.any() else (gradient, right)
 
 
