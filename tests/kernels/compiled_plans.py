@@ -52,8 +52,8 @@ Called = tuple[str, str, Callable[[], Any]]
 class Used(NamedTuple):
     """What a kernel takes of its device: bytes for a program, registers of a lane, bytes that a lane spills.
 
-    ``narrow``: its stores of fewer than 32 bits, as written in PTX. ``unrounded``: its multiply-adds in 16 bits, none of
-    which a kernel writes: a compiler makes them of a product that should be rounded before the sum.
+    ``narrow``: its stores of fewer than 32 bits, as written in PTX. ``unrounded``: its multiply-adds in 16 bits, none
+    of which a kernel writes: a compiler makes them of a product that should be rounded before the sum.
     """
 
     shared: int
