@@ -372,7 +372,8 @@ def test_a_gradient_counts_in_rows_whose_sum_is_stocks():
     changed[1, 2] += 1e-4
     turned[1, 2, 3] += 2**-8
     a_small_one[1, 2, 4] *= 1 + 2**-9
-    narrow = total.bfloat16()
+    narrow, in_all_rows = total.bfloat16(), total.clone()
+    in_all_rows[..., 3] *= 1 + 2**-9
     for outputs, rows in (
         ([(turned, total)], 9),
         ([(a_small_one, total)], 9),
@@ -384,3 +385,4 @@ def test_a_gradient_counts_in_rows_whose_sum_is_stocks():
         compared = _of_rows_alike(changed, gradient, outputs)
         assert [len(tensor.reshape(-1, 16)) for tensor in compared] == [rows, rows]
         assert torch.equal(*compared) == (rows == 9)
+    assert _of_rows_alike(changed, gradient, [(in_all_rows, total)])[0].shape == (10 * 15,)

@@ -183,17 +183,23 @@ def compare(
 
 
 def _of_rows_alike(gradient: Tensor, right: Tensor, outputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """A gradient and stock's, of the rows whose outputs in fp32 are stock's; of all rows if there is no such row.
+    """A gradient and stock's, of the rows whose outputs in fp32 are stock's.
+
+    If no row is, it is of the numbers whose outputs are, and if there are none, of all.
 
     If a number of 16 bits between an input and a result in fp32 is rounded the other way, the result shows it, and a
-    gradient in fp32 is off by thousands of its own roundings. A small number in a row shows it in its own last places.
+    gradient in fp32 is off by thousands of its own roundings. A small number in a row shows it in its own last places:
+    where an activation is next to 0, many are.
     """
     of_rows = [pair for pair in outputs if {(y.dtype, y.shape) for y in pair} == {(torch.float32, right.shape)}]
     if not of_rows or right.dtype != torch.float32 or gradient.shape != right.shape:
         return gradient, right
-    turned = [rows_apart(y, other) | ((y - other).abs() > _TURNED * other.abs()).any(-1) for y, other in of_rows]
-    alike = ~torch.stack(turned).any(0)
-    return (gradient[alike], right[alike]) if alike.any() else (gradient, right)
+    turned = torch.stack([(y - other).abs() > _TURNED * other.abs() for y, other in of_rows]).any(0)
+    apart = torch.stack([rows_apart(*pair) for pair in of_rows]).any(0) | turned.any(-1)
+    for alike in (~apart, ~turned):
+        if alike.any():
+            return gradient[alike], right[alike]
+    return gradient, right
 
 
 def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
