@@ -103,6 +103,10 @@ def test_each_operation_of_a_gate_is_rounded(gate: tuple[Any, ...], dtype: torch
     assert (ours != stock_gate(x, None, *gate)).double().mean() < 2e-3
     unrounded = stock_gate(x.float(), None, *gate).to(dtype)
     assert (ours != unrounded).double().mean() > 0.05, "one rounding is told from several"
+    x.requires_grad_()
+    gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (EXPERT_GATE(x, None, *gate), stock_gate(x, None, *gate))]
+    dup, expected = (dx[:, 1::2] if gate[1] else dx[:, 512:] for dx in gradients)
+    assert (dup != expected).double().mean() < 2e-3
 
 
 @EVERY_GATE

@@ -78,6 +78,18 @@ def test_the_activation_is_rounded_before_the_product(dtype: torch.dtype, activa
 
 
 @EVERY
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_of_up_is_the_activation_that_the_forward_computed(
+    dtype: torch.dtype, activation: str, device: str
+) -> None:
+    gate = torch.linspace(-12, 12, 4096, device=device).to(dtype)
+    up = torch.ones_like(gate, requires_grad=True)
+    y = glu(gate, up, activation)
+    (dup,) = torch.autograd.grad(y, up, torch.ones_like(y))
+    assert_same(dup, y.detach())
+
+
+@EVERY
 def test_activations_agree_with_torch_in_fp32_over_their_whole_range(activation: str, device: str) -> None:
     near = torch.logspace(-30, 2.5, 400, device=device)
     x = torch.cat((near, -near, torch.linspace(-12, 12, 1001, device=device), torch.zeros(3, device=device)))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..plans import TilePlan, expert_gate_plan, expert_rows_plan
 from .devices import device_props
-from .glu_kernels import _share, _share_and_slope
+from .glu_kernels import _share, _slope
 from .language import TRITON_DTYPES, as_mask, load_tile, round_to, rows_of, store_tile
 from .launch import launch
 from .memory import INT32_LIMIT, as_strided_rows, contiguous
@@ -81,6 +81,16 @@ def _clamped(gate, up, limit, dtype: tl.constexpr):
     return gate, up
 
 
+@triton.jit
+def _activated(gate, alpha, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The activation of a gate, rounded as stock code rounds it: with ``alpha`` it consists of operations."""
+    if alpha is None:
+        share = _share(gate, ACTIVATION)
+    else:
+        share = round_to(_share(round_to(gate * alpha, dtype), ACTIVATION), dtype)
+    return round_to(gate * share, dtype)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _expert_gate_forward_kernel(
     x_ptr,  # [M, 2 N]
@@ -95,12 +105,9 @@ def _expert_gate_forward_kernel(
     present = _is_present(absent_ptr, row, row < M)
     gate, up = _load_pair((x_ptr, x_stride), row, present, block, N, BLOCK, INTERLEAVED)
     gate, up = _clamped(gate, up, limit, dtype)
-    if alpha is None:
-        share = _share(gate, ACTIVATION)
-    else:
-        share = round_to(_share(round_to(gate * alpha, dtype), ACTIVATION), dtype)
+    if alpha is not None:
         up = round_to(up + 1.0, dtype)
-    activated = round_to(gate * share, dtype)
+    activated = _activated(gate, alpha, dtype, ACTIVATION)
     store_tile((y_ptr, y_stride), row, col, (row < M)[:, None] & (col < N)[None, :], activated * up)
 
 
@@ -123,12 +130,12 @@ def _expert_gate_backward_kernel(
     given_gate, given_up = _load_pair((x_ptr, x_stride), row, present, block, N, BLOCK, INTERLEAVED)
     gate, up = _clamped(given_gate, given_up, limit, dtype)
     if alpha is None:
-        share, slope = _share_and_slope(gate, ACTIVATION)
+        slope = _slope(gate, ACTIVATION)
     else:
-        share, slope = _share_and_slope(gate * alpha, ACTIVATION)
+        slope = _slope(gate * alpha, ACTIVATION)
         up = up + 1.0
     dgate = dy * up * slope
-    dup = dy * round_to(gate * share, dtype)
+    dup = dy * _activated(gate, alpha, dtype, ACTIVATION)
     if limit is not None:
         if AT_LIMIT:
             dgate = tl.where(given_gate <= limit, dgate, 0.0)

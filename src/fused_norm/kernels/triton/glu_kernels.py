@@ -79,12 +79,19 @@ def _gelu_new(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _share_and_slope(x, ACTIVATION: tl.constexpr):
-    """``share`` and the derivative of the activation."""
+def _activated(x, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The activation of x, before it is rounded: the forward needs it, and the backward for the gradient of up."""
+    if ACTIVATION == "gelu_new":
+        return _gelu_new(x, dtype)
+    return x * _share(x, ACTIVATION)
+
+
+@triton.jit
+def _slope(x, ACTIVATION: tl.constexpr):
+    """The derivative of the activation."""
     if ACTIVATION == "gelu":
-        share = _share(x, ACTIVATION)
-        return share, share + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
-    # share is the logistic function of z. Of the two parts of one the smaller comes first, not from a difference.
+        return _share(x, ACTIVATION) + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    # The share is the logistic function of z. Of the two parts of one the smaller comes first, not from a difference.
     z = x
     change = 1.0
     if ACTIVATION != "silu":
@@ -93,8 +100,7 @@ def _share_and_slope(x, ACTIVATION: tl.constexpr):
     power = tl.exp(-tl.abs(z))
     less = power / (1.0 + power)
     more = 1.0 - less
-    share = tl.where(z < 0.0, less, more)
-    return share, share + x * (less * more) * change
+    return tl.where(z < 0.0, less, more) + x * (less * more) * change
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -119,10 +125,7 @@ def _glu_forward_kernel(
     if gate_added_ptr is not None:
         gate += _load((gate_added_ptr, gate_added_stride), row, col, live)
         up += _load((up_added_ptr, up_added_stride), row, col, live)
-    if ACTIVATION == "gelu_new":
-        activated = _gelu_new(gate, tl.float32 if WIDE else gate_ptr.dtype.element_ty)
-    else:
-        activated = gate * _share(gate, ACTIVATION)
+    activated = _activated(gate, tl.float32 if WIDE else gate_ptr.dtype.element_ty, ACTIVATION)
     if not WIDE:
         activated = round_to(activated, gate_ptr.dtype.element_ty)
     store_tile((y_ptr, y_stride), row, col, live, activated * up)
@@ -152,11 +155,8 @@ def _glu_backward_kernel(
     gate = _load((gate_ptr, gate_stride), row, col, live)
     if gate_added_ptr is not None:
         gate += _load((gate_added_ptr, gate_added_stride), row, col, live)
-    share, slope = _share_and_slope(gate, ACTIVATION)
     if up_ptr is None or dup_ptr is not None:
-        activated = gate * share
-        if ACTIVATION == "gelu_new":
-            activated = _gelu_new(gate, tl.float32 if WIDE else gate_ptr.dtype.element_ty)
+        activated = _activated(gate, tl.float32 if WIDE else gate_ptr.dtype.element_ty, ACTIVATION)
         if not WIDE:
             activated = round_to(activated, gate_ptr.dtype.element_ty)
         if up_ptr is None:
@@ -170,7 +170,7 @@ def _glu_backward_kernel(
             up = _load((up_ptr, up_stride), row, col, live)
             if up_added_ptr is not None:
                 up += _load((up_added_ptr, up_added_stride), row, col, live)
-        store_tile((dgate_ptr, dgate_stride), row, col, live, dy * up * slope)
+        store_tile((dgate_ptr, dgate_stride), row, col, live, dy * up * _slope(gate, ACTIVATION))
 
 
 def launch_glu(
