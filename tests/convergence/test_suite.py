@@ -23,10 +23,9 @@ from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.paired_runs import PairedRuns
 from fused_norm.convergence.plan import comparisons_of
 from fused_norm.convergence.report import as_json, as_page, exit_code, explanations, summary, table
-from fused_norm.convergence.result_store import ComparisonResult, ResultStore
-from fused_norm.convergence.suite import run_plan
+from fused_norm.convergence.suite import ResultStore, run_plan
 from fused_norm.convergence.tiers import TIERS
-from fused_norm.convergence.verdict import Verdict
+from fused_norm.convergence.verdict import ComparisonResult, Verdict
 from fused_norm.kernels.linear_cross_entropy import IGNORED
 from fused_norm.model_configs import FAMILIES, families_here
 
@@ -49,9 +48,9 @@ class Silent(Progress):
     def __init__(self):
         self.runs, self.kept = [], []
 
-    def run(self, name, steps):
+    def run(self, name):
         self.runs.append(name)
-        return super().run(name, steps)
+        return super().run(name)
 
     def done(self, result, *, kept):
         self.kept.append(kept)

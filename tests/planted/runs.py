@@ -18,9 +18,8 @@ from fused_norm.convergence.fused_calls import FusedCall, sites_not_seen
 from fused_norm.convergence.paired_runs import ModelChange, PairedRuns, fused_for
 from fused_norm.convergence.plan import Plan
 from fused_norm.convergence.report_claims import claims_not_kept
-from fused_norm.convergence.result_store import ComparisonResult
 from fused_norm.convergence.suite import Baseline, message_of, run_baseline, run_fused, train_fused
-from fused_norm.convergence.verdict import BY_NAME
+from fused_norm.convergence.verdict import BY_NAME, ComparisonResult
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.model_configs import FAMILIES
 from fused_norm.patcher import Site

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan
-    from ..convergence.result_store import ComparisonResult
+    from ..convergence.verdict import ComparisonResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
     device = interpret_without_gpu("cpu" if on_cpu else args.device)
     # After the choice of the interpreter, because these import the kernels.
     from ..convergence import report
-    from ..convergence.result_store import ComparisonResult, ResultStore
-    from ..convergence.suite import run_plan
+    from ..convergence.suite import ResultStore, run_plan
     from ..convergence.training import accelerator_for
+    from ..convergence.verdict import ComparisonResult
 
     first = accelerator_for(cpu=device.type == "cpu").is_main_process
     tier = tier_for(args, device)
@@ -301,7 +301,7 @@ class _Progress(Progress):
         settings, baselines = self._plan.settings, by_baseline(self._missing)
         return settings.options.steps * (len(baselines) * (1 + settings.controls) + len(self._missing))
 
-    def run(self, name: str, steps: int) -> Callable[[int, float], object]:
+    def run(self, name: str) -> Callable[[int, float], object]:
         whole = len(self._plan.comparisons)
         self._bar.set_description(f"{whole - len(self._missing) + 1}/{whole} {name}")
         return lambda step, loss: self._bar.update()

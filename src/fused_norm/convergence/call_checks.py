@@ -36,7 +36,6 @@ from .fused_calls import (
     copied,
     is_tensor,
     named_leaves,
-    paths_of,
     returned,
     share_changed,
     tensors_in,
@@ -110,7 +109,7 @@ def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> l
         tokens: [batch, sequence] of token ids, on the model's device.
         mixed: under bf16 autocast.
     """
-    with watched_calls(paths_of(model)) as calls:
+    with watched_calls(model) as calls:
         following = tokens.roll(-1, 1)
         labels, without = tokens.clone(), torch.zeros_like(tokens, dtype=torch.bool)
         labels[0, 2], without[0, 1], without[:, -1] = IGNORED, True, True

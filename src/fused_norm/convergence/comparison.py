@@ -11,7 +11,7 @@ from ..model_configs import FAMILIES
 from ..spec import KINDS, Kind
 
 if TYPE_CHECKING:
-    from .result_store import ComparisonResult
+    from .verdict import ComparisonResult
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Comparison:
 class Progress:
     """Is told of every run and every result while a plan runs; this one ignores them."""
 
-    def run(self, name: str, steps: int) -> Callable[[int, float], object]:
+    def run(self, name: str) -> Callable[[int, float], object]:
         """Called when a training run begins; returns what is to be called after each step with its index and loss."""
         return lambda step, loss: None
 

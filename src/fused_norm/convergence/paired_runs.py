@@ -203,13 +203,14 @@ class PairedRuns:
             def noted_gradients(step: int, trained: nn.Module) -> None:
                 if not step:
                     # What is compiled later, for another shape or without gradients, calls all sites once more.
-                    seen.graphs.extend(graphs)
+                    first_graphs.extend(graphs)
                     grads = {name: parameter.grad for name, parameter in trained_parameters(trained)}
                     gradients.update({name: snapshot(grad) for name, grad in grads.items() if grad is not None})
 
             torch.manual_seed(self.comparison.seed)  # of dropout: nothing else draws from this generator
             outputs, output_gradients = layer_tensors(model, tokens, mixed=precision.mixed)
-            seen, graphs = stack.enter_context(observed(model, is_compiled=is_compiled)), list[list[str]]()
+            calls, recomputed = stack.enter_context(observed(model, is_compiled=is_compiled))
+            graphs, first_graphs = list[list[str]](), list[list[str]]()
             model = set_up_execution(model, self.comparison, self.plan.settings.compile_backend, graphs)
             initial = {name: snapshot(parameter) for name, parameter in trained_parameters(model)}
             gradients, final = dict[str, Tensor](), dict[str, Tensor]()
@@ -233,10 +234,10 @@ class PairedRuns:
             )
         if is_compiled:  # linears read what a stock norm returns, and the head is stock
             changed = [site for site in changed if site.kind not in ("consumers", "loss")]
-            not_seen = sites_not_compiled(changed, seen.graphs)
+            not_seen = sites_not_compiled(changed, first_graphs)
         else:
-            not_seen = sites_not_seen(changed, seen.calls, may_be_idle=True)
-        if changed and self.comparison.execution in RECOMPUTE and not seen.recomputed:
+            not_seen = sites_not_seen(changed, calls, may_be_idle=True)
+        if changed and self.comparison.execution in RECOMPUTE and not recomputed:
             not_seen += tuple(f"{path} (recompute)" for path in layers_of(model))
         return RunTensors(
             **vars(result),

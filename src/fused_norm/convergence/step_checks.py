@@ -19,7 +19,7 @@ from ..kernels.plans import PlanTable, Rule
 from ..options import RecomputeLevel
 from ..patcher import apply_fused_norm
 from ..patcher.patch_report import PatchReport
-from .fused_calls import FusedCall, paths_of, watched_calls
+from .fused_calls import FusedCall, watched_calls
 from .held_memory import LEVELS, HeldMemory, held_memory, levels_not_kept
 from .model_source import layers_of
 from .run_record import snapshot
@@ -117,16 +117,9 @@ def changed_bits(
 
     kept, again = gradients(), gradients()
     change(model)
-    with _watched(model, calls):
+    with watched_calls(model, calls, with_tensors=False):
         grads = gradients()
     return _shares_of_others(kept, again, grads)
-
-
-def _watched(model: nn.Module, calls: list[FusedCall] | None) -> contextlib.AbstractContextManager[Any]:
-    """Append the fused calls inside the ``with`` to ``calls``, without their tensors, if there is such a list."""
-    if calls is None:
-        return contextlib.nullcontext()
-    return watched_calls(paths_of(model), calls, with_tensors=False)
 
 
 @contextlib.contextmanager
@@ -195,7 +188,7 @@ def check_levels(
     bits: dict[str, float] = {}
     for level in LEVELS[1:]:
         reports[level] = apply_fused_norm(model, recompute=level, **options)
-        with _watched(model, calls):
+        with watched_calls(model, calls, with_tensors=False):
             grads = gradients(level)
         shares = _shares_of_others(kept, again, grads)
         bits |= {f"{name}, recompute={level!r}": share for name, share in shares.items()}
