@@ -20,14 +20,13 @@ from .common import (
     MODEL_HELP,
     UsageError,
     backend,
-    find_model,
+    find_causal_lm,
     in_one_line,
     interpret_without_gpu,
     on_this_machine,
     positive,
     positive_float,
     refuse_missing_path,
-    refuse_unless_causal_lm,
     results_folder,
     writing_to,
 )
@@ -200,7 +199,7 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
 
     families = args.family or ([] if args.config else [name for name in tier.families if name in families_here()])
     sources = [ModelSource.of_family(name, tier.settings.overrides_of(name)) for name in families]
-    sources += [_source(name) for name in args.config]
+    sources += [replace(find_causal_lm(name), name=_label(name)) for name in args.config]
     comparisons = comparisons_of(
         tier,
         [source.name for source in sources],
@@ -251,14 +250,6 @@ def _sequences(args: argparse.Namespace, source: ModelSource, length: int, drawn
     if int(packed.max()) >= vocabulary:
         raise UsageError(f"{source.name} has {vocabulary} tokens, too few for {tokens}")
     return packed
-
-
-def _source(name: str) -> ModelSource:
-    from ..convergence.model_source import ModelSource
-
-    source = find_model(name)
-    refuse_unless_causal_lm(source)
-    return ModelSource(_label(name), source.config, source.weights)
 
 
 def _texts(args: argparse.Namespace) -> Any:
