@@ -11,7 +11,7 @@ from typing import Literal
 from torch import nn
 
 from fused_norm.cli.common import interpret_without_gpu
-from fused_norm.cli.converge_command import plan_for, tier_for
+from fused_norm.cli.converge_command import plan_for
 from fused_norm.convergence.call_checks import CallRecord, calls_of_step, compare
 from fused_norm.convergence.comparison import EXECUTIONS, LORA, PRECISIONS, SECOND_RUNS, Comparison, Progress
 from fused_norm.convergence.fused_calls import FusedCall, sites_not_seen
@@ -209,4 +209,4 @@ def run_task(args: argparse.Namespace, comparison: Comparison, names: Sequence[s
 
 def _plan(args: argparse.Namespace) -> Plan:
     device = interpret_without_gpu(args.device)
-    return plan_for(args, tier_for(args, device), device)
+    return plan_for(args, device)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, QLORA, Progress, by_baseline
-from ..convergence.tiers import TIERS, Tier
+from ..convergence.tiers import TIERS
 from ..model_configs import FAMILIES
 from . import STOPPED
 from .common import (
@@ -89,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
     from ..convergence.verdict import ComparisonResult
 
     first = accelerator_for(cpu=device.type == "cpu").is_main_process
-    tier = tier_for(args, device)
-    plan = plan_for(args, tier, device)
+    plan = plan_for(args, device)
     if args.jobs > 1 and plan.processes > 1:
         raise UsageError("--jobs splits the comparisons and accelerate launch the batches; take one of them")
     store = None
@@ -101,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     spread = f"{plan.processes} processes ({plan.facts['spread']})" if plan.processes > 1 else "one process"
     say(f"device: {backend(device)}, {spread}")
     say(f"text:   {plan.facts['text']}")
-    shared = f"{_counted(len(by_baseline(plan.comparisons)), 'stock run')} with {tier.settings.controls} controls each"
+    shared = f"{_counted(len(by_baseline(plan.comparisons)), 'stock run')} with {plan.settings.controls} controls each"
     say(f"plan:   {_counted(len(plan.comparisons), 'comparison')}, {shared}")
     results: list[ComparisonResult] = []
     progress = _Progress(plan, say, visible=first and args.jobs == 1)
@@ -169,36 +168,28 @@ def _label(name: str) -> str:
     return Path(name).stem if Path(name).is_file() else Path(name).name
 
 
-def tier_for(args: argparse.Namespace, device: torch.device) -> Tier:
-    """The tier that a command line asks for, with its steps, length and learning rate.
-
-    Raises:
-        UsageError: the full tier without a GPU.
-    """
-    if args.tier == "full" and device.type == "cpu" and args.device != "cpu":
-        raise UsageError("the full tier is for a GPU and there is none; ask for --device cpu if hours do not matter")
-    tier = TIERS[args.tier]
-    options = tier.settings.options
-    options = replace(
-        options, steps=args.steps or options.steps, learning_rate=args.learning_rate or options.learning_rate
-    )
-    return replace(tier, settings=replace(tier.settings, options=options, length=args.length or tier.settings.length))
-
-
-def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
+def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
     """The plan that a command line asks for.
 
     Raises:
-        UsageError: for models, text or a tokenizer that cannot be used.
+        UsageError: for models, text or a tokenizer that cannot be used, or for the full tier without a GPU.
     """
+    if args.tier == "full" and device.type == "cpu" and args.device != "cpu":
+        raise UsageError("the full tier is for a GPU and there is none; ask for --device cpu if hours do not matter")
     from accelerate import PartialState
 
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan, comparisons_of
     from ..model_configs import families_here
 
+    tier = TIERS[args.tier]
+    options = tier.settings.options
+    options = replace(
+        options, steps=args.steps or options.steps, learning_rate=args.learning_rate or options.learning_rate
+    )
+    settings = replace(tier.settings, options=options, length=args.length or tier.settings.length)
     families = args.family or ([] if args.config else [name for name in tier.families if name in families_here()])
-    sources = [ModelSource.of_family(name, tier.settings.overrides_of(name)) for name in families]
+    sources = [ModelSource.of_family(name, settings.overrides_of(name)) for name in families]
     sources += [replace(find_causal_lm(name), name=_label(name)) for name in args.config]
     comparisons = comparisons_of(
         tier,
@@ -210,21 +201,22 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
     )
     comparisons = [each for each in comparisons if all(map(importlib.util.find_spec, needed_by(each.execution)))]
     processes = PartialState().num_processes
-    step = tier.settings.options.batch_size * processes
-    drawn = tier.settings.options.steps * step
+    step = options.batch_size * processes
     return Plan(
         comparisons=tuple(comparisons),
         sources={source.name: source for source in sources},
-        settings=tier.settings,
-        tokens={source.name: _sequences(args, source, tier.settings.length, drawn, step) for source in sources},
+        settings=settings,
+        tokens={
+            source.name: _sequences(args, source, settings.length, options.steps * step, step) for source in sources
+        },
         facts={
             **environment(),
             "tier": args.tier,
-            "text": f"{args.data or 'source of the standard library'}, {step} x {tier.settings.length} tokens a step",
+            "text": f"{args.data or 'source of the standard library'}, {step} x {settings.length} tokens a step",
             "processes": processes,
             "spread": str(PartialState().distributed_type).rpartition(".")[2]
             + (" FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else ""),
-            "settings": repr(tier.settings),
+            "settings": repr(settings),
         },
         processes=processes,
         cpu=device.type == "cpu",
@@ -233,12 +225,17 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
 
 def _sequences(args: argparse.Namespace, source: ModelSource, length: int, drawn: int, step: int) -> Tensor:
     """The text as sequences for a model, more than ``drawn`` if it has so many, and enough for one step."""
-    from ..convergence.text_sequences import pack, varied
+    from ..convergence.text_sequences import pack, read_dataset, read_files, standard_library, varied
 
     try:
         tokenize, tokens = _tokenizer(args.tokenizer, source)
+        if args.data is None or Path(args.data).is_file():
+            texts = read_files(standard_library() if args.data is None else [Path(args.data)])
+        else:
+            on_this_machine(args.data.partition(":")[0], may_be_kept=False)
+            texts = read_dataset(args.data, column=args.column)
         # Twice as many as are drawn, because some are left out.
-        packed = varied(pack(_texts(args), length=length, limit=2 * drawn, tokenize=tokenize))
+        packed = varied(pack(texts, length=length, limit=2 * drawn, tokenize=tokenize))
     except (ValueError, OSError) as error:
         raise UsageError(in_one_line(error)) from error
     if len(packed) < step:
@@ -252,25 +249,12 @@ def _sequences(args: argparse.Namespace, source: ModelSource, length: int, drawn
     return packed
 
 
-def _texts(args: argparse.Namespace) -> Any:
-    from ..convergence.text_sequences import read_dataset, read_files, standard_library
-
-    if args.data is None:
-        return read_files(standard_library())
-    if Path(args.data).is_file():
-        return read_files([Path(args.data)])
-    on_this_machine(args.data.partition(":")[0], may_be_kept=False)
-    return read_dataset(args.data, column=args.column)
-
-
 def _tokenizer(name: str | None, source: ModelSource) -> tuple[Callable[[str], Sequence[int]], str]:
     """A tokenizer, and what it makes, in words."""
-    from ..convergence.text_sequences import utf8_bytes
-
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     has_own = source.weights is not None and any((Path(source.weights) / file).is_file() for file in files)
     if name == "bytes" or (name is None and not has_own):
-        return utf8_bytes, "bytes"
+        return str.encode, "bytes"
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(on_this_machine(str(name or source.weights)))

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..check.distances import (
     TURNED_ROWS,
+    apart_by_roundings,
     distance,
-    rows_apart,
     share_apart,
     share_different,
     share_far_in_worst_row,
@@ -190,8 +190,8 @@ def _of_rows_alike(gradient: Tensor, right: Tensor, outputs: Sequence[tuple[Tens
     of_rows = [pair for pair in outputs if {(y.dtype, y.shape) for y in pair} == {(torch.float32, right.shape)}]
     if not of_rows or right.dtype != torch.float32 or gradient.shape != right.shape:
         return gradient, right
-    turned = [rows_apart(y, other) | ((y - other).abs() > _TURNED * other.abs()).any(-1) for y, other in of_rows]
-    alike = ~torch.stack(turned).any(0)
+    turned = [apart_by_roundings(y, other) | ((y - other).abs() > _TURNED * other.abs()) for y, other in of_rows]
+    alike = ~torch.stack(turned).any(0).any(-1)
     return (gradient[alike], right[alike]) if alike.any() else (gradient, right)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,19 +21,6 @@ LEVELS: tuple[RecomputeLevel, ...] = (False, True, "mlp", "attention")
 """The levels of ``recompute``, each of which holds less than the one before it."""
 
 _MOMENT = "fused_norm moment"
-
-
-@dataclass(frozen=True)
-class HeldMemory:
-    """The bytes that a step holds for its backward.
-
-    Attributes:
-        layers: what is still allocated after each layer's forward and was not before it, by path.
-        after_backward: what the graph holds after a backward that keeps it.
-    """
-
-    layers: Mapping[str, int]
-    after_backward: int
 
 
 class Allocations:
@@ -93,10 +79,16 @@ class Allocations:
         return torch.cuda.memory_stats(self._device)["requested_bytes.all.current"]
 
 
-def held_memory(loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], device: torch.device) -> HeldMemory:
-    """Run a step, forward and backward, and measure what it holds.
+def held_memory(
+    loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], device: torch.device
+) -> tuple[dict[str, int], int]:
+    """Run a step, forward and backward, and measure the bytes that it holds for its backward.
 
     ``layers``: modules that the forward calls once each, by path.
+
+    Returns:
+        What is still allocated after each layer's forward and was not before it, by path; and what the graph holds
+        after a backward that keeps it.
     """
     begins: dict[str, int] = {}
     ends: dict[str, int] = {}
@@ -113,29 +105,29 @@ def held_memory(loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], 
         kept = allocations.moment()
         del loss
         freed = allocations.moment()
-    return HeldMemory(
-        {path: allocations.at(ends[path]) - allocations.at(begins[path]) for path in ends},
-        allocations.at(kept) - allocations.at(freed),
-    )
+    layer_bytes = {path: allocations.at(end) - allocations.at(begins[path]) for path, end in ends.items()}
+    return layer_bytes, allocations.at(kept) - allocations.at(freed)
 
 
 def levels_not_kept(
-    model: nn.Module, reports: Mapping[RecomputeLevel, PatchReport], held: Mapping[RecomputeLevel, HeldMemory]
+    model: nn.Module,
+    reports: Mapping[RecomputeLevel, PatchReport],
+    held: Mapping[RecomputeLevel, tuple[Mapping[str, int], int]],
 ) -> dict[str, list[str]]:
     """The layers that hold as much for their backward as at the level of ``recompute`` below, by what is wrong.
 
-    ``reports``: of each level but the first. ``held``: by a step at each of ``LEVELS``.
+    ``reports``: of each level but the first. ``held``: what ``held_memory`` returned for a step at each of ``LEVELS``.
     """
     layers_by_reason: dict[str, list[str]] = {}
     for below, level in pairwise(LEVELS):
         named = f"recompute={level!r}"
-        before, after = held[below], held[level]
+        (before, graph_before), (after, graph_after) = held[below], held[level]
         for path in _layers_with_less(model, reports[level], level):
-            if after.layers.get(path, 0) >= before.layers.get(path, 0):
+            if after.get(path, 0) >= before.get(path, 0):
                 message = f"with {named} it holds as many bytes for its backward as with recompute={below!r}"
                 layers_by_reason.setdefault(message, []).append(path)
-        saved = sum(before.layers.values()) - sum(after.layers.values())
-        if saved > 0 and before.after_backward - after.after_backward < saved / 2:
+        saved = sum(before.values()) - sum(after.values())
+        if saved > 0 and graph_before - graph_after < saved / 2:
             what = f"what {named} has computed again is never freed"
             layers_by_reason.setdefault(what, []).append(type(model).__name__)
     return layers_by_reason

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..check.reordered_norms import reordered_norms
 from ..kernels.operator import force_fused_in_graphs
 from ..kernels.triton.devices import use_plans
-from ..patcher import Site, apply_fused_norm, disabled
+from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_checks import CallRecord, calls_of_step, compare
 from .comparison import LORA, PRECISIONS, QLORA, RECOMPUTE, SECOND_RUNS, WITH_DROPOUT, Comparison, options_for_feature
@@ -32,9 +32,9 @@ from .run_record import RunTensors, snapshot, trained_parameters
 from .step_checks import (
     changed_bits,
     check_levels,
-    hooked_dtypes,
     layer_tensors,
     loss_of_read_logits,
+    other_dtypes,
     own_loss,
     same_plans,
 )
@@ -136,7 +136,8 @@ class PairedRuns:
                 not_seen += sites_not_seen(sites, calls)
                 not_done |= claims_not_kept(model, sites, calls, tokens, mixed=mixed)
             if self.comparison.execution in QLORA:
-                not_done |= _other_dtypes(model, sites, tokens, mixed=mixed)
+                adapted = [site.path for site in sites if site.kind == "adapter"]
+                not_done |= other_dtypes(model, adapted, tokens[:1], mixed=mixed)
         return replace(record, not_seen=tuple(dict.fromkeys(not_seen)), not_done=not_done)
 
     def check_bits(
@@ -251,19 +252,6 @@ class PairedRuns:
             sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, "consumers")},
             not_seen=not_seen,
         )
-
-
-def _other_dtypes(model: nn.Module, sites: Sequence[Site], tokens: Tensor, *, mixed: bool) -> dict[str, list[str]]:
-    """The adapted linears whose hooks see another dtype than in stock, by what they see."""
-    paths = [site.path for site in sites if site.kind == "adapter"]
-    fused = hooked_dtypes(model, tokens[:1], paths, mixed=mixed)
-    with disabled():
-        stock = hooked_dtypes(model, tokens[:1], paths, mixed=mixed)
-    places: dict[str, list[str]] = {}
-    for path, dtype in fused.items():
-        if dtype != stock[path]:
-            places.setdefault(f"its hooks see {dtype}, and {stock[path]} in stock", []).append(path)
-    return places
 
 
 def regroup(

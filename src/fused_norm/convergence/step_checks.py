@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..check.distances import share_different
 from ..kernels.plans import PlanTable, Rule
 from ..options import RecomputeLevel
-from ..patcher import apply_fused_norm
+from ..patcher import apply_fused_norm, disabled
 from ..patcher.patch_report import PatchReport
 from .fused_calls import FusedCall, watched_calls
-from .held_memory import LEVELS, HeldMemory, held_memory, levels_not_kept
+from .held_memory import LEVELS, held_memory, levels_not_kept
 from .model_source import layers_of
 from .run_record import snapshot
 
@@ -61,19 +61,25 @@ def layer_tensors(
     )
 
 
-def hooked_dtypes(model: nn.Module, tokens: Tensor, paths: Iterable[str], *, mixed: bool) -> dict[str, torch.dtype]:
-    """The dtypes of what the modules at ``paths`` return, as their forward hooks see them."""
-    dtypes: dict[str, torch.dtype] = {}
+def other_dtypes(model: nn.Module, paths: Iterable[str], tokens: Tensor, *, mixed: bool) -> dict[str, list[str]]:
+    """The modules at ``paths`` whose forward hooks see another dtype than in stock, by what they see."""
+    runs: list[dict[str, torch.dtype]] = []
 
     def note(path: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        dtypes[path] = output.dtype
+        runs[-1][path] = output.dtype
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for path in paths:
             hooks.callback(model.get_submodule(path).register_forward_hook(partial(note, path)).remove)
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
-            model(input_ids=tokens, use_cache=False)
-    return dtypes
+        for way in (contextlib.nullcontext(), disabled()):
+            runs.append({})
+            with way, torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
+                model(input_ids=tokens, use_cache=False)
+    places: dict[str, list[str]] = {}
+    for path, dtype in runs[0].items():
+        if dtype != (stock := runs[1][path]):
+            places.setdefault(f"its hooks see {dtype}, and {stock} in stock", []).append(path)
+    return places
 
 
 def own_loss(model: Any, tokens: Tensor) -> Tensor:
@@ -167,7 +173,7 @@ def check_levels(
         that a level changes nothing in, by what is wrong.
     """
     reports: dict[RecomputeLevel, PatchReport] = {}
-    held: dict[RecomputeLevel, HeldMemory] = {}
+    held: dict[RecomputeLevel, tuple[dict[str, int], int]] = {}
 
     def loss() -> Tensor:
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
