@@ -5,8 +5,8 @@ import math
 from fused_norm.convergence.call_checks import CallRecord
 from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.plan import code_digest
-from fused_norm.convergence.run_record import RunRecord
 from fused_norm.convergence.suite import ResultStore
+from fused_norm.convergence.training import RunRecord
 from fused_norm.convergence.verdict import ComparisonResult
 
 RUN = RunRecord(

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, QLORA, Progress, by_baseline
-from ..convergence.tiers import TIERS
+from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, QLORA, TIERS, Progress, by_baseline
 from ..model_configs import FAMILIES
 from . import STOPPED
 from .common import (
@@ -215,7 +214,8 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
             "text": f"{args.data or 'source of the standard library'}, {step} x {settings.length} tokens a step",
             "processes": processes,
             "spread": str(PartialState().distributed_type).rpartition(".")[2]
-            + (" FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else ""),
+            # On CPUs accelerate takes DDP instead.
+            + (" FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" and device.type != "cpu" else ""),
             "settings": repr(settings),
         },
         processes=processes,

@@ -23,12 +23,21 @@ from ..kernels.triton.devices import use_plans
 from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_checks import CallRecord, calls_of_step, compare
-from .comparison import LORA, PRECISIONS, QLORA, RECOMPUTE, SECOND_RUNS, WITH_DROPOUT, Comparison, options_for_feature
+from .comparison import (
+    LORA,
+    PRECISIONS,
+    QLORA,
+    RECOMPUTE,
+    SECOND_RUNS,
+    WITH_DROPOUT,
+    Comparison,
+    TrainingOptions,
+    options_for_feature,
+)
 from .fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .plan import Plan
 from .report_claims import claims_not_kept
-from .run_record import RunTensors, snapshot, trained_parameters
 from .step_checks import (
     changed_bits,
     check_levels,
@@ -38,8 +47,15 @@ from .step_checks import (
     own_loss,
     same_plans,
 )
-from .tiers import TrainingOptions
-from .training import accelerator_for, masked_labels, takes_number_of_labels, train
+from .training import (
+    RunTensors,
+    accelerator_for,
+    masked_labels,
+    snapshot,
+    takes_number_of_labels,
+    train,
+    trained_parameters,
+)
 
 OnStep = Callable[[int, float], object]
 ModelChange = Callable[[nn.Module], AbstractContextManager[Sequence[Site]]]

@@ -23,7 +23,7 @@ from .call_checks import CallRecord
 from .comparison import Comparison, Progress, by_baseline
 from .paired_runs import ModelChange, PairedRuns, fused_for
 from .plan import Plan
-from .run_record import RunRecord, RunTensors, record_run
+from .training import RunRecord, RunTensors, record_run
 from .verdict import ComparisonResult
 
 Group = Sequence[Comparison]

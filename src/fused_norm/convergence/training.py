@@ -1,25 +1,27 @@
-"""Trains one model on given sequences and measures the run; two runs with equal arguments see equal batches."""
+"""Trains one model on given sequences and measures the run; two runs with equal arguments see equal batches.
+
+A run is kept as tensors while it is compared with the stock run, as numbers afterwards.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import get_constant_schedule_with_warmup
 
+from ..check.distances import distances, ratio, slope_errors
 from ..kernels.linear_cross_entropy import IGNORED
-from .model_source import layers_of
-from .tiers import TrainingOptions
+from .comparison import TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,19 @@ def train(
     # The number of labels in each step, of all processes, if the model is given it.
     labels_by_step = enumerate(all_labels.split(step_size)) if takes_number_of_labels(model) else ()
     counts = [int((cut(batch, step)[:, 1:] != IGNORED).sum()) for step, batch in labels_by_step]
-    trained, optimizer, batches, schedule = _prepare(model.train(), sequences, all_labels, options, accelerator)
+    optimizer: Any = torch.optim.AdamW(
+        # With its initial rate given, the schedule can begin at its second value: the first one is zero.
+        [{"params": [p for p in model.parameters() if p.requires_grad], "initial_lr": options.learning_rate}],
+        lr=options.learning_rate,
+        weight_decay=options.weight_decay,
+    )
+    count = options.steps * step_size
+    batches: Any = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(sequences[:count], all_labels[:count]),
+        batch_size=options.batch_size // options.accumulation,
+    )
+    trained, optimizer, batches = accelerator.prepare(model.train(), optimizer, batches)
+    schedule = get_constant_schedule_with_warmup(optimizer, options.warmup_steps, last_epoch=0)
     on_gpu = accelerator.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(accelerator.device)
@@ -181,36 +195,103 @@ def masked_labels(sequences: Tensor, step_size: int, *, few: bool = False) -> Te
     return sequences.masked_fill(places < beginnings[:, None], IGNORED)
 
 
-def _prepare(
-    model: nn.Module, sequences: Tensor, labels: Tensor, options: TrainingOptions, accelerator: Accelerator
-) -> tuple[Any, ...]:
-    """The model, optimizer, batches and schedule that accelerate has prepared for a training loop."""
-    count = options.steps * options.batch_size * accelerator.num_processes
-    # FSDP2 that was asked for on CPUs, for which accelerate would take DDP.
-    shards_here = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    shards_here &= accelerator.distributed_type == DistributedType.MULTI_CPU
-    if shards_here:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+TRIM = 0.01
+"""The share of the weights, those furthest apart, that is left out of a drift. AdamW moves a weight by the sign of its
+gradient, more or less. If the gradient is all but zero the sign is luck, and a few such weights would be all that a
+distance is made of. A wrong kernel moves more than a hundredth of them."""
 
-        mesh = init_device_mesh("cpu", (accelerator.num_processes,))
-        for module in (*layers_of(model).values(), model):
-            fully_shard(module, mesh=mesh)
-    optimizer = torch.optim.AdamW(
-        # With its initial rate given, the schedule can begin at its second value: the first one is zero.
-        [{"params": [p for p in model.parameters() if p.requires_grad], "initial_lr": options.learning_rate}],
-        lr=options.learning_rate,
-        weight_decay=options.weight_decay,
+
+@dataclass(frozen=True)
+class RunTensors(TrainingResult):
+    """One run with its tensors, which are on the CPU.
+
+    Attributes:
+        outputs: of each layer and of the model, for one micro-batch at the initial weights, in the order they run in.
+        output_gradients: of the loss with respect to them.
+        gradients: of each trained parameter in the first step, before clipping.
+        initial: the trained parameters before the first step.
+        final: the same after the last.
+        rounding: half an eps of the parameters.
+        norm_weights: names of the trained norm weights.
+        sites: how many sites of each kind were fused, and how many blocks read norms by outputs of their own.
+        not_seen: fused sites, with their kinds, that ran stock code in the first micro-batch, or that compiled code has
+            no operator for.
+    """
+
+    outputs: Mapping[str, Tensor]
+    output_gradients: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    initial: Mapping[str, Tensor]
+    final: Mapping[str, Tensor]
+    rounding: float
+    norm_weights: tuple[str, ...]
+    sites: Mapping[str, int]
+    not_seen: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunRecord(TrainingResult):
+    """One run as numbers: its losses and costs, and how far it was from the stock run.
+
+    Attributes:
+        sites: how many sites of each kind were fused, and how many blocks read norms by outputs of their own.
+        moved: how far each norm weight went from its start, relative to its size; 0 for one that did not move.
+        constant: norm weights that started as one number throughout, which hides a wrong cast.
+        outputs, output_gradients, gradients: relative distances from the stock run's.
+        output_gradient_slopes, gradient_slopes: how far from one the slope is of a line through them over the stock
+            run's: what they have in common, which a distance does not see among roundings.
+        drifts: distance of the final parameters from the stock run's, relative to how far those had moved, the share
+            ``TRIM`` that is farthest apart, and ``TRIMMED`` numbers at least, left out.
+        drift_roundings: how far a parameter drifts by one rounding of each weight: half an eps of its size over how far
+            it moved.
+    """
+
+    sites: Mapping[str, int]
+    moved: Mapping[str, float]
+    constant: tuple[str, ...] = ()
+    outputs: Mapping[str, float] = field(default_factory=dict)
+    output_gradients: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    output_gradient_slopes: Mapping[str, float] = field(default_factory=dict)
+    gradient_slopes: Mapping[str, float] = field(default_factory=dict)
+    drifts: Mapping[str, float] = field(default_factory=dict)
+    drift_roundings: Mapping[str, float] = field(default_factory=dict)
+
+
+def record_run(run: RunTensors, stock: RunTensors) -> RunRecord:
+    """The numbers of a run, compared with those of the stock run, which may be the same."""
+    stock_drifts = {name: value - stock.initial[name] for name, value in stock.final.items()}
+    drifts = {name: value - stock.initial[name] for name, value in run.final.items()}
+    return RunRecord(
+        **{each.name: getattr(run, each.name) for each in fields(TrainingResult)},
+        sites=run.sites,
+        moved={
+            name: ratio((run.final[name] - run.initial[name]).norm().item(), run.initial[name].norm().item())
+            for name in run.norm_weights
+        },
+        constant=tuple(name for name in run.norm_weights if run.initial[name].unique().numel() == 1),
+        outputs=distances(run.outputs, stock.outputs),
+        output_gradients=distances(run.output_gradients, stock.output_gradients),
+        gradients=distances(run.gradients, stock.gradients),
+        output_gradient_slopes=slope_errors(run.output_gradients, stock.output_gradients),
+        gradient_slopes=slope_errors(run.gradients, stock.gradients),
+        drifts=distances(drifts, stock_drifts, trim=TRIM),
+        drift_roundings={
+            name: ratio(run.rounding * run.initial[name].norm().item(), way.norm().item())
+            for name, way in drifts.items()
+            if way.any()
+        },
     )
-    batches: Any = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(sequences[:count], labels[:count]),
-        batch_size=options.batch_size // options.accumulation,
-    )
-    if shards_here:
-        # In this mode a model is given mixed precision and nothing else.
-        model = accelerator.prepare_model(model, evaluation_mode=True)
-        optimizer, batches = accelerator.prepare(optimizer, batches)
-    else:
-        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-    schedule = get_constant_schedule_with_warmup(optimizer, options.warmup_steps, last_epoch=0)
-    return model, optimizer, batches, schedule
+
+
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that are trained, under the names they have without wrappers."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name.removeprefix("module."), parameter
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """A copy on the CPU in fp32, of the whole of a sharded tensor; every process has to ask for it."""
+    whole = getattr(tensor, "full_tensor", lambda: tensor)()
+    return whole.detach().to("cpu", torch.float32, copy=True)

@@ -22,7 +22,7 @@ import torch
 
 from .call_checks import CallRecord
 from .comparison import FROZEN_NORMS, PRECISIONS, Comparison
-from .run_record import RunRecord
+from .training import RunRecord
 
 Status = Literal["green", "red", "invalid"]
 
