@@ -120,7 +120,9 @@ class FuseOptions:
         if not isinstance(self.recompute, (bool, str)) or self.recompute not in get_args(RecomputeLevel):
             raise TypeError(f'recompute must be True, False, "mlp" or "attention", not {self.recompute!r}')
         for switch in SWITCHES.values():
-            needed = switch if switch.alone else _first_followed(switch)
+            needed = switch
+            while needed.follows is not None and not switch.alone:
+                needed = SWITCHES[needed.follows]
             if needed is not switch and getattr(self, switch.option) and getattr(self, needed.option) is False:
                 raise ValueError(f"{switch.option}=True contradicts {needed.option}=False")
         if not any(self.wants(switch.kind) for switch in SWITCHES.values()):
@@ -190,9 +192,3 @@ SWITCHES: Mapping[str, Switch] = MappingProxyType(
     {option.name: Switch(option.name, **option.metadata) for option in fields(FuseOptions) if option.metadata}
 )
 """The options that switch a kind of site, by name."""
-
-
-def _first_followed(switch: Switch) -> Switch:
-    while switch.follows is not None:
-        switch = SWITCHES[switch.follows]
-    return switch

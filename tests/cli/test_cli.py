@@ -290,7 +290,7 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_with_a_line(monkeypatch, cap
     ("line", "interrupted"),
     [
         ("inspect qwen3", "cli.inspect_command.find_model"),
-        ("check qwen3", "cli.check_command.find_model"),
+        ("check qwen3", "cli.check_command.find_causal_lm"),
         ("env", "cli.env_command.environment"),
         ("converge llama", "cli.converge_command.interpret_without_gpu"),
         ("run {script}", "patcher.on_load"),

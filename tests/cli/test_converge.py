@@ -252,8 +252,7 @@ def test_without_peft_adapters_are_left_out_unless_they_are_asked_for(capsys, mo
     parser = argparse.ArgumentParser()
     converge_command.add_arguments(parser)
     args = parser.parse_args(["qwen3"])
-    device = torch.device("cpu")
-    plan = converge_command.plan_for(args, converge_command.tier_for(args, device), device)
+    plan = converge_command.plan_for(args, torch.device("cpu"))
     assert {comparison.execution for comparison in plan.comparisons} == set(EXECUTIONS) - set(LORA)
     assert main(["converge", "qwen3", "--axis", "eager", "--axis", "lora-dropout"]) == 2
     assert capsys.readouterr().err == "fused-norm converge: --axis lora-dropout needs peft: pip install peft\n"

@@ -15,7 +15,6 @@ from fused_norm.convergence.fused_calls import (
     _OWN_INPUTS,
     FusedCall,
     observed,
-    paths_of,
     sites_not_seen,
     watched_calls,
 )
@@ -149,24 +148,24 @@ def fused():
 
 def test_the_next_forward_is_watched_and_no_other(fused):
     model, sites = fused
-    with observed(model) as observation:
-        assert observation.calls == []
+    with observed(model) as (calls, recomputed):
+        assert calls == []
         model(input_ids=TOKENS, labels=TOKENS)
-        count = len(observation.calls)
-        assert sites_not_seen(sites, observation.calls) == ()
+        count = len(calls)
+        assert sites_not_seen(sites, calls) == ()
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
         with disabled():
             model(input_ids=TOKENS)
-    assert len(observation.calls) == count
-    assert observation.recomputed == []
+    assert len(calls) == count
+    assert recomputed == []
 
 
 def test_a_forward_by_stock_code_is_seen(fused):
     model, sites = fused
-    with observed(model) as observation, disabled():
+    with observed(model) as (calls, _), disabled():
         model(input_ids=TOKENS, labels=TOKENS)
-    assert len(sites_not_seen(sites, observation.calls, may_be_idle=True)) == len(sites)
+    assert len(sites_not_seen(sites, calls, may_be_idle=True)) == len(sites)
 
 
 def with_bias():
@@ -252,7 +251,7 @@ def test_a_convolution_and_the_gradients_of_its_filters_are_held_to_stock(form, 
     model = torch.nn.ModuleList([module])
     assert apply_fused_norm(model, strict=False).counts["conv"] == 1
     x = torch.randn(2, 33, 6, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    with watched_calls(paths_of(model)) as calls, torch.autocast(DEVICE, torch.bfloat16, enabled=mixed):
+    with watched_calls(model) as calls, torch.autocast(DEVICE, torch.bfloat16, enabled=mixed):
         module(x).float().square().sum().backward()
     assert len(calls) == 1
     record = record_of(model, calls, mixed=mixed)
@@ -367,16 +366,12 @@ def test_every_kind_of_site_is_told_by_operators_that_exist():
 def test_a_gradient_counts_in_rows_whose_sum_is_stocks():
     """A number in front of the sum that is rounded the other way changes the gradient of its row by far more."""
     total, gradient = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
-    total[1, 2, 4] = 1e-5
-    changed, turned, a_small_one = gradient.clone(), total.clone(), total.clone()
+    changed, turned = gradient.clone(), total.clone()
     changed[1, 2] += 1e-4
     turned[1, 2, 3] += 2**-8
-    a_small_one[1, 2, 4] *= 1 + 2**-9
-    narrow, in_all_rows = total.bfloat16(), total.clone()
-    in_all_rows[..., 3] *= 1 + 2**-9
+    narrow = total.bfloat16()
     for outputs, rows in (
         ([(turned, total)], 9),
-        ([(a_small_one, total)], 9),
         ([(narrow, narrow), (turned, total)], 9),
         ([(total, total)], 10),
         ([(total + 1, total)], 10),  # no row is left to compare
@@ -385,4 +380,3 @@ def test_a_gradient_counts_in_rows_whose_sum_is_stocks():
         compared = _of_rows_alike(changed, gradient, outputs)
         assert [len(tensor.reshape(-1, 16)) for tensor in compared] == [rows, rows]
         assert torch.equal(*compared) == (rows == 9)
-    assert _of_rows_alike(changed, gradient, [(in_all_rows, total)])[0].shape == (10 * 15,)

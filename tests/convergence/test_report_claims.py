@@ -6,7 +6,7 @@ import torch
 from fused_norm import apply_fused_norm
 from fused_norm.convergence.call_checks import CallRecord, calls_of_step
 from fused_norm.convergence.comparison import Comparison
-from fused_norm.convergence.fused_calls import paths_of, sites_not_compiled, sites_not_seen, watched_calls
+from fused_norm.convergence.fused_calls import sites_not_compiled, sites_not_seen, watched_calls
 from fused_norm.convergence.model_source import add_adapters
 from fused_norm.convergence.report_claims import claims_not_kept
 from fused_norm.convergence.verdict import judge
@@ -72,7 +72,7 @@ def test_linears_behind_a_lora_dropout_may_read_float32():
 
 def test_a_loss_that_falls_back_if_its_labels_are_counted_is_seen(fused):
     model, sites = fused
-    with FAULTS["fallback-counted"].planted(model), watched_calls(paths_of(model), with_tensors=False) as calls:
+    with FAULTS["fallback-counted"].planted(model), watched_calls(model, with_tensors=False) as calls:
         model(input_ids=TOKENS, labels=TOKENS, use_cache=False, num_items_in_batch=torch.tensor(32, device=DEVICE))
     assert sites_not_seen(sites, calls) == ("lm_head (loss)",)
 
@@ -81,7 +81,7 @@ def test_calls_of_layers_that_recompute_are_seen(fused):
     model, sites = fused
     apply_fused_norm(model, recompute="attention")
     try:
-        with watched_calls(paths_of(model), with_tensors=False) as calls:
+        with watched_calls(model, with_tensors=False) as calls:
             model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
         assert sites_not_seen(sites, calls) == ()
     finally:

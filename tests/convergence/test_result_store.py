@@ -5,8 +5,9 @@ import math
 from fused_norm.convergence.call_checks import CallRecord
 from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.plan import code_digest
-from fused_norm.convergence.result_store import ComparisonResult, ResultStore
-from fused_norm.convergence.run_record import RunRecord
+from fused_norm.convergence.suite import ResultStore
+from fused_norm.convergence.training import RunRecord
+from fused_norm.convergence.verdict import ComparisonResult
 
 RUN = RunRecord(
     (5.0, math.nan), (1.0, math.inf), 0.1, 7, 4.5, {"norm": 2}, {"a": 0.5}, ("b",), gradients={"a": math.inf}

@@ -17,16 +17,14 @@ from matplotlib.colors import to_hex
 import fused_norm
 from fused_norm.cli import main
 from fused_norm.convergence import paired_runs
-from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, Comparison, Progress
+from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, TIERS, Comparison, Progress
 from fused_norm.convergence.curve_charts import LIMIT, _figure, curves_svg
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.paired_runs import PairedRuns
 from fused_norm.convergence.plan import comparisons_of
 from fused_norm.convergence.report import as_json, as_page, exit_code, explanations, summary, table
-from fused_norm.convergence.result_store import ComparisonResult, ResultStore
-from fused_norm.convergence.suite import run_plan
-from fused_norm.convergence.tiers import TIERS
-from fused_norm.convergence.verdict import Verdict
+from fused_norm.convergence.suite import ResultStore, run_plan
+from fused_norm.convergence.verdict import ComparisonResult, Verdict
 from fused_norm.kernels.linear_cross_entropy import IGNORED
 from fused_norm.model_configs import FAMILIES, families_here
 
@@ -49,9 +47,9 @@ class Silent(Progress):
     def __init__(self):
         self.runs, self.kept = [], []
 
-    def run(self, name, steps):
+    def run(self, name):
         self.runs.append(name)
-        return super().run(name, steps)
+        return super().run(name)
 
     def done(self, result, *, kept):
         self.kept.append(kept)
@@ -331,11 +329,24 @@ def test_where_nothing_ran_there_is_no_chart(finished):
 
 
 SHARDED = """
-import sys
+import os, sys
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from fused_norm.convergence import paired_runs
-train = paired_runs.train
+train, prepare = paired_runs.train, Accelerator.prepare
+shards = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
+def shard_on_a_cpu(accelerator, model, *others):
+    # On CPUs accelerate takes DDP for FSDP2; in this mode a model is given mixed precision and nothing else.
+    return accelerator.prepare_model(model, evaluation_mode=True), *prepare(accelerator, *others)
+if shards:
+    Accelerator.prepare = shard_on_a_cpu
 def checked(model, *arguments, on_gradients, **named):
+    if shards:
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh)
     def watch(step, trained):
         kinds = {type(parameter) is not DTensor and "plain" or "sharded" for parameter in trained.parameters()}
         print("parameters:", type(trained).__name__, *sorted(kinds), flush=True)

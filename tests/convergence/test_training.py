@@ -8,9 +8,8 @@ from torch import nn
 
 from fused_norm import apply_fused_norm
 from fused_norm.convergence import training
-from fused_norm.convergence.tiers import TrainingOptions
+from fused_norm.convergence.comparison import TrainingOptions
 from fused_norm.convergence.training import (
-    SavedForBackward,
     accelerator_for,
     masked_labels,
     takes_number_of_labels,
@@ -173,22 +172,3 @@ def test_the_time_per_step_is_the_median_without_the_first_step(monkeypatch):
     )
     assert result.seconds_per_step == 2.0
     assert steps_and_losses == list(enumerate(result.losses))
-
-
-def test_longer_sequences_take_more_memory():
-    options = TrainingOptions(steps=1, batch_size=1)
-    short, long = (train(build("llama", seed=0), sequences(1, length), options) for length in (16, 1024))
-    assert 0 < short.memory_bytes < long.memory_bytes
-
-
-def test_what_autograd_keeps_is_counted_once_and_without_parameters():
-    linear = nn.Linear(8, 5, bias=False)
-    x = torch.randn(7, 8)
-    meter = SavedForBackward(linear)
-    with meter.forward():
-        y = linear(x).exp()
-        loss = (y * y).sum()
-    # The weight is a parameter; x is saved for its gradient, and y by exp and twice by the product.
-    assert meter.bytes() == 4 * (7 * 8 + 7 * 5)
-    loss.backward()
-    assert torch.allclose(linear.weight.grad, 2 * (y * y).T @ x)

@@ -7,7 +7,7 @@ import pytest
 
 from fused_norm.convergence.call_checks import CallRecord
 from fused_norm.convergence.comparison import FROZEN_NORMS
-from fused_norm.convergence.run_record import RunRecord
+from fused_norm.convergence.training import RunRecord
 from fused_norm.convergence.verdict import MEASURES, MULTIPLE, NOISE_CAPS, judge, noise_floor
 
 LAYERS = ("model.layers.0", "model.layers.1", "logits")

@@ -11,16 +11,15 @@ from typing import Literal
 from torch import nn
 
 from fused_norm.cli.common import interpret_without_gpu
-from fused_norm.cli.converge_command import plan_for, tier_for
+from fused_norm.cli.converge_command import plan_for
 from fused_norm.convergence.call_checks import CallRecord, calls_of_step, compare
 from fused_norm.convergence.comparison import EXECUTIONS, LORA, PRECISIONS, SECOND_RUNS, Comparison, Progress
 from fused_norm.convergence.fused_calls import FusedCall, sites_not_seen
 from fused_norm.convergence.paired_runs import ModelChange, PairedRuns, fused_for
 from fused_norm.convergence.plan import Plan
 from fused_norm.convergence.report_claims import claims_not_kept
-from fused_norm.convergence.result_store import ComparisonResult
 from fused_norm.convergence.suite import Baseline, message_of, run_baseline, run_fused, train_fused
-from fused_norm.convergence.verdict import BY_NAME
+from fused_norm.convergence.verdict import BY_NAME, ComparisonResult
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.model_configs import FAMILIES
 from fused_norm.patcher import Site
@@ -210,4 +209,4 @@ def run_task(args: argparse.Namespace, comparison: Comparison, names: Sequence[s
 
 def _plan(args: argparse.Namespace) -> Plan:
     device = interpret_without_gpu(args.device)
-    return plan_for(args, tier_for(args, device), device)
+    return plan_for(args, device)

@@ -48,16 +48,11 @@ def share_apart(tensor: Tensor, right: Tensor, *, rows_left_out: float = 0.0) ->
     """
     if tensor.shape != right.shape or tensor.dtype != right.dtype:
         return 1.0
-    apart = _apart_by_roundings(tensor, right)
+    apart = apart_by_roundings(tensor, right)
     if rows_left_out and apart.numel():
         by_row = apart.double().mean(-1).flatten().sort().values
         return by_row[: len(by_row) - math.ceil(rows_left_out * len(by_row))].sum().item() / len(by_row)
-    return _share(apart)
-
-
-def rows_apart(tensor: Tensor, right: Tensor) -> Tensor:
-    """A mask of the rows in which a number differs, as in ``share_apart``, of two tensors of one shape and dtype."""
-    return _apart_by_roundings(tensor, right).any(-1)
+    return apart.double().mean().item() if apart.numel() else 0.0
 
 
 def share_far_in_worst_row(tensor: Tensor, right: Tensor) -> float:
@@ -68,7 +63,7 @@ def share_far_in_worst_row(tensor: Tensor, right: Tensor) -> float:
     return apart.double().mean(-1).max().item() if apart.numel() else 0.0
 
 
-def _apart_by_roundings(tensor: Tensor, right: Tensor) -> Tensor:
+def apart_by_roundings(tensor: Tensor, right: Tensor) -> Tensor:
     """A mask of the numbers that differ, in fp32 by more than two roundings of the largest in their row."""
     return _apart(tensor, right, 2 * torch.finfo(right.dtype).eps if right.dtype == torch.float32 else 0.0)
 
@@ -83,13 +78,10 @@ def _apart(tensor: Tensor, right: Tensor, share: float) -> Tensor:
     return ~same & ~((tensor - right).abs() <= share * largest)
 
 
-def _share(apart: Tensor) -> float:
-    return apart.double().mean().item() if apart.numel() else 0.0
-
-
 def share_different(tensor: Tensor, right: Tensor) -> float:
     """The share of the numbers that differ."""
-    return _share((tensor != right) & ~(tensor.isnan() & right.isnan()))
+    apart = _apart(tensor, right, 0.0)
+    return apart.double().mean().item() if apart.numel() else 0.0
 
 
 def distance(tensor: Tensor, right: Tensor) -> float:

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from .. import model_configs
 from .common import (
     MODEL_HELP,
-    Source,
     UsageError,
     add_fuse_options,
     backend,
-    find_model,
+    find_causal_lm,
     fuse_options,
     in_one_line,
     interpret_without_gpu,
     positive,
     refuse_missing_path,
-    refuse_unless_causal_lm,
     take_layers,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,12 +57,15 @@ def run(args: argparse.Namespace) -> int:
     from ..patcher import apply_fused_norm
 
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    source = find_model(args.model)
+    source = find_causal_lm(args.model)
     if source.weights is None and args.model == source.config.model_type and args.model in model_configs.FAMILIES:
-        source = Source(model_configs.tiny_config(args.model), None, f"a tiny {args.model}")
+        source = replace(source, name=f"a tiny {args.model}", config=model_configs.tiny_config(args.model))
     if args.layers is not None:
         take_layers(source.config, args.layers)
-    model = _load(source, seed=args.seed, dtype=dtype, device=device)
+    try:
+        model = source.build(seed=args.seed, dtype=dtype, device=device)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"no weights can be loaded from {source.weights}: {in_one_line(error)}") from error
     report = apply_fused_norm(model, **vars(replace(options, strict=False)))
     if not report.fused:
         raise UsageError(f"nothing to fuse in {report.model}, so there is nothing to check\n{report}")
@@ -88,18 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(result.to_json())
     else:
-        print(f"{source.description}{'' if source.weights else f', random weights, seed {args.seed}'}")
+        print(f"{source.name}{'' if source.weights else f', random weights, seed {args.seed}'}")
         print(f"fused operators: {backend(device)}")
         print(result)
     return 0 if result.ok else 1
-
-
-def _load(source: Source, *, seed: int, dtype: torch.dtype, device: torch.device) -> Any:
-    from ..convergence.model_source import ModelSource
-
-    refuse_unless_causal_lm(source)
-    try:
-        model = ModelSource(source.description, source.config, source.weights)
-        return model.build(seed=seed, dtype=dtype, device=device)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"no weights can be loaded from {source.weights}: {in_one_line(error)}") from error

@@ -12,7 +12,6 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -20,7 +19,8 @@ from ..options import SWITCHES, FuseOptions, RecomputeLevel
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig
+
+    from ..convergence.model_source import ModelSource
 
 
 class UsageError(Exception):
@@ -119,21 +119,6 @@ def backend(device: torch.device) -> str:
 MODEL_HELP = "a model directory, a config.json, a model type such as qwen3, or a name on the hub"
 
 
-@dataclass(frozen=True)
-class Source:
-    """The model somebody named.
-
-    Attributes:
-        config: its config.
-        weights: what ``from_pretrained`` takes to load its weights. None when there are none.
-        description: what was found, in words.
-    """
-
-    config: PreTrainedConfig
-    weights: str | None
-    description: str
-
-
 _FILE = re.compile(
     r".\.(txt|text|md|rst|log|py|html|xml|ya?ml|jsonl?|csv|tsv|parquet|arrow|gz|bz2|xz|zst|zip|tar"
     r"|safetensors|bin|pth?|ckpt|gguf|model)$",
@@ -155,10 +140,27 @@ def refuse_missing_path(name: str) -> None:
         raise UsageError(f"there is no file or directory {name}")
 
 
-def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
+def find_causal_lm(name: str) -> ModelSource:
+    """Find what ``name`` stands for, as ``find_model`` does.
+
+    Raises:
+        UsageError: it is no causal language model, or nothing can be read under this name.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    source = find_model(name)
+    if type(source.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(f"{source.name} is no causal language model ({source.config.model_type})")
+    return source
+
+
+def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     """Find what ``name`` stands for: a directory, a file, a model type, a name on the hub, in this order.
 
     Without a network a model of the hub is the copy of it that was loaded before.
+
+    Returns:
+        The model, without weights if there are none; its name says what was found.
 
     Raises:
         UsageError: nothing can be read under this name.
@@ -166,9 +168,11 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
     refuse_missing_path(name)
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    from ..convergence.model_source import ModelSource
+
     path = Path(name)
     if not path.exists() and name in CONFIG_MAPPING:
-        return Source(AutoConfig.for_model(name), None, f"the default {name} of transformers")
+        return ModelSource(f"the default {name} of transformers", AutoConfig.for_model(name))
     if path.is_dir() and not (path / "config.json").is_file():
         adapter = path / "adapter_config.json"
         if adapter.is_file():
@@ -190,10 +194,10 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> Source:
         where = "" if path.exists() else ", which is no directory here"
         raise UsageError(f"no config can be read from {name!r}{where}{hint}: {in_one_line(error)}") from error
     if path.is_file():
-        return Source(config, None, f"the config {name}")
+        return ModelSource(f"the config {name}", config)
     if path.is_dir() and not any(True for pattern in ("*.safetensors", "*.bin") for _ in path.glob(pattern)):
-        return Source(config, None, f"the config in {name}")
-    return Source(config, place, name)
+        return ModelSource(f"the config in {name}", config)
+    return ModelSource(name, config, place)
 
 
 class NoNetworkError(OSError):
@@ -233,18 +237,6 @@ def _base_model(adapter: Path) -> str:
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"no base model can be read from {adapter}: {in_one_line(error)}") from error
     return str(name) if name else "which its config does not name"
-
-
-def refuse_unless_causal_lm(source: Source) -> None:
-    """Check that the model is a causal language model.
-
-    Raises:
-        UsageError: it is not.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(source.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UsageError(f"{source.description} is no causal language model ({source.config.model_type})")
 
 
 def positive(text: str) -> int:

@@ -12,22 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, QLORA, Progress, by_baseline
-from ..convergence.tiers import TIERS, Tier
+from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, QLORA, TIERS, Progress, by_baseline
 from ..model_configs import FAMILIES
 from . import STOPPED
 from .common import (
     MODEL_HELP,
     UsageError,
     backend,
-    find_model,
+    find_causal_lm,
     in_one_line,
     interpret_without_gpu,
     on_this_machine,
     positive,
     positive_float,
     refuse_missing_path,
-    refuse_unless_causal_lm,
     results_folder,
     writing_to,
 )
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan
-    from ..convergence.result_store import ComparisonResult
+    from ..convergence.verdict import ComparisonResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,13 +83,12 @@ def run(args: argparse.Namespace) -> int:
     device = interpret_without_gpu("cpu" if on_cpu else args.device)
     # After the choice of the interpreter, because these import the kernels.
     from ..convergence import report
-    from ..convergence.result_store import ComparisonResult, ResultStore
-    from ..convergence.suite import run_plan
+    from ..convergence.suite import ResultStore, run_plan
     from ..convergence.training import accelerator_for
+    from ..convergence.verdict import ComparisonResult
 
     first = accelerator_for(cpu=device.type == "cpu").is_main_process
-    tier = tier_for(args, device)
-    plan = plan_for(args, tier, device)
+    plan = plan_for(args, device)
     if args.jobs > 1 and plan.processes > 1:
         raise UsageError("--jobs splits the comparisons and accelerate launch the batches; take one of them")
     store = None
@@ -102,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     spread = f"{plan.processes} processes ({plan.facts['spread']})" if plan.processes > 1 else "one process"
     say(f"device: {backend(device)}, {spread}")
     say(f"text:   {plan.facts['text']}")
-    shared = f"{_counted(len(by_baseline(plan.comparisons)), 'stock run')} with {tier.settings.controls} controls each"
+    shared = f"{_counted(len(by_baseline(plan.comparisons)), 'stock run')} with {plan.settings.controls} controls each"
     say(f"plan:   {_counted(len(plan.comparisons), 'comparison')}, {shared}")
     results: list[ComparisonResult] = []
     progress = _Progress(plan, say, visible=first and args.jobs == 1)
@@ -170,37 +167,29 @@ def _label(name: str) -> str:
     return Path(name).stem if Path(name).is_file() else Path(name).name
 
 
-def tier_for(args: argparse.Namespace, device: torch.device) -> Tier:
-    """The tier that a command line asks for, with its steps, length and learning rate.
-
-    Raises:
-        UsageError: the full tier without a GPU.
-    """
-    if args.tier == "full" and device.type == "cpu" and args.device != "cpu":
-        raise UsageError("the full tier is for a GPU and there is none; ask for --device cpu if hours do not matter")
-    tier = TIERS[args.tier]
-    options = tier.settings.options
-    options = replace(
-        options, steps=args.steps or options.steps, learning_rate=args.learning_rate or options.learning_rate
-    )
-    return replace(tier, settings=replace(tier.settings, options=options, length=args.length or tier.settings.length))
-
-
-def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan:
+def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
     """The plan that a command line asks for.
 
     Raises:
-        UsageError: for models, text or a tokenizer that cannot be used.
+        UsageError: for models, text or a tokenizer that cannot be used, or for the full tier without a GPU.
     """
+    if args.tier == "full" and device.type == "cpu" and args.device != "cpu":
+        raise UsageError("the full tier is for a GPU and there is none; ask for --device cpu if hours do not matter")
     from accelerate import PartialState
 
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan, comparisons_of
     from ..model_configs import families_here
 
+    tier = TIERS[args.tier]
+    options = tier.settings.options
+    options = replace(
+        options, steps=args.steps or options.steps, learning_rate=args.learning_rate or options.learning_rate
+    )
+    settings = replace(tier.settings, options=options, length=args.length or tier.settings.length)
     families = args.family or ([] if args.config else [name for name in tier.families if name in families_here()])
-    sources = [ModelSource.of_family(name, tier.settings.overrides_of(name)) for name in families]
-    sources += [_source(name) for name in args.config]
+    sources = [ModelSource.of_family(name, settings.overrides_of(name)) for name in families]
+    sources += [replace(find_causal_lm(name), name=_label(name)) for name in args.config]
     comparisons = comparisons_of(
         tier,
         [source.name for source in sources],
@@ -211,21 +200,23 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
     )
     comparisons = [each for each in comparisons if all(map(importlib.util.find_spec, needed_by(each.execution)))]
     processes = PartialState().num_processes
-    step = tier.settings.options.batch_size * processes
-    drawn = tier.settings.options.steps * step
+    step = options.batch_size * processes
     return Plan(
         comparisons=tuple(comparisons),
         sources={source.name: source for source in sources},
-        settings=tier.settings,
-        tokens={source.name: _sequences(args, source, tier.settings.length, drawn, step) for source in sources},
+        settings=settings,
+        tokens={
+            source.name: _sequences(args, source, settings.length, options.steps * step, step) for source in sources
+        },
         facts={
             **environment(),
             "tier": args.tier,
-            "text": f"{args.data or 'source of the standard library'}, {step} x {tier.settings.length} tokens a step",
+            "text": f"{args.data or 'source of the standard library'}, {step} x {settings.length} tokens a step",
             "processes": processes,
             "spread": str(PartialState().distributed_type).rpartition(".")[2]
-            + (" FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else ""),
-            "settings": repr(tier.settings),
+            # On CPUs accelerate takes DDP instead.
+            + (" FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" and device.type != "cpu" else ""),
+            "settings": repr(settings),
         },
         processes=processes,
         cpu=device.type == "cpu",
@@ -234,12 +225,17 @@ def plan_for(args: argparse.Namespace, tier: Tier, device: torch.device) -> Plan
 
 def _sequences(args: argparse.Namespace, source: ModelSource, length: int, drawn: int, step: int) -> Tensor:
     """The text as sequences for a model, more than ``drawn`` if it has so many, and enough for one step."""
-    from ..convergence.text_sequences import pack, varied
+    from ..convergence.text_sequences import pack, read_dataset, read_files, standard_library, varied
 
     try:
         tokenize, tokens = _tokenizer(args.tokenizer, source)
+        if args.data is None or Path(args.data).is_file():
+            texts = read_files(standard_library() if args.data is None else [Path(args.data)])
+        else:
+            on_this_machine(args.data.partition(":")[0], may_be_kept=False)
+            texts = read_dataset(args.data, column=args.column)
         # Twice as many as are drawn, because some are left out.
-        packed = varied(pack(_texts(args), length=length, limit=2 * drawn, tokenize=tokenize))
+        packed = varied(pack(texts, length=length, limit=2 * drawn, tokenize=tokenize))
     except (ValueError, OSError) as error:
         raise UsageError(in_one_line(error)) from error
     if len(packed) < step:
@@ -253,33 +249,12 @@ def _sequences(args: argparse.Namespace, source: ModelSource, length: int, drawn
     return packed
 
 
-def _source(name: str) -> ModelSource:
-    from ..convergence.model_source import ModelSource
-
-    source = find_model(name)
-    refuse_unless_causal_lm(source)
-    return ModelSource(_label(name), source.config, source.weights)
-
-
-def _texts(args: argparse.Namespace) -> Any:
-    from ..convergence.text_sequences import read_dataset, read_files, standard_library
-
-    if args.data is None:
-        return read_files(standard_library())
-    if Path(args.data).is_file():
-        return read_files([Path(args.data)])
-    on_this_machine(args.data.partition(":")[0], may_be_kept=False)
-    return read_dataset(args.data, column=args.column)
-
-
 def _tokenizer(name: str | None, source: ModelSource) -> tuple[Callable[[str], Sequence[int]], str]:
     """A tokenizer, and what it makes, in words."""
-    from ..convergence.text_sequences import utf8_bytes
-
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     has_own = source.weights is not None and any((Path(source.weights) / file).is_file() for file in files)
     if name == "bytes" or (name is None and not has_own):
-        return utf8_bytes, "bytes"
+        return str.encode, "bytes"
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(on_this_machine(str(name or source.weights)))
@@ -301,7 +276,7 @@ class _Progress(Progress):
         settings, baselines = self._plan.settings, by_baseline(self._missing)
         return settings.options.steps * (len(baselines) * (1 + settings.controls) + len(self._missing))
 
-    def run(self, name: str, steps: int) -> Callable[[int, float], object]:
+    def run(self, name: str) -> Callable[[int, float], object]:
         whole = len(self._plan.comparisons)
         self._bar.set_description(f"{whole - len(self._missing) + 1}/{whole} {name}")
         return lambda step, loss: self._bar.update()

@@ -9,12 +9,8 @@ import os
 import platform
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
 
 from .common import UsageError, positive
-
-if TYPE_CHECKING:
-    import torch
 
 _PACKAGES = (
     "torch", "triton", "transformers", "accelerate", "peft", "bitsandbytes", "trl", "liger-kernel", "datasets",
@@ -43,10 +39,12 @@ def plans_of(width: int) -> dict[str, str]:
     """
     if not importlib.util.find_spec("triton"):
         raise UsageError("--plans: kernels need Triton, which is not installed")
+    import torch
+
     from ..kernels import plans
     from ..kernels.triton.devices import device_props
 
-    device = device_props(_devices()[0])
+    device = device_props(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
     lines: dict[str, object] = {
         "(add +) norm": plans.forward_plan(width, device),
         "norm backward": plans.backward_plan(width, 6, device),
@@ -74,17 +72,10 @@ def plan_tables() -> dict[str, str]:
     from ..kernels.triton.devices import name_of
 
     tables = {}
-    for device in _devices():
+    for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count())):
         table, why = table_of(*name_of(device))
         tables[f"plans on {device}"] = f"{table.device}, {table.measured}; {why}"
     return tables
-
-
-def _devices() -> list[torch.device]:
-    """The GPUs, or the CPU if there is none."""
-    import torch
-
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
 
 
 def environment() -> dict[str, str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .common import (
     MODEL_HELP,
-    Source,
     UsageError,
     add_fuse_options,
     find_model,
@@ -17,6 +16,9 @@ from .common import (
     in_one_line,
     refuse_missing_path,
 )
+
+if TYPE_CHECKING:
+    from ..convergence.model_source import ModelSource
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(report.to_json())
     else:
-        print(f"{source.description}, built without weights\n")
+        print(f"{source.name}, built without weights\n")
         print(report)
         if args.source:
             print(*_rewritten_forwards(model), sep="\n")
@@ -60,7 +62,7 @@ def _rewritten_forwards(model: Any) -> Iterator[str]:
         yield f"\n# {first}{f' and {len(others)} more' if others else ''}\n{source}"
 
 
-def _build_empty(source: Source, trust_remote_code: bool) -> Any:
+def _build_empty(source: ModelSource, trust_remote_code: bool) -> Any:
     """The model of a config on the meta device, with the head it was saved with if that is known."""
     import torch
     import transformers
@@ -89,4 +91,4 @@ def _build_empty(source: Source, trust_remote_code: bool) -> Any:
         with torch.device("meta"):
             return build(config)
     except Exception as error:
-        raise UsageError(f"{source.description} cannot be built without weights: {in_one_line(error)}") from error
+        raise UsageError(f"{source.name} cannot be built without weights: {in_one_line(error)}") from error

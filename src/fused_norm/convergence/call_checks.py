@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..check.distances import (
     TURNED_ROWS,
+    apart_by_roundings,
     distance,
-    rows_apart,
     share_apart,
     share_different,
     share_far_in_worst_row,
@@ -36,7 +36,6 @@ from .fused_calls import (
     copied,
     is_tensor,
     named_leaves,
-    paths_of,
     returned,
     share_changed,
     tensors_in,
@@ -58,10 +57,6 @@ _PACKED, _LARGE = 64, 8.0
 """Positions of the sequences that stand for packed ones, as kernels' tiles have them, and the factor by which their
 numbers are larger, and gradients smaller: the gates of an untrained model are near zero, where all activations are
 alike."""
-
-_TURNED = 2**-13
-"""A number in 16 bits that is rounded the other way differs by more than this share of itself."""
-
 
 @dataclass(frozen=True)
 class CallRecord:
@@ -110,7 +105,7 @@ def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> l
         tokens: [batch, sequence] of token ids, on the model's device.
         mixed: under bf16 autocast.
     """
-    with watched_calls(paths_of(model)) as calls:
+    with watched_calls(model) as calls:
         following = tokens.roll(-1, 1)
         labels, without = tokens.clone(), torch.zeros_like(tokens, dtype=torch.bool)
         labels[0, 2], without[0, 1], without[:, -1] = IGNORED, True, True
@@ -183,23 +178,16 @@ def compare(
 
 
 def _of_rows_alike(gradient: Tensor, right: Tensor, outputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """A gradient and stock's, of the rows whose outputs in fp32 are stock's.
+    """A gradient and stock's, of the rows whose outputs in fp32 are stock's; of all rows if there is no such row.
 
-    If no row is, it is of the numbers whose outputs are, and if there are none, of all.
-
-    If a number of 16 bits between an input and a result in fp32 is rounded the other way, the result shows it, and a
-    gradient in fp32 is off by thousands of its own roundings. A small number in a row shows it in its own last places:
-    where an activation is next to 0, many are.
+    If a number of 16 bits between an input and a sum in fp32 is rounded the other way, the sum shows it, and a gradient
+    in fp32 is off by thousands of its own roundings.
     """
     of_rows = [pair for pair in outputs if {(y.dtype, y.shape) for y in pair} == {(torch.float32, right.shape)}]
     if not of_rows or right.dtype != torch.float32 or gradient.shape != right.shape:
         return gradient, right
-    turned = torch.stack([(y - other).abs() > _TURNED * other.abs() for y, other in of_rows]).any(0)
-    apart = torch.stack([rows_apart(*pair) for pair in of_rows]).any(0) | turned.any(-1)
-    for alike in (~apart, ~turned):
-        if alike.any():
-            return gradient[alike], right[alike]
-    return gradient, right
+    alike = ~torch.stack([apart_by_roundings(*pair) for pair in of_rows]).any(0).any(-1)
+    return (gradient[alike], right[alike]) if alike.any() else (gradient, right)
 
 
 def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:

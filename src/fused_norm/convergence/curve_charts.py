@@ -10,8 +10,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from .result_store import ComparisonResult
-from .verdict import MEASURES, loss_band, relative_gaps
+from .verdict import MEASURES, ComparisonResult, loss_band, relative_gaps
 
 STOCK, FUSED, NOISE, LIMIT = "#3b7dd8", "#e07b1a", "#8b949e", "#d64545"
 _TEXT = "#808a94"

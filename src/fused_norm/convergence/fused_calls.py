@@ -130,27 +130,22 @@ class FusedCall:
         return self.path if self.method.__name__ == "forward" else f"{self.path}.{self.method.__name__}"
 
 
-def paths_of(model: nn.Module) -> dict[int, str]:
-    """The paths of a model's modules, by their ids."""
-    return {id(module): path for path, module in model.named_modules()}
-
-
 @contextlib.contextmanager
 def watched_calls(
-    paths: Mapping[int, str], calls: list[FusedCall] | None = None, *, with_tensors: bool = True
+    model: nn.Module, calls: list[FusedCall] | None = None, *, with_tensors: bool = True
 ) -> Iterator[list[FusedCall]]:
-    """Keep every fused call of modules in ``paths`` inside the ``with``, in order; inner calls are part of outer ones.
+    """Keep every fused call of a model's modules inside the ``with``, in order; inner calls are part of outer ones.
 
     Calls of all threads are kept: a GPU's backward, which runs checkpointed layers again, has one of its own. Nothing
     observes operators meanwhile, so that layers recompute what they would recompute otherwise; but no model can be
     patched then, because classes have other methods.
 
     Args:
-        paths: of a model's modules, by their ids.
+        model: its modules are watched.
         calls: a list that gets the calls; a new one when None.
         with_tensors: keep their arguments and gradients, too.
     """
-    watch = _Watch(paths, with_tensors, [] if calls is None else calls)
+    watch = _Watch(model, with_tensors, [] if calls is None else calls)
     with contextlib.ExitStack() as stack:
         for owner, name in ((owner, name) for owner, names in _METHODS.items() for name in names):
             stack.enter_context(mock.patch.object(owner, name, watch.watched(getattr(owner, name))))
@@ -170,47 +165,38 @@ def watched_calls(
         yield watch.calls
 
 
-@dataclass
-class Observed:
-    """The evidence of a training run that its fused sites ran fused.
-
-    Attributes:
-        calls: the fused calls of the first forward, without tensors; none if it was compiled.
-        graphs: the names of the operators that each compiled graph of the first step calls.
-        recomputed: the names of the operators whose outputs were recomputed, once for each time.
-    """
-
-    calls: list[FusedCall] = field(default_factory=list)
-    graphs: list[list[str]] = field(default_factory=list)
-    recomputed: list[str] = field(default_factory=list)
-
-
 @contextlib.contextmanager
-def observed(model: nn.Module, *, is_compiled: bool = False) -> Iterator[Observed]:
-    """Observe the next forward of a model, and what is recomputed inside the ``with``."""
-    seen, outputs, paths = Observed(), Recompute.outputs, paths_of(model)
+def observed(model: nn.Module, *, is_compiled: bool = False) -> Iterator[tuple[list[FusedCall], list[str]]]:
+    """Observe the next forward of a model, and what is recomputed inside the ``with``.
+
+    Returns:
+        The fused calls of the forward, without tensors; none if it is compiled. The names of the operators whose
+        outputs were recomputed, once for each time.
+    """
+    calls, recomputed, outputs = list[FusedCall](), list[str](), Recompute.outputs
 
     def noted(recompute: Recompute) -> tuple[Tensor, ...]:
-        seen.recomputed.append(recompute.operator.name)
+        recomputed.append(recompute.operator.name)
         return outputs(recompute)
 
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as forward:
 
         def begin(*_: Any) -> None:
-            forward.enter_context(watched_calls(paths, seen.calls, with_tensors=False))
+            forward.enter_context(watched_calls(model, calls, with_tensors=False))
 
         stack.enter_context(mock.patch.object(Recompute, "outputs", noted))
         if not is_compiled:
             forward.callback(model.register_forward_pre_hook(begin).remove)
             forward.callback(model.register_forward_hook(lambda *_: forward.close(), always_call=True).remove)
-        yield seen
+        yield calls, recomputed
 
 
 class _Watch:
-    """Keeps the calls of methods of modules in ``paths``, by id, and the operators that they run."""
+    """Keeps the calls of methods of a model's modules, and the operators that they run."""
 
-    def __init__(self, paths: Mapping[int, str], with_tensors: bool, calls: list[FusedCall]) -> None:
-        self._paths, self._with_tensors, self.calls = paths, with_tensors, calls
+    def __init__(self, model: nn.Module, with_tensors: bool, calls: list[FusedCall]) -> None:
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._with_tensors, self.calls = with_tensors, calls
         self._outermost: FusedCall | None = None
 
     def watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,14 +227,19 @@ class _Watch:
             tensors = returned(outputs if computes(call) else outputs[1])
             if not computes(call) and (len(tensors) == len(set(map(id, tensors))) or not tensors[0].requires_grad):
                 call.operators.append(_OWN_INPUTS)
-            if isinstance(positional[0], FusedAdapter) and _multiplies_in_float32(*positional[:2]):
-                call.operators.append(_IN_FLOAT32)
+            if isinstance(positional[0], FusedAdapter) and autocast_dtype(tensors_of(positional[1])[0]) is None:
+                layer: Any = positional[0]
+                is_wide = any(weight.dtype == torch.float32 for weight in layer.lora_A.parameters())
+                call.operators += [_IN_FLOAT32] if is_wide else []
             call.dtypes = [tensor.dtype for tensor in tensors]
             if isinstance(outputs, tuple) and len(pair := tensors_in(outputs[:2])) > 1:
                 call.is_one_node = pair[0].grad_fn is not None and pair[0].grad_fn is pair[1].grad_fn
             if self._with_tensors:
                 call.changed = share_changed(bound, kept)
-                _keep_gradients(call, tensors)
+                call.gradients = [None] * len(tensors)
+                for index, tensor in enumerate(tensors):
+                    if tensor.requires_grad:
+                        tensor.register_hook(functools.partial(_keep, call.gradients, index))
             return outputs
 
         return watch
@@ -339,11 +330,6 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _multiplies_in_float32(layer: Any, x: Any) -> bool:
-    weights = layer.lora_A.parameters()
-    return autocast_dtype(tensors_of(x)[0]) is None and any(weight.dtype == torch.float32 for weight in weights)
-
-
 def with_arguments(bound: inspect.BoundArguments, change: Callable[[Tensor], Tensor]) -> inspect.BoundArguments:
     """The arguments of a call, their tensors changed."""
 
@@ -361,12 +347,5 @@ def share_changed(bound: inspect.BoundArguments, before: inspect.BoundArguments)
     return max((share_different(tensor, other) for tensor, other in pairs), default=0.0)
 
 
-def _keep_gradients(call: FusedCall, outputs: Sequence[Tensor]) -> None:
-    call.gradients = [None] * len(outputs)
-
-    def keep(index: int, gradient: Tensor | None) -> None:  # None for one of several that no consumer has read
-        call.gradients[index] = None if gradient is None else gradient.detach().clone()
-
-    for index, output in enumerate(outputs):
-        if output.requires_grad:
-            output.register_hook(functools.partial(keep, index))
+def _keep(gradients: list[Tensor | None], index: int, gradient: Tensor | None) -> None:
+    gradients[index] = None if gradient is None else gradient.detach().clone()  # None if no consumer has read it

@@ -165,14 +165,7 @@ def quantise(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The members of the outermost ``ModuleList`` of each branch of ``model``, by path, in the order they run in."""
     layers: dict[str, nn.Module] = {}
-
-    def search(module: nn.Module, path: str) -> None:
-        for name, child in module.named_children():
-            below = f"{path}.{name}" if path else name
-            if isinstance(module, nn.ModuleList):
-                layers[below] = child
-            else:
-                search(child, below)
-
-    search(model, "")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not path.startswith(tuple(f"{layer}." for layer in layers)):
+            layers |= {f"{path}.{name}".removeprefix("."): layer for name, layer in module.named_children()}
     return layers

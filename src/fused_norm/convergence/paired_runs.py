@@ -20,26 +20,42 @@ from torch import Tensor, nn
 from ..check.reordered_norms import reordered_norms
 from ..kernels.operator import force_fused_in_graphs
 from ..kernels.triton.devices import use_plans
-from ..patcher import Site, apply_fused_norm, disabled
+from ..patcher import Site, apply_fused_norm
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_checks import CallRecord, calls_of_step, compare
-from .comparison import LORA, PRECISIONS, QLORA, RECOMPUTE, SECOND_RUNS, WITH_DROPOUT, Comparison, options_for_feature
+from .comparison import (
+    LORA,
+    PRECISIONS,
+    QLORA,
+    RECOMPUTE,
+    SECOND_RUNS,
+    WITH_DROPOUT,
+    Comparison,
+    TrainingOptions,
+    options_for_feature,
+)
 from .fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .plan import Plan
 from .report_claims import claims_not_kept
-from .run_record import RunTensors, snapshot, trained_parameters
 from .step_checks import (
     changed_bits,
     check_levels,
-    hooked_dtypes,
     layer_tensors,
     loss_of_read_logits,
+    other_dtypes,
     own_loss,
     same_plans,
 )
-from .tiers import TrainingOptions
-from .training import accelerator_for, masked_labels, takes_number_of_labels, train
+from .training import (
+    RunTensors,
+    accelerator_for,
+    masked_labels,
+    snapshot,
+    takes_number_of_labels,
+    train,
+    trained_parameters,
+)
 
 OnStep = Callable[[int, float], object]
 ModelChange = Callable[[nn.Module], AbstractContextManager[Sequence[Site]]]
@@ -136,7 +152,8 @@ class PairedRuns:
                 not_seen += sites_not_seen(sites, calls)
                 not_done |= claims_not_kept(model, sites, calls, tokens, mixed=mixed)
             if self.comparison.execution in QLORA:
-                not_done |= _other_dtypes(model, sites, tokens, mixed=mixed)
+                adapted = [site.path for site in sites if site.kind == "adapter"]
+                not_done |= other_dtypes(model, adapted, tokens[:1], mixed=mixed)
         return replace(record, not_seen=tuple(dict.fromkeys(not_seen)), not_done=not_done)
 
     def check_bits(
@@ -203,13 +220,14 @@ class PairedRuns:
             def noted_gradients(step: int, trained: nn.Module) -> None:
                 if not step:
                     # What is compiled later, for another shape or without gradients, calls all sites once more.
-                    seen.graphs.extend(graphs)
+                    first_graphs.extend(graphs)
                     grads = {name: parameter.grad for name, parameter in trained_parameters(trained)}
                     gradients.update({name: snapshot(grad) for name, grad in grads.items() if grad is not None})
 
             torch.manual_seed(self.comparison.seed)  # of dropout: nothing else draws from this generator
             outputs, output_gradients = layer_tensors(model, tokens, mixed=precision.mixed)
-            seen, graphs = stack.enter_context(observed(model, is_compiled=is_compiled)), list[list[str]]()
+            calls, recomputed = stack.enter_context(observed(model, is_compiled=is_compiled))
+            graphs, first_graphs = list[list[str]](), list[list[str]]()
             model = set_up_execution(model, self.comparison, self.plan.settings.compile_backend, graphs)
             initial = {name: snapshot(parameter) for name, parameter in trained_parameters(model)}
             gradients, final = dict[str, Tensor](), dict[str, Tensor]()
@@ -233,10 +251,10 @@ class PairedRuns:
             )
         if is_compiled:  # linears read what a stock norm returns, and the head is stock
             changed = [site for site in changed if site.kind not in ("consumers", "loss")]
-            not_seen = sites_not_compiled(changed, seen.graphs)
+            not_seen = sites_not_compiled(changed, first_graphs)
         else:
-            not_seen = sites_not_seen(changed, seen.calls, may_be_idle=True)
-        if changed and self.comparison.execution in RECOMPUTE and not seen.recomputed:
+            not_seen = sites_not_seen(changed, calls, may_be_idle=True)
+        if changed and self.comparison.execution in RECOMPUTE and not recomputed:
             not_seen += tuple(f"{path} (recompute)" for path in layers_of(model))
         return RunTensors(
             **vars(result),
@@ -250,19 +268,6 @@ class PairedRuns:
             sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, "consumers")},
             not_seen=not_seen,
         )
-
-
-def _other_dtypes(model: nn.Module, sites: Sequence[Site], tokens: Tensor, *, mixed: bool) -> dict[str, list[str]]:
-    """The adapted linears whose hooks see another dtype than in stock, by what they see."""
-    paths = [site.path for site in sites if site.kind == "adapter"]
-    fused = hooked_dtypes(model, tokens[:1], paths, mixed=mixed)
-    with disabled():
-        stock = hooked_dtypes(model, tokens[:1], paths, mixed=mixed)
-    places: dict[str, list[str]] = {}
-    for path, dtype in fused.items():
-        if dtype != stock[path]:
-            places.setdefault(f"its hooks see {dtype}, and {stock[path]} in stock", []).append(path)
-    return places
 
 
 def regroup(

@@ -14,8 +14,7 @@ from string import Template
 from typing import Any
 
 from .curve_charts import curves_svg
-from .result_store import ComparisonResult
-from .verdict import BY_NAME, FIRST_STEPS_BAR, MEASURES, MULTIPLE, BoundCheck
+from .verdict import BY_NAME, FIRST_STEPS_BAR, MEASURES, MULTIPLE, BoundCheck, ComparisonResult
 
 
 def exit_code(results: Sequence[ComparisonResult]) -> int:

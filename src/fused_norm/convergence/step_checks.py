@@ -1,4 +1,5 @@
-"""What one step computes: the outputs of layers and their gradients, and gradients that an execution must not change.
+"""What one step computes and holds: the outputs of layers and their gradients, gradients that an execution must not
+change, and the bytes that each level of ``recompute`` has to save.
 
 A loss tells late that something is wrong; they tell where.
 """
@@ -6,23 +7,27 @@ A loss tells late that something is wrong; they tell where.
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..check.distances import share_different
 from ..kernels.plans import PlanTable, Rule
 from ..options import RecomputeLevel
-from ..patcher import apply_fused_norm
-from ..patcher.patch_report import PatchReport
-from .fused_calls import FusedCall, paths_of, watched_calls
-from .held_memory import LEVELS, HeldMemory, held_memory, levels_not_kept
+from ..patcher import apply_fused_norm, disabled
+from ..patcher.fused_block import FusedBlock
+from ..patcher.patch_report import PatchReport, Site
+from .fused_calls import FusedCall, watched_calls
 from .model_source import layers_of
-from .run_record import snapshot
+from .training import snapshot
 
 
 def layer_tensors(
@@ -61,19 +66,25 @@ def layer_tensors(
     )
 
 
-def hooked_dtypes(model: nn.Module, tokens: Tensor, paths: Iterable[str], *, mixed: bool) -> dict[str, torch.dtype]:
-    """The dtypes of what the modules at ``paths`` return, as their forward hooks see them."""
-    dtypes: dict[str, torch.dtype] = {}
+def other_dtypes(model: nn.Module, paths: Iterable[str], tokens: Tensor, *, mixed: bool) -> dict[str, list[str]]:
+    """The modules at ``paths`` whose forward hooks see another dtype than in stock, by what they see."""
+    runs: list[dict[str, torch.dtype]] = []
 
     def note(path: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        dtypes[path] = output.dtype
+        runs[-1][path] = output.dtype
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for path in paths:
             hooks.callback(model.get_submodule(path).register_forward_hook(partial(note, path)).remove)
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
-            model(input_ids=tokens, use_cache=False)
-    return dtypes
+        for way in (contextlib.nullcontext(), disabled()):
+            runs.append({})
+            with way, torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
+                model(input_ids=tokens, use_cache=False)
+    places: dict[str, list[str]] = {}
+    for path, dtype in runs[0].items():
+        if dtype != (stock := runs[1][path]):
+            places.setdefault(f"its hooks see {dtype}, and {stock} in stock", []).append(path)
+    return places
 
 
 def own_loss(model: Any, tokens: Tensor) -> Tensor:
@@ -117,16 +128,9 @@ def changed_bits(
 
     kept, again = gradients(), gradients()
     change(model)
-    with _watched(model, calls):
+    with watched_calls(model, calls, with_tensors=False):
         grads = gradients()
     return _shares_of_others(kept, again, grads)
-
-
-def _watched(model: nn.Module, calls: list[FusedCall] | None) -> contextlib.AbstractContextManager[Any]:
-    """Append the fused calls inside the ``with`` to ``calls``, without their tensors, if there is such a list."""
-    if calls is None:
-        return contextlib.nullcontext()
-    return watched_calls(paths_of(model), calls, with_tensors=False)
 
 
 @contextlib.contextmanager
@@ -174,7 +178,7 @@ def check_levels(
         that a level changes nothing in, by what is wrong.
     """
     reports: dict[RecomputeLevel, PatchReport] = {}
-    held: dict[RecomputeLevel, HeldMemory] = {}
+    held: dict[RecomputeLevel, tuple[dict[str, int], int]] = {}
 
     def loss() -> Tensor:
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
@@ -195,7 +199,7 @@ def check_levels(
     bits: dict[str, float] = {}
     for level in LEVELS[1:]:
         reports[level] = apply_fused_norm(model, recompute=level, **options)
-        with _watched(model, calls):
+        with watched_calls(model, calls, with_tensors=False):
             grads = gradients(level)
         shares = _shares_of_others(kept, again, grads)
         bits |= {f"{name}, recompute={level!r}": share for name, share in shares.items()}
@@ -220,3 +224,138 @@ def same_plans(model: nn.Module) -> PlanTable:
     rules = [Rule(width, 4096, 4, 1) for width in widths]
     sections = "norm_backward", "add_backward", "sandwich_backward", "fp32_sandwich_backward"
     return PlanTable("", "", "", dict.fromkeys(sections, rules))
+
+
+LEVELS: tuple[RecomputeLevel, ...] = (False, True, "mlp", "attention")
+"""The levels of ``recompute``, each of which holds less than the one before it."""
+
+_MOMENT = "fused_norm moment"
+
+
+class Allocations:
+    """Counts the bytes that were allocated on a device inside a ``with`` and are not freed yet.
+
+    On a CPU it adds up the events of ``torch.profiler`` at the end; on a GPU it asks PyTorch's allocator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: list[int] = []
+        self._profile: Any = None
+        self._before = 0
+
+    def __enter__(self) -> Allocations:
+        gc.collect()
+        gc.freeze()  # so that each later collection is quick
+        if self._device.type == "cpu":
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would write two lines for each use
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile.__enter__()
+        else:
+            self._before = self._allocated()
+        return self
+
+    def moment(self) -> int:
+        """Note how many bytes are allocated now, and return a number for ``at``."""
+        gc.collect()  # Triton's interpreter leaves cycles with tensors in them
+        if self._profile is None:
+            self._held.append(self._allocated() - self._before)
+        else:
+            with record_function(_MOMENT):
+                self._held.append(0)
+        return len(self._held) - 1
+
+    def __exit__(self, *error: Any) -> None:
+        gc.unfreeze()
+        if self._profile is None:
+            return
+        self._profile.__exit__(*error)
+        events = self._profile.profiler.kineto_results.events()
+        in_use, moment = 0, 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                in_use += event.nbytes()
+            elif event.name() == _MOMENT:
+                self._held[moment] = in_use
+                moment += 1
+
+    def at(self, moment: int) -> int:
+        """Return the bytes that were allocated at a moment; they are known after the ``with``."""
+        return self._held[moment]
+
+    def _allocated(self) -> int:
+        # Allocated bytes are rounded up, requested ones are not.
+        return torch.cuda.memory_stats(self._device)["requested_bytes.all.current"]
+
+
+def held_memory(
+    loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], device: torch.device
+) -> tuple[dict[str, int], int]:
+    """Run a step, forward and backward, and measure the bytes that it holds for its backward.
+
+    ``layers``: modules that the forward calls once each, by path.
+
+    Returns:
+        What is still allocated after each layer's forward and was not before it, by path; and what the graph holds
+        after a backward that keeps it.
+    """
+    begins: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    with contextlib.ExitStack() as hooks, Allocations(device) as allocations:
+
+        def noting(path: str, moments: dict[str, int]) -> Callable[..., None]:
+            return lambda *_: moments.__setitem__(path, allocations.moment())
+
+        for path, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(noting(path, begins)).remove)
+            hooks.callback(layer.register_forward_hook(noting(path, ends)).remove)
+        loss = loss_of()
+        loss.backward(retain_graph=True)
+        kept = allocations.moment()
+        del loss
+        freed = allocations.moment()
+    layer_bytes = {path: allocations.at(end) - allocations.at(begins[path]) for path, end in ends.items()}
+    return layer_bytes, allocations.at(kept) - allocations.at(freed)
+
+
+def levels_not_kept(
+    model: nn.Module,
+    reports: Mapping[RecomputeLevel, PatchReport],
+    held: Mapping[RecomputeLevel, tuple[Mapping[str, int], int]],
+) -> dict[str, list[str]]:
+    """The layers that hold as much for their backward as at the level of ``recompute`` below, by what is wrong.
+
+    ``reports``: of each level but the first. ``held``: what ``held_memory`` returned for a step at each of ``LEVELS``.
+    """
+    layers_by_reason: dict[str, list[str]] = {}
+    for below, level in pairwise(LEVELS):
+        named = f"recompute={level!r}"
+        (before, graph_before), (after, graph_after) = held[below], held[level]
+        for path in _layers_with_less(model, reports[level], level):
+            if after.get(path, 0) >= before.get(path, 0):
+                message = f"with {named} it holds as many bytes for its backward as with recompute={below!r}"
+                layers_by_reason.setdefault(message, []).append(path)
+        saved = sum(before.values()) - sum(after.values())
+        if saved > 0 and graph_before - graph_after < saved / 2:
+            what = f"what {named} has computed again is never freed"
+            layers_by_reason.setdefault(what, []).append(type(model).__name__)
+    return layers_by_reason
+
+
+def _layers_with_less(model: nn.Module, report: PatchReport, level: RecomputeLevel) -> Iterator[str]:
+    """The layers that hold less at a level than at the one below if they do what the rows of the report say."""
+    gates = {site.path for site in report.fused if site.kind == "mlp"}
+    blocks = [row for row in report.consumers if row.reason is None and _may_be_recomputed(model, row)]
+    for layer in report.recompute or ():
+        inside = [row for row in blocks if row.path.startswith(f"{layer.path}.")]
+        if layer.reason is None and (level is True or any((row.path in gates) == (level == "mlp") for row in inside)):
+            yield layer.path
+
+
+def _may_be_recomputed(model: nn.Module, row: Site) -> bool:
+    """Return whether the outputs of a block's linears can be recomputed: the graph does not keep a frozen bias."""
+    block = model.get_submodule(row.path)
+    assert isinstance(block, FusedBlock)
+    linears = [block.get_submodule(name) for name in block.fused_norm_linears]
+    biases = [getattr(getattr(linear, "base_layer", linear), "bias", None) for linear in linears]
+    return all(bias is None or bias.requires_grad for bias in biases)

@@ -1,14 +1,20 @@
-"""Runs a plan: for each group of comparisons the stock model, its controls, then every fused model."""
+"""Runs a plan: for each group of comparisons the stock model, its controls, then every fused model.
+
+Results are kept on disk: each is found again as long as settings and code are the same.
+"""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
@@ -17,11 +23,53 @@ from .call_checks import CallRecord
 from .comparison import Comparison, Progress, by_baseline
 from .paired_runs import ModelChange, PairedRuns, fused_for
 from .plan import Plan
-from .result_store import ComparisonResult, ResultStore
-from .run_record import RunRecord, RunTensors, record_run
+from .training import RunRecord, RunTensors, record_run
+from .verdict import ComparisonResult
 
 Group = Sequence[Comparison]
 """Comparisons that share their stock and control runs."""
+
+
+class ResultStore:
+    """A folder of results.
+
+    Args:
+        folder: made if it is not there.
+        fresh: ignore the results of earlier runs.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, *, fresh: bool = False) -> None:
+        self._fresh, self._files = fresh, folder / "comparisons"
+        self._files.mkdir(parents=True, exist_ok=True)
+
+    def load(self, comparison: Comparison, key: str) -> ComparisonResult | None:
+        """Return the result that was saved under this key, or None if there is none that can be read."""
+        try:
+            path = self._files / f"{comparison.name}.json"
+            kept = {} if self._fresh else json.loads(path.read_text(encoding="utf-8"))
+            if kept["key"] != key:
+                return None
+            runs = {name: _record(RunRecord, kept[name]) for name in ("stock", "fused")}
+            controls = tuple(_record(RunRecord, run) for run in kept["controls"])
+            return ComparisonResult(comparison, **runs, controls=controls, calls=_record(CallRecord, kept["calls"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def save(self, result: ComparisonResult, key: str) -> None:
+        """Write a result; a reader never sees half of it."""
+        path = self._files / f"{result.comparison.name}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(result) | {"key": key}), encoding="utf-8")
+        os.replace(partial, path)
+
+
+def _record(kind: type[Any], kept: Mapping[str, Any] | None) -> Any:
+    """The record with these fields, in which JSON has lists for tuples."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in (kept or {}).items()}
+    return None if kept is None else kind(**values)
 
 
 def run_groups(plan: Plan, groups: Sequence[Group], progress: Progress) -> Iterator[ComparisonResult]:
@@ -118,13 +166,13 @@ def run_baseline(plan: Plan, comparison: Comparison, progress: Progress) -> Base
     Raises:
         FusedNormError: no site of the model can be fused.
     """
-    trainer, steps = PairedRuns(plan, comparison), plan.settings.options.steps
-    stock = trainer.train(on_step=progress.run("stock", steps))
+    trainer = PairedRuns(plan, comparison)
+    stock = trainer.train(on_step=progress.run("stock"))
     record = record_run(stock, stock)
-    controls = []
-    for index in range(plan.settings.controls if record.finite else 0):
-        on_step = progress.run(f"control {index}", steps)
-        controls.append(record_run(trainer.train_control(index, on_step=on_step), stock))
+    controls = [
+        record_run(trainer.train_control(index, on_step=progress.run(f"control {index}")), stock)
+        for index in range(plan.settings.controls if record.finite else 0)
+    ]
     return Baseline(trainer, stock, record, tuple(controls))
 
 
@@ -141,8 +189,7 @@ def train_fused(
     baseline: Baseline, comparison: Comparison, fused: ModelChange, calls: CallRecord | None, progress: Progress
 ) -> ComparisonResult:
     """Compare the training of the model that ``fused`` makes with the stock run; ``calls`` are compared already."""
-    on_step = progress.run(f"fused {comparison.feature}", baseline.trainer.plan.settings.options.steps)
-    run = baseline.trainer_of(comparison).train(fused, on_step=on_step)
+    run = baseline.trainer_of(comparison).train(fused, on_step=progress.run(f"fused {comparison.feature}"))
     if run.not_seen:
         calls = calls or CallRecord()
         calls = replace(calls, not_seen=tuple(dict.fromkeys((*calls.not_seen, *run.not_seen))))

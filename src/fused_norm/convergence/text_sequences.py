@@ -13,11 +13,6 @@ from torch import Tensor
 Tokenize: TypeAlias = Callable[[str], Sequence[int]]
 
 
-def utf8_bytes(text: str) -> Sequence[int]:
-    """One token for each byte, 0 to 255: any text, no vocabulary to fetch."""
-    return text.encode()
-
-
 def standard_library() -> list[Path]:
     """The source files of Python's own standard library without its tests, sorted.
 
@@ -70,14 +65,14 @@ def read_dataset(name: str, *, column: str = "text") -> Iterator[str]:
     return (row[column] for row in rows)
 
 
-def pack(texts: Iterable[str], *, length: int, limit: int, tokenize: Tokenize = utf8_bytes) -> Tensor:
+def pack(texts: Iterable[str], *, length: int, limit: int, tokenize: Tokenize = str.encode) -> Tensor:
     """Texts one after the other, cut into full sequences: no padding, so every position trains.
 
     Args:
         texts: read only as far as needed.
         length: tokens in a sequence.
         limit: the largest number of sequences.
-        tokenize: makes token ids of a text.
+        tokenize: makes token ids of a text; UTF-8 bytes if nothing else is said, which need no vocabulary.
 
     Returns:
         Token ids, (sequences, length), int64.

@@ -1,26 +1,27 @@
-"""Trains one model on given sequences and measures the run; two runs with equal arguments see equal batches."""
+"""Trains one model on given sequences and measures the run; two runs with equal arguments see equal batches.
+
+A run is kept as tensors while it is compared with the stock run, as numbers afterwards.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import get_constant_schedule_with_warmup
 
+from ..check.distances import distances, ratio, slope_errors
 from ..kernels.linear_cross_entropy import IGNORED
-from .model_source import layers_of
-from .tiers import TrainingOptions
+from .comparison import TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,7 @@ class TrainingResult:
         losses: of each step, before its update, in nats per token.
         gradient_norms: of each step, over all parameters, before clipping.
         seconds_per_step: median; the first step, which compiles kernels, is left out unless it is the only one.
-        memory_bytes: the peak of allocated GPU memory; on a CPU the tensors kept for the backward pass, 0 if layers
-            recompute some: counting would keep them from it.
+        memory_bytes: the peak of allocated GPU memory; 0 on a CPU.
         evaluation_loss: after the last step, without gradients and dropout, in nats per token.
     """
 
@@ -94,41 +94,76 @@ def train(
     """
     accelerator = accelerator or accelerator_for(accumulation=options.accumulation)
     step_size = options.batch_size * accelerator.num_processes
-    labels = sequences if labels is None else labels
-    is_counted = takes_number_of_labels(model)
-    prepared = _prepare(model.train(), sequences, labels, options, accelerator)
+    all_labels = sequences if labels is None else labels
 
     def cut(batch: Tensor, step: int) -> Tensor:
         return batch[:, : -(batch.shape[1] // 3)] if cut_last and 0 < step == options.steps - 1 else batch
 
-    labels_by_step = enumerate(labels.split(step_size)) if is_counted else ()
+    # The number of labels in each step, of all processes, if the model is given it.
+    labels_by_step = enumerate(all_labels.split(step_size)) if takes_number_of_labels(model) else ()
     counts = [int((cut(batch, step)[:, 1:] != IGNORED).sum()) for step, batch in labels_by_step]
-    saved = None
-    if accelerator.device.type == "cuda":
+    optimizer: Any = torch.optim.AdamW(
+        # With its initial rate given, the schedule can begin at its second value: the first one is zero.
+        [{"params": [p for p in model.parameters() if p.requires_grad], "initial_lr": options.learning_rate}],
+        lr=options.learning_rate,
+        weight_decay=options.weight_decay,
+    )
+    count = options.steps * step_size
+    batches: Any = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(sequences[:count], all_labels[:count]),
+        batch_size=options.batch_size // options.accumulation,
+    )
+    trained, optimizer, batches = accelerator.prepare(model.train(), optimizer, batches)
+    schedule = get_constant_schedule_with_warmup(optimizer, options.warmup_steps, last_epoch=0)
+    on_gpu = accelerator.device.type == "cuda"
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats(accelerator.device)
-    else:
-        saved = SavedForBackward(prepared.model)
-    metered = saved.forward if saved else contextlib.nullcontext
-    steps: list[_Step] = []
-    for step in _steps(prepared, options, accelerator, metered, cut, counts, on_gradients):
-        steps.append(step)
+    losses, norms, seconds = list[float](), list[float](), list[float]()
+    parts, total, began = list[tuple[Tensor, ...]](), torch.zeros((), device=accelerator.device), 0.0
+    for batch in batches:
+        step = len(losses)
+        if len(parts) == options.accumulation:
+            parts, total = [], torch.zeros_like(total)
+        if not parts:
+            began = time.perf_counter()
+        tokens, targets = (cut(part, step) for part in batch)
+        parts.append((tokens, targets))
+        how = {"num_items_in_batch": torch.tensor(counts[step], device=tokens.device)} if counts else {}
+        with accelerator.accumulate(trained):
+            loss = trained(input_ids=tokens, labels=targets, use_cache=False, **how).loss
+            if counts:  # its share of the step's mean, which is divided once more by each of these
+                loss = loss * (options.accumulation * accelerator.num_processes)
+            accelerator.backward(loss)
+            total += loss.detach().float() / options.accumulation
+            if not accelerator.sync_gradients:
+                continue
+            if on_gradients is not None:
+                on_gradients(step, trained)
+            norm = accelerator.clip_grad_norm_(trained.parameters(), options.max_gradient_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        # Reading the numbers waits for the device, so the clock stops when the step is done.
+        losses.append(accelerator.reduce(total, "mean").item())
+        norms.append(getattr(norm, "full_tensor", lambda norm=norm: norm)().item())
+        seconds.append(time.perf_counter() - began)
         if on_step is not None:
-            on_step(len(steps) - 1, step.loss)
-        if not (math.isfinite(step.loss) and math.isfinite(step.gradient_norm)):
+            on_step(step, losses[-1])
+        if not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
             break
-    tokens, labels = steps[-1].batch
+    tokens, targets = map(torch.cat, zip(*parts, strict=True))  # the same in any order and grouping
     with torch.no_grad():
-        evaluated = prepared.model.eval()(input_ids=tokens, labels=labels, use_cache=False).loss
-    prepared.model.train()
+        evaluated = trained.eval()(input_ids=tokens, labels=targets, use_cache=False).loss
+    trained.train()
     if on_end is not None:
-        on_end(prepared.model)
+        on_end(trained)
     if accelerator.device.type != "cpu":  # it collects garbage, which takes longer than a tiny model's training
         accelerator.free_memory()
     return TrainingResult(
-        losses=tuple(step.loss for step in steps),
-        gradient_norms=tuple(step.gradient_norm for step in steps),
-        seconds_per_step=statistics.median([step.seconds for step in steps[1:] or steps]),
-        memory_bytes=saved.bytes() if saved else torch.cuda.max_memory_allocated(accelerator.device),
+        losses=tuple(losses),
+        gradient_norms=tuple(norms),
+        seconds_per_step=statistics.median(seconds[1:] or seconds),
+        memory_bytes=torch.cuda.max_memory_allocated(accelerator.device) if on_gpu else 0,
         evaluation_loss=accelerator.reduce(evaluated.float(), "mean").item(),
     )
 
@@ -160,131 +195,103 @@ def masked_labels(sequences: Tensor, step_size: int, *, few: bool = False) -> Te
     return sequences.masked_fill(places < beginnings[:, None], IGNORED)
 
 
-class _Prepared(NamedTuple):
-    """The model, optimizer and batches that accelerate has prepared for a training loop."""
-
-    model: Any
-    optimizer: Any
-    batches: Iterable[Sequence[Tensor]]
-    schedule: Any
+TRIM = 0.01
+"""The share of the weights, those furthest apart, that is left out of a drift. AdamW moves a weight by the sign of its
+gradient, more or less. If the gradient is all but zero the sign is luck, and a few such weights would be all that a
+distance is made of. A wrong kernel moves more than a hundredth of them."""
 
 
-def _prepare(
-    model: nn.Module, sequences: Tensor, labels: Tensor, options: TrainingOptions, accelerator: Accelerator
-) -> _Prepared:
-    count = options.steps * options.batch_size * accelerator.num_processes
-    # FSDP2 that was asked for on CPUs, for which accelerate would take DDP.
-    shards_here = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    shards_here &= accelerator.distributed_type == DistributedType.MULTI_CPU
-    if shards_here:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+@dataclass(frozen=True)
+class RunTensors(TrainingResult):
+    """One run with its tensors, which are on the CPU.
 
-        mesh = init_device_mesh("cpu", (accelerator.num_processes,))
-        for module in (*layers_of(model).values(), model):
-            fully_shard(module, mesh=mesh)
-    optimizer = torch.optim.AdamW(
-        # With its initial rate given, the schedule can begin at its second value: the first one is zero.
-        [{"params": [p for p in model.parameters() if p.requires_grad], "initial_lr": options.learning_rate}],
-        lr=options.learning_rate,
-        weight_decay=options.weight_decay,
-    )
-    batches: Any = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(sequences[:count], labels[:count]),
-        batch_size=options.batch_size // options.accumulation,
-    )
-    if shards_here:
-        # In this mode a model is given mixed precision and nothing else.
-        model = accelerator.prepare_model(model, evaluation_mode=True)
-        optimizer, batches = accelerator.prepare(optimizer, batches)
-    else:
-        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-    schedule = get_constant_schedule_with_warmup(optimizer, options.warmup_steps, last_epoch=0)
-    return _Prepared(model, optimizer, batches, schedule)
-
-
-class _Step(NamedTuple):
-    """An optimizer step: its numbers, and its sequences with labels, the same in any order and grouping."""
-
-    loss: float
-    gradient_norm: float
-    seconds: float
-    batch: tuple[Tensor, ...]
-
-
-def _steps(
-    prepared: _Prepared,
-    options: TrainingOptions,
-    accelerator: Accelerator,
-    metered: Callable[[], contextlib.AbstractContextManager[None]],
-    cut: Callable[[Tensor, int], Tensor],
-    counts: Sequence[int],
-    on_gradients: Callable[[int, nn.Module], object] | None,
-) -> Iterator[_Step]:
-    """Train, and give each step when it is done; forwards of the first one run ``metered``.
-
-    ``counts``: the number of labels in each step, of all processes, if the model is given it.
-    """
-    model, done, began = prepared.model, 0, None
-    total, batches = torch.zeros((), device=accelerator.device), []
-    for batch in prepared.batches:
-        began = time.perf_counter() if began is None else began
-        tokens, labels = (cut(part, done) for part in batch)
-        batches.append((tokens, labels))
-        how = {"num_items_in_batch": torch.tensor(counts[done], device=tokens.device)} if counts else {}
-        with accelerator.accumulate(model):
-            # Counting costs time, so it is done in the step whose time is left out.
-            with contextlib.nullcontext() if done else metered():
-                loss = model(input_ids=tokens, labels=labels, use_cache=False, **how).loss
-            if counts:  # its share of the step's mean, which is divided once more by each of these
-                loss = loss * (options.accumulation * accelerator.num_processes)
-            accelerator.backward(loss)
-            total += loss.detach().float() / options.accumulation
-            if not accelerator.sync_gradients:
-                continue
-            if on_gradients is not None:
-                on_gradients(done, model)
-            norm = accelerator.clip_grad_norm_(model.parameters(), options.max_gradient_norm)
-            prepared.optimizer.step()
-            prepared.optimizer.zero_grad()
-            prepared.schedule.step()
-        # Reading the numbers waits for the device, so the clock stops when the step is done.
-        mean = accelerator.reduce(total, "mean").item()
-        whole = getattr(norm, "full_tensor", lambda norm=norm: norm)().item()
-        yield _Step(mean, whole, time.perf_counter() - began, tuple(map(torch.cat, zip(*batches, strict=True))))
-        done, began, total, batches = done + 1, None, torch.zeros_like(total), []
-
-
-class SavedForBackward:
-    """Counts the bytes that autograd keeps for the backward pass in the first forward, without the parameters.
-
-    Each storage counts once. Later forwards run without the hook, as they would in any other training, and so do all
-    of a model that recomputes: its own hooks give way to others.
+    Attributes:
+        outputs: of each layer and of the model, for one micro-batch at the initial weights, in the order they run in.
+        output_gradients: of the loss with respect to them.
+        gradients: of each trained parameter in the first step, before clipping.
+        initial: the trained parameters before the first step.
+        final: the same after the last.
+        rounding: half an eps of the parameters.
+        norm_weights: names of the trained norm weights.
+        sites: how many sites of each kind were fused, and how many blocks read norms by outputs of their own.
+        not_seen: fused sites, with their kinds, that ran stock code in the first micro-batch, or that compiled code has
+            no operator for.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        # A sharded parameter has no storage of its own, only its shard has.
-        shards = (getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters())
-        self._parameters = {shard.untyped_storage().data_ptr() for shard in shards}
-        self._sizes: dict[int, int] = {}
-        self._is_done = any(getattr(module, "fused_norm_recompute", False) for module in model.modules())
+    outputs: Mapping[str, Tensor]
+    output_gradients: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    initial: Mapping[str, Tensor]
+    final: Mapping[str, Tensor]
+    rounding: float
+    norm_weights: tuple[str, ...]
+    sites: Mapping[str, int]
+    not_seen: tuple[str, ...]
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        if self._is_done:
-            yield
-            return
-        self._is_done = True
-        # What is kept stays alive until the backward, so no two of these storages share an address.
-        with torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor):
-            yield
 
-    def _count(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._parameters:
-            self._sizes[storage.data_ptr()] = storage.nbytes()
-        # A saved output that is returned itself would keep its own graph alive for ever.
-        return tensor.detach()
+@dataclass(frozen=True)
+class RunRecord(TrainingResult):
+    """One run as numbers: its losses and costs, and how far it was from the stock run.
 
-    def bytes(self) -> int:
-        return sum(self._sizes.values())
+    Attributes:
+        sites: how many sites of each kind were fused, and how many blocks read norms by outputs of their own.
+        moved: how far each norm weight went from its start, relative to its size; 0 for one that did not move.
+        constant: norm weights that started as one number throughout, which hides a wrong cast.
+        outputs, output_gradients, gradients: relative distances from the stock run's.
+        output_gradient_slopes, gradient_slopes: how far from one the slope is of a line through them over the stock
+            run's: what they have in common, which a distance does not see among roundings.
+        drifts: distance of the final parameters from the stock run's, relative to how far those had moved, the share
+            ``TRIM`` that is farthest apart, and ``TRIMMED`` numbers at least, left out.
+        drift_roundings: how far a parameter drifts by one rounding of each weight: half an eps of its size over how far
+            it moved.
+    """
+
+    sites: Mapping[str, int]
+    moved: Mapping[str, float]
+    constant: tuple[str, ...] = ()
+    outputs: Mapping[str, float] = field(default_factory=dict)
+    output_gradients: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    output_gradient_slopes: Mapping[str, float] = field(default_factory=dict)
+    gradient_slopes: Mapping[str, float] = field(default_factory=dict)
+    drifts: Mapping[str, float] = field(default_factory=dict)
+    drift_roundings: Mapping[str, float] = field(default_factory=dict)
+
+
+def record_run(run: RunTensors, stock: RunTensors) -> RunRecord:
+    """The numbers of a run, compared with those of the stock run, which may be the same."""
+    stock_drifts = {name: value - stock.initial[name] for name, value in stock.final.items()}
+    drifts = {name: value - stock.initial[name] for name, value in run.final.items()}
+    return RunRecord(
+        **{each.name: getattr(run, each.name) for each in fields(TrainingResult)},
+        sites=run.sites,
+        moved={
+            name: ratio((run.final[name] - run.initial[name]).norm().item(), run.initial[name].norm().item())
+            for name in run.norm_weights
+        },
+        constant=tuple(name for name in run.norm_weights if run.initial[name].unique().numel() == 1),
+        outputs=distances(run.outputs, stock.outputs),
+        output_gradients=distances(run.output_gradients, stock.output_gradients),
+        gradients=distances(run.gradients, stock.gradients),
+        output_gradient_slopes=slope_errors(run.output_gradients, stock.output_gradients),
+        gradient_slopes=slope_errors(run.gradients, stock.gradients),
+        drifts=distances(drifts, stock_drifts, trim=TRIM),
+        drift_roundings={
+            name: ratio(run.rounding * run.initial[name].norm().item(), way.norm().item())
+            for name, way in drifts.items()
+            if way.any()
+        },
+    )
+
+
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that are trained, under the names they have without wrappers."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name.removeprefix("module."), parameter
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """A copy on the CPU in fp32, of the whole of a sharded tensor; every process has to ask for it."""
+    whole = getattr(tensor, "full_tensor", lambda: tensor)()
+    return whole.detach().to("cpu", torch.float32, copy=True)

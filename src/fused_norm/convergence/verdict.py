@@ -15,13 +15,14 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 
 from .call_checks import CallRecord
-from .comparison import FROZEN_NORMS, PRECISIONS
-from .run_record import RunRecord
+from .comparison import FROZEN_NORMS, PRECISIONS, Comparison
+from .training import RunRecord
 
 Status = Literal["green", "red", "invalid"]
 
@@ -203,6 +204,33 @@ class Verdict:
         """The check, of this measure or of all, that takes most of its bound."""
         mine = [check for check in self.checks if measure in (None, check.measure)]
         return max(mine, key=lambda check: check.share, default=None)
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """One comparison after its runs.
+
+    Attributes:
+        comparison: what was compared.
+        stock, controls, fused: the runs as numbers; None and empty if they were not made.
+        calls: how far the fused calls are from the stock modules.
+        error: why the comparison could not be made.
+    """
+
+    comparison: Comparison
+    stock: RunRecord | None = None
+    controls: tuple[RunRecord, ...] = ()
+    fused: RunRecord | None = None
+    calls: CallRecord | None = None
+    error: str | None = None
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The verdict on the fused run and its calls."""
+        if self.stock is None or (self.fused is None and self.calls is None):
+            return Verdict("invalid", (self.error or "not run",), ())
+        precision, execution = self.comparison.precision, self.comparison.execution
+        return judge(precision, self.stock, self.controls, self.fused, self.calls, execution=execution)
 
 
 def judge(

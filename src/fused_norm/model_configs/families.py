@@ -117,11 +117,6 @@ class Family:
         """Whether the sites of a model of this config are those of the row."""
         return all(bool(getattr(config, name, None)) == bool(self.tiny.get(name)) for name in self.variant)
 
-    @property
-    def layers_differ(self) -> bool:
-        """Whether its decoder layers have other sites than each other, or norms of more than one spec."""
-        return bool(self.specs or self.layers_of_type or self.last_layers)
-
     def layer(self, index: int, config: Any) -> Family:
         """The family as the decoder layer of this number has it, in a model of this config."""
         other: dict[str, Any] = {}
@@ -152,8 +147,12 @@ class Family:
         return {kind: counts[kind] for kind in KINDS if kind in counts}
 
     def tiny_arguments(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """``tiny`` with some arguments replaced; types of layers go on by turns in a model of more layers."""
-        arguments = copy.deepcopy(dict(self.tiny)) | dict(overrides)  # a config keeps the lists that it is given
+        """``tiny``, with the eps of ``spec``, and some arguments replaced.
+
+        Types of layers go on by turns in a model of more layers.
+        """
+        # A config keeps the lists that it is given.
+        arguments = {"rms_norm_eps": self.spec.eps} | copy.deepcopy(dict(self.tiny)) | dict(overrides)
         if "layer_types" in self.tiny and "layer_types" not in overrides:
             types = itertools.cycle(self.tiny["layer_types"])
             arguments["layer_types"] = list(itertools.islice(types, arguments["num_hidden_layers"]))
@@ -178,6 +177,27 @@ _FOUR_NORMS: Mapping[str, Any] = MappingProxyType(
 )
 """A layer that also normalises what its attention and its MLP return."""
 
+_OLMO: Mapping[str, Any] = MappingProxyType(
+    {
+        "spec": NormSpec("gemma", eps=1e-6, casts_weight=False),
+        "layer_norms": _FOUR_NORMS["sandwich_norms"],
+        "residual_norms": (),
+        "sandwich_norms": _FOUR_NORMS["sandwich_norms"],
+        "qk_norms": _QK_NORMS,
+        "joins_residual": False,
+    }
+)
+_OLMO_SIZES: Mapping[str, Any] = MappingProxyType(
+    {
+        "intermediate_size": 136,
+        # At the config's 0.02 the norms of q and k divide by so little that stock gradients overflow in fp16.
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+)
+
 _GEMMA_SPEC = NormSpec("gemma", zero_centered=True, eps=1e-6)
 
 _EXPERTS: tuple[str, Kind] = ("mlp.experts", "experts")
@@ -201,7 +221,6 @@ _DELTA_NET_SIZES: Mapping[str, Any] = MappingProxyType(
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 20,
         "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6,
     }
 )
 
@@ -212,12 +231,12 @@ def _tiny(**kwargs: Any) -> Mapping[str, Any]:
     return MappingProxyType(sizes | heads | kwargs)
 
 
-# Widths are no powers of two, so that a kernel's masks have something to mask; eps is the one the released models use.
+# Widths are no powers of two, so that a kernel's masks have something to mask; eps is that of the released models.
 _FAMILIES = (
     Family(
         model_type="llama",
         spec=NormSpec("llama", eps=1e-5),
-        tiny=_tiny(intermediate_size=136, tie_word_embeddings=False, rms_norm_eps=1e-5),
+        tiny=_tiny(intermediate_size=136, tie_word_embeddings=False),
         shapes=(
             Shape("meta-llama/Llama-3.2-1B", 2048, 16, 32, 8, 64, 8192, 128256, True),
             Shape("meta-llama/Llama-3.2-3B", 3072, 28, 24, 8, 128, 8192, 128256, True),
@@ -228,7 +247,7 @@ _FAMILIES = (
     Family(
         model_type="mistral",
         spec=NormSpec("llama", eps=1e-5),
-        tiny=_tiny(head_dim=20, intermediate_size=136, sliding_window=16, tie_word_embeddings=False, rms_norm_eps=1e-5),
+        tiny=_tiny(head_dim=20, intermediate_size=136, sliding_window=16, tie_word_embeddings=False),
         shapes=(
             Shape("mistralai/Mistral-7B-v0.1", 4096, 32, 32, 8, 128, 14336, 32000, False),
             Shape("mistralai/Mistral-7B-v0.3", 4096, 32, 32, 8, 128, 14336, 32768, False),
@@ -237,13 +256,13 @@ _FAMILIES = (
     Family(
         model_type="granite",  # its layers multiply a branch before they add it
         spec=NormSpec("llama", eps=1e-5),
-        tiny=_tiny(intermediate_size=136, tie_word_embeddings=True, rms_norm_eps=1e-5, residual_multiplier=0.22),
+        tiny=_tiny(intermediate_size=136, tie_word_embeddings=True, residual_multiplier=0.22),
     ),
     Family(
         model_type="qwen3",
         spec=NormSpec("llama", eps=1e-6),
         qk_norms=_QK_NORMS,
-        tiny=_tiny(head_dim=24, intermediate_size=136, tie_word_embeddings=True, rms_norm_eps=1e-6),
+        tiny=_tiny(head_dim=24, intermediate_size=136, tie_word_embeddings=True),
         shapes=(
             Shape("Qwen/Qwen3-0.6B", 1024, 28, 16, 8, 128, 3072, 151936, True),
             Shape("Qwen/Qwen3-1.7B", 2048, 28, 16, 8, 128, 6144, 151936, True),
@@ -267,7 +286,6 @@ _FAMILIES = (
             num_experts_per_tok=2,
             mlp_only_layers=[0],
             tie_word_embeddings=False,
-            rms_norm_eps=1e-6,
         ),
         shapes=(
             Shape("Qwen/Qwen3-30B-A3B", 2048, 48, 32, 4, 128, 6144, 151936, False),
@@ -277,9 +295,7 @@ _FAMILIES = (
     Family(
         model_type="gemma",
         spec=_GEMMA_SPEC,
-        tiny=_tiny(
-            head_dim=20, intermediate_size=136, num_key_value_heads=1, tie_word_embeddings=True, rms_norm_eps=1e-6
-        ),
+        tiny=_tiny(head_dim=20, intermediate_size=136, num_key_value_heads=1, tie_word_embeddings=True),
         shapes=(
             Shape("google/gemma-2b", 2048, 18, 8, 1, 256, 16384, 256000, True),
             Shape("google/gemma-7b", 3072, 28, 16, 16, 256, 24576, 256000, True),
@@ -299,7 +315,6 @@ _FAMILIES = (
             final_logit_softcapping=30.0,
             attn_implementation="eager",
             tie_word_embeddings=True,
-            rms_norm_eps=1e-6,
         ),
         shapes=(
             Shape("google/gemma-2-2b", 2304, 26, 8, 4, 256, 9216, 256000, True),
@@ -321,7 +336,6 @@ _FAMILIES = (
             sliding_window=16,
             sliding_window_pattern=3,
             tie_word_embeddings=True,
-            rms_norm_eps=1e-6,
         ),
         shapes=(
             Shape("google/gemma-3-1b-pt", 1152, 26, 4, 1, 256, 6912, 262144, True),
@@ -357,67 +371,31 @@ _FAMILIES = (
             vocab_size_per_layer_input=_VOCAB,
             final_logit_softcapping=30.0,
             tie_word_embeddings=True,
-            rms_norm_eps=1e-6,
         ),
     ),
     Family(
         model_type="olmo2",
-        spec=NormSpec("gemma", eps=1e-6, casts_weight=False),
-        layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        residual_norms=(),
-        sandwich_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        qk_norms=_QK_NORMS,
-        joins_residual=False,
-        # At the config's 0.02 the norms of q and k divide by so little that stock gradients overflow in fp16.
-        tiny=_tiny(
-            intermediate_size=136,
-            initializer_range=0.2,
-            tie_word_embeddings=False,
-            rms_norm_eps=1e-6,
-            pad_token_id=0,
-            eos_token_id=1,
-        ),
+        **_OLMO,
+        tiny=_tiny(**_OLMO_SIZES),
         shapes=(Shape("allenai/OLMo-2-1124-7B", 4096, 32, 32, 32, 128, 11008, 100352, False),),
     ),
     Family(
         model_type="olmo3",
-        spec=NormSpec("gemma", eps=1e-6, casts_weight=False),
-        layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        residual_norms=(),
-        sandwich_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        qk_norms=_QK_NORMS,
-        joins_residual=False,
-        # Initialised as OLMo 2 is.
-        tiny=_tiny(
-            intermediate_size=136,
-            layer_types=["sliding_attention", "full_attention"],
-            sliding_window=16,
-            initializer_range=0.2,
-            tie_word_embeddings=False,
-            rms_norm_eps=1e-6,
-            pad_token_id=0,
-            eos_token_id=1,
-        ),
+        **_OLMO,
+        tiny=_tiny(**_OLMO_SIZES, layer_types=["sliding_attention", "full_attention"], sliding_window=16),
     ),
     Family(
         model_type="glm4",
         spec=NormSpec("llama", eps=1e-5),
         layer_norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
         sandwich_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
-        tiny=_tiny(
-            head_dim=20,
-            intermediate_size=136,
-            tie_word_embeddings=False,
-            rms_norm_eps=1e-5,
-            pad_token_id=0,
-            eos_token_id=1,
-        ),
+        tiny=_tiny(head_dim=20, intermediate_size=136, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1),
     ),
     Family(
         model_type="ministral3",
         spec=NormSpec("llama", eps=1e-5),
         attention_reads_rotated=False,
-        tiny=_tiny(head_dim=20, intermediate_size=136, tie_word_embeddings=False, rms_norm_eps=1e-5),
+        tiny=_tiny(head_dim=20, intermediate_size=136, tie_word_embeddings=False),
     ),
     Family(
         model_type="gpt_oss",
@@ -432,7 +410,6 @@ _FAMILIES = (
             layer_types=["sliding_attention", "full_attention"],
             sliding_window=16,
             tie_word_embeddings=False,
-            rms_norm_eps=1e-5,
             pad_token_id=0,
             eos_token_id=1,
         ),

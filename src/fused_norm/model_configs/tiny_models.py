@@ -82,10 +82,6 @@ def _add_noise(model: nn.Module, std: float) -> None:
     for module in model.modules():
         is_norm = "norm" in type(module).__name__.lower()
         for name, parameter in module.named_parameters(recurse=False):
-            if is_norm and name == "weight":
-                scale = std
-            elif name.endswith("_proj_bias"):  # [experts, N]
-                scale = std / 3
-            else:
-                continue
-            parameter.add_(torch.randn(parameter.shape, dtype=torch.float32).mul_(scale).to(parameter.dtype))
+            if (is_norm and name == "weight") or name.endswith("_proj_bias"):  # a bias is [experts, N]
+                noise = torch.randn(parameter.shape, dtype=torch.float32) * (std if name == "weight" else std / 3)
+                parameter.add_(noise.to(parameter.dtype))
