@@ -118,9 +118,6 @@ def is_fused(model: nn.Module, **kwargs: Any) -> bool:
     return "linear_cross_entropy" in called
 
 
-# ---- What is computed ----
-
-
 @pytest.mark.parametrize("name", FEW_FAST)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_loss_and_gradients_are_as_near_to_the_truth_as_stocks(name: str, dtype: torch.dtype, device: str) -> None:
@@ -293,9 +290,6 @@ def test_a_backward_may_be_repeated_scaled_and_differentiated(device: str) -> No
         second_grads.append(torch.autograd.grad(sum(grad.square().sum() for grad in first), list(model.parameters())))
     assert_gradients_are_near(fused, own)
     assert_all_near(*second_grads, 1e-4)
-
-
-# ---- Which models have it ----
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -613,9 +607,6 @@ def test_adapters_train_as_without(first: str, device: str) -> None:
     assert is_fused(fused)
 
 
-# ---- When stock code runs, with a reason ----
-
-
 @pytest.mark.parametrize("options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_in_a_wrapper_of_peft_is_called(options: dict[str, Any], tied: bool, device: str, logged: Any) -> None:
@@ -769,9 +760,6 @@ def test_in_compiled_graphs_it_is_stock(device: str) -> None:
     assert type(actual.logits) is Tensor
     expected = own(input_ids=tokens(device), labels=tokens(device), use_cache=False)
     assert relative(actual.loss, expected.loss) < 1e-6
-
-
-# ---- Who calls it ----
 
 
 def test_accelerate_casts_outputs_without_reading_them(device: str, reads: list[str]) -> None:

@@ -256,9 +256,6 @@ def test_threads_recompute_at_once(device: str) -> None:
         assert_same_bits(expected, result)
 
 
-# ---- A single operator, and changes to its output ----
-
-
 class Doubled(torch.autograd.Function):
     """Double the input in place without telling autograd, as Liger's rotary embedding does."""
 
@@ -489,9 +486,6 @@ def test_an_output_is_made_anew_for_another_stream(device: str, monkeypatch: pyt
     assert second is third
 
 
-# ---- Which layers recompute ----
-
-
 def layers_of(model: Any) -> list[bool]:
     return [getattr(layer, "fused_norm_recompute", False) for layer in model.model.layers]
 
@@ -596,9 +590,6 @@ def test_copies_and_pickles_recompute(device: str) -> None:
 def test_the_option_is_one_of_its_levels(wrong: Any) -> None:
     with pytest.raises(TypeError, match=f'recompute must be True, False, "mlp" or "attention", not {wrong!r}'):
         fused_norm.FuseOptions(recompute=wrong)
-
-
-# ---- Several processes ----
 
 
 def sharded(recompute: RecomputeLevel, rank: int, ranks: int) -> list[Tensor]:

@@ -68,9 +68,6 @@ def assert_levels_agree(
         assert_same(actual, results[0])
 
 
-# ---- Dtypes ----
-
-
 def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if dtype is None else torch.autocast(device, dtype)
 
@@ -101,8 +98,6 @@ def test_recomputed_rows_are_the_backwards_own_and_no_part_of_its_graph(device: 
     expected = gradients(gradients(gated(*inputs), inputs, create_graph=True)[0], inputs)[0]
     assert torch.allclose(second, expected, rtol=1e-4, atol=1e-5)
 
-
-# ---- Versions ----
 
 WRITTEN = {"x": 0, "the norm's weight": 1, "a linear's weight": 2}
 
@@ -170,8 +165,6 @@ def test_a_tensor_that_is_kept_as_it_is_and_written_into_between_two_backwards_i
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradients(result, [x, factor])
 
-
-# ---- Tensors that are no longer, or never were, the output of a linear ----
 
 Change = Callable[[Tensor], Tensor]
 
@@ -400,9 +393,6 @@ def test_a_rotation_that_keeps_nothing_is_recomputed_if_both_of_its_inputs_are(
 
     assert_levels_agree(forward, device, levels=(False, True, "mlp", "attention"))
     assert len(products) == (2 if recomputable == "both" else 0)
-
-
-# ---- Rows in another order than the norm's ----
 
 
 @pytest.mark.parametrize("order", ["contiguous", "transposed"])
