@@ -19,17 +19,9 @@ from fused_norm.spec import Kind
 from .models import EXPERTS_ARE_MLPS, counts
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 64,
+}  # fmt: skip
 START, END, IMAGE, VIDEO = 60, 61, 62, 63
 
 

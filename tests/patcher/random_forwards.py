@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import random
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,8 +133,9 @@ class Writer:
     def _choice(self, *choices: Any) -> Any:
         return self.random.choice(choices)
 
-    def _drawn(self, **weights: float) -> str:
-        return self.random.choices(list(weights), list(weights.values()))[0]
+    def _drawn(self, *weighted: tuple[float, Callable[[], str]]) -> str:
+        weights, writers = zip(*weighted, strict=True)
+        return self.random.choices(writers, weights)[0]()
 
     def _name(self) -> str:
         return self.random.choice(NAMES)
@@ -156,37 +158,25 @@ class Writer:
         """Return an expression of a tensor as wide as a token."""
         if depth > 2:
             return self._name()
-        kind = self._drawn(
-            name=4, add=4, norm=4, linear=1, block=2, scale=1, choice=1, walrus=0.7, gate=2, function=0.5, dropout=0.7,
-            inside=0.4, halve=0.3,
-        )  # fmt: skip
-        match kind:
-            case "name":
-                return self._name()
-            case "add":
-                return f"({self._value(depth + 1)} + {self._value(depth + 1)})"
-            case "norm":
-                return f"{self._norm()}({self._value(depth + 1)})"
-            case "linear":
-                return f"self.{self._choice('q', 'up', 'down')}({self._value(depth + 1)})"
-            case "block":
-                return self._call(self._value(depth + 1))
-            case "scale":
-                value = self._value(depth + 1)
-                return self._choice(f"(self.factor * {value})", f"({value} * self.factor)", f"(0.5 * {value})")
-            case "choice":
-                return f"({self._value(depth + 1)} if {self._test()} else {self._value(depth + 1)})"
-            case "walrus":
-                return f"({self._name()} := {self._value(depth + 1)})"
-            case "gate":
-                return self._product(self._value(depth + 1), self._value(depth + 1))
-            case "function":
-                return f"torch.tanh({self._value(depth + 1)})"
-            case "halve":
-                return f"{self._choice('self.halve', 'halve')}({self._value(depth + 1)})"
-            case "dropout":
-                return f"self.dropout({self._value(depth + 1)})"
-        return f"(lambda: {self._value(depth + 1)})()"
+        value = partial(self._value, depth + 1)
+        return self._drawn(
+            (4, self._name),
+            (4, lambda: f"({value()} + {value()})"),
+            (4, lambda: f"{self._norm()}({value()})"),
+            (1, lambda: f"self.{self._choice('q', 'up', 'down')}({value()})"),
+            (2, lambda: self._call(value())),
+            (1, lambda: self._scaled(value())),
+            (1, lambda: f"({value()} if {self._test()} else {value()})"),
+            (0.7, lambda: f"({self._name()} := {value()})"),
+            (2, lambda: self._product(value(), value())),
+            (0.5, lambda: f"torch.tanh({value()})"),
+            (0.7, lambda: f"self.dropout({value()})"),
+            (0.4, lambda: f"(lambda: {value()})()"),
+            (0.3, lambda: f"{self._choice('self.halve', 'halve')}({value()})"),
+        )
+
+    def _scaled(self, value: str) -> str:
+        return self._choice(f"(self.factor * {value})", f"({value} * self.factor)", f"(0.5 * {value})")
 
     def _product(self, gate: str, up: str) -> str:
         act = self._choice(f"self.act({gate})", f"functional.silu({gate})")
@@ -198,68 +188,50 @@ class Writer:
         return self._choice(f"{block}({value})", f"{block}(x={value})", f"{block}({value}, {self._name()})")
 
     def _statement(self, depth: int = 0) -> str:
-        weights = {
-            "assign": 6,
-            "copy": 2,
-            "residual": 7,
-            "branch": 5,
-            "gate": 3,
-            "heads": 1,
-            "pair": 1,
-            "two": 1,
-            "augment": 1,
-        }
-        weights |= {"edit": 0.7, "delete": 0.5}
-        if depth < 2:
-            weights |= {"if": 1.5, "for": 0.8, "try": 0.4, "with": 0.4, "inside": 0.5, "return": 0.3, "while": 0.3}
-        match self._drawn(**weights):
-            case "assign":
-                return f"{self._name()} = {self._value()}"
-            case "copy":
-                return f"{self._name()} = {self._name()}"
-            case "residual":
-                return self._residual()
-            case "branch":
-                return self._branch()
-            case "gate":
-                return self._gate()
-            case "heads":
-                return (
-                    f"{self._name()} = self.query_norm({self._name()})\n{self._name()} = self.key_norm({self._name()})"
-                )
-            case "pair":
-                return f"{self._name()}, {self._name()} = {self._value(1)}, {self._value(1)}"
-            case "two":
-                return f"{self._name()} = {self._name()} = {self._value(1)}"
-            case "augment":
-                return f"{self._name()} {self._choice('+=', '*=')} {self._value(1)}"
-            case "edit":
-                name = self._name()
-                return self._choice(
-                    f"{name}.mul_(0.5)", f"{name}[..., 0] = 0.25", f"{name}.add_({self._name()})",
-                    f"torch.tanh_({name})", f"self.halve({name})", f"halve({name})",
-                    f"{self._name()} = self.halve({name})",
-                )  # fmt: skip
-            case "delete":
-                name = self._name()
-                return f"kept = {name}\ndel {name}\n{name} = kept" if self._is(0.5) else f"kept = {name}\ndel kept"
-            case "if":
-                lines = f"if {self._test()}:\n{self._body(depth)}"
-                return f"{lines}\nelse:\n{self._body(depth)}" if self._is(0.5) else lines
-            case "for":
-                end = self._choice("", f"\n    if {self._name()} is d:\n        break")
-                return f"for _ in range(2):\n{self._body(depth)}{end}"
-            case "while":
-                return f"more = True\nwhile more:\n{self._body(depth)}\n    more = False"
-            case "try":
-                fails = self._choice("", f"\n    if {self._name()} is a:\n        raise ValueError")
-                return f"try:\n{self._body(depth)}{fails}\nexcept ValueError:\n{self._body(depth)}"
-            case "with":
-                return f"with contextlib.suppress(ValueError):\n{self._body(depth)}"
-            case "inside":
-                name = self._name()
-                return f"def {name}_of():\n    return {self._value(1)}\n{self._body(depth, '')}\n{name} = {name}_of()"
-        return f"if {self._test()}:\n    return {self._value(1)}, a, b, c, d"
+        name, value, body = self._name, partial(self._value, 1), partial(self._body, depth)
+        compound = [
+            (1.5, lambda: f"if {self._test()}:\n{body()}" + (f"\nelse:\n{body()}" if self._is(0.5) else "")),
+            (0.8, lambda: self._loop(body)),
+            (0.4, lambda: self._attempt(body)),
+            (0.4, lambda: f"with contextlib.suppress(ValueError):\n{body()}"),
+            (0.5, lambda: self._function(name(), body)),
+            (0.3, lambda: f"if {self._test()}:\n    return {value()}, a, b, c, d"),
+            (0.3, lambda: f"more = True\nwhile more:\n{body()}\n    more = False"),
+        ]
+        return self._drawn(
+            (6, lambda: f"{name()} = {self._value()}"),
+            (2, lambda: f"{name()} = {name()}"),
+            (7, self._residual),
+            (5, self._branch),
+            (3, self._gate),
+            (1, lambda: f"{name()} = self.query_norm({name()})\n{name()} = self.key_norm({name()})"),
+            (1, lambda: f"{name()}, {name()} = {value()}, {value()}"),
+            (1, lambda: f"{name()} = {name()} = {value()}"),
+            (1, lambda: f"{name()} {self._choice('+=', '*=')} {value()}"),
+            (0.7, lambda: self._edit(name())),
+            (0.5, lambda: self._deletion(name())),
+            *(compound if depth < 2 else []),
+        )
+
+    def _edit(self, name: str) -> str:
+        return self._choice(
+            f"{name}.mul_(0.5)", f"{name}[..., 0] = 0.25", f"{name}.add_({self._name()})", f"torch.tanh_({name})",
+            f"self.halve({name})", f"halve({name})", f"{self._name()} = self.halve({name})",
+        )  # fmt: skip
+
+    def _deletion(self, name: str) -> str:
+        return f"kept = {name}\ndel {name}\n{name} = kept" if self._is(0.5) else f"kept = {name}\ndel kept"
+
+    def _loop(self, body: Callable[[], str]) -> str:
+        end = self._choice("", f"\n    if {self._name()} is d:\n        break")
+        return f"for _ in range(2):\n{body()}{end}"
+
+    def _attempt(self, body: Callable[[], str]) -> str:
+        fails = self._choice("", f"\n    if {self._name()} is a:\n        raise ValueError")
+        return f"try:\n{body()}{fails}\nexcept ValueError:\n{body()}"
+
+    def _function(self, name: str, body: Callable[[str], str]) -> str:
+        return f"def {name}_of():\n    return {self._value(1)}\n{body('')}\n{name} = {name}_of()"
 
     def _body(self, depth: int, indent: str = "    ") -> str:
         lines = [self._statement(depth + 1) for _ in range(self.random.randint(1, 3))]

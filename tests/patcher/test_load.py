@@ -1,12 +1,14 @@
-"""The hook at load: the models that it covers or leaves alone, and its removal without a trace."""
+"""The hook at load: the models that it covers or leaves alone, its blocks, and its removal without a trace."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import gc
 import inspect
 import logging
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from transformers import (
 import fused_norm
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
-from .models import sites
+from .models import sites, tokens
 
 HOOKED = ("from_pretrained", "_from_config")
 SITES = sites("qwen3")
@@ -37,6 +39,10 @@ LORA = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=Fa
 
 def descriptors() -> list[object]:
     return [*(vars(PreTrainedModel)[name] for name in HOOKED), vars(BaseTuner)["inject_adapter"]]
+
+
+def adapters(reports: list[fused_norm.PatchReport]) -> list[int]:
+    return [report.counts.get("adapter", 0) for report in reports]
 
 
 def fused_sites(model: nn.Module) -> int:
@@ -70,14 +76,9 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def tokens() -> torch.Tensor:
-    return torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
-
-
 @torch.no_grad()
-def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=tokens).logits
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=tokens(length=9)).logits
 
 
 class Recorder:
@@ -92,10 +93,11 @@ class Recorder:
         return self.result
 
 
-def test_from_pretrained_patches_the_model_it_loads(checkpoint, tokens):
+def test_from_pretrained_patches_the_model_it_loads(checkpoint):
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
-    model = fused_norm.from_pretrained(AutoModelForCausalLM, checkpoint)
-    torch.testing.assert_close(logits(model, tokens), logits(stock, tokens), rtol=1e-5, atol=1e-5)
+    model, info = fused_norm.from_pretrained(AutoModelForCausalLM, checkpoint, output_loading_info=True)
+    assert not info["missing_keys"]
+    torch.testing.assert_close(logits(model), logits(stock), rtol=1e-5, atol=1e-5)
     assert fused_sites(stock) == 0
     assert fused_sites(model) > 0
 
@@ -106,12 +108,6 @@ def test_from_pretrained_passes_every_argument_on_untouched():
     model = fused_norm.from_pretrained(recorder, "name", 7, fused_norm={"qk": False}, **kwargs)
     assert recorder.calls == [(("name", 7), kwargs)]
     assert model is recorder.result
-
-
-def test_from_pretrained_returns_the_loading_info_too(checkpoint):
-    model, info = fused_norm.from_pretrained(AutoModelForCausalLM, checkpoint, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert fused_sites(model) > 0
 
 
 @pytest.mark.parametrize("options", [fused_norm.FuseOptions(qk=False), {"qk": False}])
@@ -167,14 +163,14 @@ def test_on_load_patches_every_way_of_building_a_model(checkpoint, load):
     assert fused_sites(load(checkpoint)) == 0
 
 
-def test_on_load_leaves_dtype_and_weights_as_loaded(checkpoint, tokens):
+def test_on_load_leaves_dtype_and_weights_as_loaded(checkpoint):
     stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     with fused_norm.on_load():
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.state_dict().keys() == stock.state_dict().keys()
     assert all(torch.equal(weight, stock.state_dict()[name]) for name, weight in model.state_dict().items())
-    error = (logits(model, tokens) - logits(stock, tokens)).norm() / logits(stock, tokens).norm()
+    error = (logits(model) - logits(stock)).norm() / logits(stock).norm()
     assert error < torch.finfo(torch.bfloat16).eps
 
 
@@ -185,7 +181,7 @@ def test_on_load_covers_a_model_on_the_meta_device():
     assert reports[0].counts == SITES
 
 
-def test_on_load_covers_offload_to_disk(checkpoint, tokens, tmp_path):
+def test_on_load_covers_offload_to_disk(checkpoint, tmp_path):
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
     places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "disk", "lm_head": "cpu"}
     places |= {f"model.layers.{index}": "disk" for index in range(stock.config.num_hidden_layers)}
@@ -193,19 +189,19 @@ def test_on_load_covers_offload_to_disk(checkpoint, tokens, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(checkpoint, device_map=places, offload_folder=tmp_path)
     assert model.model.norm.weight.is_meta
     assert reports[0].counts["norm"] == SITES["norm"]
-    torch.testing.assert_close(logits(model, tokens), logits(stock, tokens), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(model), logits(stock), rtol=1e-5, atol=1e-5)
 
 
-def test_on_load_covers_the_base_of_an_adapter(checkpoint, adapter, tokens):
+def test_on_load_covers_the_base_of_an_adapter(checkpoint, adapter):
     stock = AutoModelForCausalLM.from_pretrained(adapter)
     with fused_norm.on_load() as reports:
         named_by_the_adapter = AutoModelForCausalLM.from_pretrained(adapter)
         auto_peft = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
         around_a_base = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), adapter)
     assert [report.counts | {"adapter": 0} for report in reports] == [SITES] * 5
-    assert [report.counts["adapter"] for report in reports] == [4, 0, 4, 0, 4], "in a load, and twice behind one"
+    assert adapters(reports) == [4, 0, 4, 0, 4], "in a load, and twice behind one"
     for model in (named_by_the_adapter, auto_peft, around_a_base):
-        torch.testing.assert_close(logits(model, tokens), logits(stock, tokens), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits(model), logits(stock), rtol=1e-5, atol=1e-5)
         assert fused_sites(model) > 0
 
 
@@ -230,7 +226,7 @@ def test_adapters_that_come_inside_on_load_are_fused(checkpoint, put):
     with fused_norm.on_load(qk=False) as reports:
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         put(model)
-    assert [report.counts.get("adapter", 0) for report in reports] == [0, 4]
+    assert adapters(reports) == [0, 4]
     assert [report.counts["qk"] for report in reports] == [0, 0], "with the same options"
 
 
@@ -238,7 +234,7 @@ def test_a_second_adapter_inside_on_load_leaves_layers_with_one_active(checkpoin
     with fused_norm.on_load() as reports:
         model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), LORA)
         model.add_adapter("second", LORA)
-    assert [report.counts["adapter"] for report in reports] == [0, 4, 4]
+    assert adapters(reports) == [0, 4, 4]
 
 
 def test_adapters_of_models_that_a_block_has_not_patched_stay_pefts(checkpoint):
@@ -248,10 +244,64 @@ def test_adapters_of_models_that_a_block_has_not_patched_stay_pefts(checkpoint):
         model = peft.get_peft_model(Qwen3ForCausalLM(tiny_config("qwen3")), LORA)
     assert not reports
     assert fused_sites(model) == 0
+
+
+def test_adapters_that_come_after_their_block_stay_pefts_inside_another_block(checkpoint):
+    with fused_norm.on_load() as outer:
+        with fused_norm.on_load() as reports:
+            model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        peft.inject_adapter_in_model(LORA, model)
+    assert adapters(reports) == adapters(outer) == [0]
+
+
+def test_adapters_get_the_options_of_the_block_that_has_loaded_the_model(checkpoint):
+    with fused_norm.on_load(mlp=False) as reports:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        with fused_norm.on_load(qk=False) as inner:
+            peft.inject_adapter_in_model(LORA, model)
+    assert adapters(reports) == [0, 4]
+    assert [report.counts["mlp"] for report in reports] == [0, 0]
+    assert all(report.counts["rope"] for report in reports)
+    assert inner == []
+
+
+def test_adapters_that_come_while_another_model_is_built_wait_for_it(checkpoint, monkeypatch):
     with fused_norm.on_load() as reports:
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    model = peft.get_peft_model(model, LORA)
-    assert [report.counts["adapter"] for report in reports] == [0], "the block has ended"
+        put = staticmethod(lambda: peft.inject_adapter_in_model(LORA, model))
+        monkeypatch.setattr(Pair, "while_built", put)
+        Pair._from_config(PairConfig())
+    assert [report.model for report in reports] == ["Qwen3ForCausalLM", "Pair"]
+
+
+def test_a_model_is_patched_while_another_thread_is_building_one(checkpoint, monkeypatch):
+    is_built, may_end = threading.Event(), threading.Event()
+
+    def wait():
+        is_built.set()
+        may_end.wait(20)
+
+    monkeypatch.setattr(Pair, "while_built", staticmethod(wait))
+    with fused_norm.on_load(everywhere=True) as reports:
+        thread = threading.Thread(target=lambda: Pair._from_config(PairConfig()))
+        thread.start()
+        assert is_built.wait(20)
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+        assert [report.model for report in reports] == ["Qwen3ForCausalLM"]
+        may_end.set()
+        thread.join()
+    assert [report.model for report in reports] == ["Qwen3ForCausalLM", "Pair"]
+
+
+def test_a_model_that_was_loaded_in_a_block_is_freed_inside_it(checkpoint):
+    with fused_norm.on_load():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        fused_norm.apply_fused_norm(model, recompute=True)
+        model(input_ids=tokens()).logits.sum().backward()
+        held = weakref.ref(model)
+        del model
+        gc.collect()
+        assert held() is None
 
 
 class PairConfig(PretrainedConfig):
@@ -259,14 +309,16 @@ class PairConfig(PretrainedConfig):
 
 
 class Pair(PreTrainedModel):
-    """A model that builds two others when it is built."""
+    """A model that builds two others when it is built, and then calls ``while_built``."""
 
     config_class = PairConfig
+    while_built = staticmethod(lambda: None)
 
     def __init__(self, config: PairConfig) -> None:
         super().__init__(config)
         self.left = AutoModel.from_config(tiny_config("llama"))
         self.right = LlamaForCausalLM._from_config(tiny_config("llama"))
+        type(self).while_built()
         self.post_init()
 
 
@@ -288,20 +340,12 @@ def test_on_load_raises_for_a_model_without_norms_unless_told():
     assert [len(report.fused) for report in reports] == [0]
 
 
-def test_the_hook_goes_away_after_an_exception(tmp_path):
-    before = descriptors()
-    seen = []
-    with pytest.raises(OSError, match="safetensors"), fused_norm.on_load():  # noqa: PT012
-        seen += descriptors()[: len(HOOKED)]
-        Qwen3ForCausalLM.from_pretrained(tmp_path, config=tiny_config("qwen3"))
-    assert all(now is not then for now, then in zip(seen, before[: len(HOOKED)], strict=True))
-
-
-def test_a_failed_load_leaves_the_hook_working(checkpoint, tmp_path):
-    with fused_norm.on_load() as reports:
+def test_a_failed_load_leaves_the_hook_working_and_an_error_in_the_block_leaves_none(checkpoint, tmp_path):
+    with pytest.raises(KeyError), fused_norm.on_load() as reports:  # noqa: PT012
         with pytest.raises(OSError, match="safetensors"):
             Qwen3ForCausalLM.from_pretrained(tmp_path, config=tiny_config("qwen3"))
         AutoModelForCausalLM.from_pretrained(checkpoint)
+        raise KeyError
     assert [report.counts for report in reports] == [SITES]
 
 

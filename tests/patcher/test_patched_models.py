@@ -130,15 +130,6 @@ def test_generation_gives_the_stock_tokens(model_type: str, cache: str | None, d
     assert torch.equal(fused.eval().generate(ids, cache_implementation=cache, **options), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
-def test_a_patched_model_compiles_in_one_graph(model_type: str, device: str) -> None:
-    torch._dynamo.reset()
-    _, fused = twins(model_type, device)
-    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
-    assert_trains_as_stock(fused, compiled, tokens(device))
-
-
 COMPILED = [
     slow("llama", True, "eager"),
     *(slow(name, True, "aot_eager") for name in ("gemma2", "gemma3_text")),

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import linear
 
 from fused_norm.kernels.glu import GLU
+from fused_norm.kernels.lora_add import LORA_ADD
 from fused_norm.kernels.norm import RMS_NORM
 from fused_norm.kernels.operator import norm_spec
 from fused_norm.kernels.qk_norm_rope import ROPE
@@ -34,7 +37,7 @@ def inputs_of(device: str, shape: tuple[int, ...] = (ROWS, WIDTH)) -> list[Tenso
 def gated(x: Tensor, norm: Tensor, first: Tensor, second: Tensor, *biases: Tensor) -> Tensor:
     """Compute a norm, two linears of its output, and their gate."""
     y = RMS_NORM(x, norm, SPEC, None)
-    gate, up = (nn.functional.linear(y, weight, bias) for weight, bias in zip((first, second), biases, strict=False))
+    gate, up = (linear(y, weight, bias) for weight, bias in zip((first, second), biases, strict=False))
     return GLU(gate, up, "silu")
 
 
@@ -63,9 +66,6 @@ def assert_levels_agree(
         results.append([result.detach(), *gradients(result, [x, *rest][:with_gradients])])
     for actual in results[1:]:
         assert_same(actual, results[0])
-
-
-# ---- Dtypes ----
 
 
 def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
@@ -99,8 +99,6 @@ def test_recomputed_rows_are_the_backwards_own_and_no_part_of_its_graph(device: 
     assert torch.allclose(second, expected, rtol=1e-4, atol=1e-5)
 
 
-# ---- Versions ----
-
 WRITTEN = {"x": 0, "the norm's weight": 1, "a linear's weight": 2}
 
 
@@ -123,9 +121,9 @@ def test_what_is_written_into_between_two_backwards_is_noticed(name: str, level:
 def test_an_output_that_is_written_into_between_two_backwards_is_noticed(name: str, level: Any, device: str) -> None:
     def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
         y = RMS_NORM(x, norm, SPEC, None)
-        gate = nn.functional.linear(y, first)
+        gate = linear(y, first)
         outputs.append(y if name == "a norm's output" else gate)
-        return GLU(gate, nn.functional.linear(y, second), "silu")
+        return GLU(gate, linear(y, second), "silu")
 
     for recomputes in (False, level):
         outputs: list[Tensor] = []
@@ -168,40 +166,27 @@ def test_a_tensor_that_is_kept_as_it_is_and_written_into_between_two_backwards_i
         gradients(result, [x, factor])
 
 
-# ---- Tensors that are no longer, or never were, the output of a linear ----
-
 Change = Callable[[Tensor], Tensor]
 
 
-def written_into(z: Tensor) -> Tensor:
-    z.detach().mul_(3)
-    return z
-
-
-def written_into_a_view(z: Tensor) -> Tensor:
-    z.detach()[1:, 3:].mul_(3)
+def tripled(z: Tensor, part: Tensor) -> Tensor:
+    """Write into a part of ``z`` without telling autograd."""
+    part.detach().mul_(3)
     return z
 
 
 def written_into_its_base(z: Tensor) -> Tensor:
-    view = z[1:]
-    z.detach().mul_(3)
+    view = tripled(z[1:], z)
     return torch.cat([view, view[:1]])
 
 
-def in_part_of_a_storage(z: Tensor) -> Tensor:
-    z.data = (z.detach() * 3).repeat(2, 1)[: len(z)]
+def in_other_memory(z: Tensor, memory: Tensor) -> Tensor:
+    z.data = memory
     return z
 
 
-def in_the_last_part_of_a_storage(z: Tensor) -> Tensor:
-    z.data = (z.detach() * 3).repeat(2, 1)[len(z) :]
-    return z
-
-
-def in_another_order(z: Tensor) -> Tensor:
-    z.data = (z.detach() * 3).t().contiguous().t()
-    return z
+def twice(z: Tensor) -> Tensor:
+    return (z.detach() * 3).repeat(2, 1)
 
 
 CHANGED: dict[str, tuple[Change, int]] = {
@@ -210,12 +195,12 @@ CHANGED: dict[str, tuple[Change, int]] = {
     "its rows": (lambda z: z[2:], 2),
     "its columns": (lambda z: z[:, 1:5], 2),
     "transposed": (lambda z: z.t(), 2),
-    "written into": (written_into, 1),
-    "written into a view": (written_into_a_view, 1),
+    "written into": (lambda z: tripled(z, z), 1),
+    "written into a view": (lambda z: tripled(z, z[1:, 3:]), 1),
     "written into its base": (written_into_its_base, 1),
-    "in part of a storage": (in_part_of_a_storage, 1),
-    "in the last part of a storage": (in_the_last_part_of_a_storage, 1),
-    "in another order": (in_another_order, 1),
+    "in part of a storage": (lambda z: in_other_memory(z, twice(z)[:ROWS]), 1),
+    "in the last part of a storage": (lambda z: in_other_memory(z, twice(z)[ROWS:]), 1),
+    "in another order": (lambda z: in_other_memory(z, (z.detach() * 3).t().contiguous().t()), 1),
     "negated": (lambda z: -z, 1),
 }
 """A change of a linear's output before a gate reads it, and how many products are recomputed."""
@@ -230,9 +215,9 @@ def test_an_output_of_a_linear_is_recomputed_only_if_it_is_whole_and_unchanged(
 
     def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor) -> Tensor:
         y = RMS_NORM(x, norm, SPEC, None)
-        read = change(nn.functional.linear(y, first))
+        read = change(linear(y, first))
         rows, columns = read.shape
-        up = nn.functional.linear(y, second)
+        up = linear(y, second)
         up = up[-rows:, :columns] if (rows, columns) != (WIDTH, ROWS) else up.t()
         return GLU(*((read, up) if place == 0 else (up, read)), "silu")
 
@@ -240,58 +225,32 @@ def test_an_output_of_a_linear_is_recomputed_only_if_it_is_whole_and_unchanged(
     assert len(products) == count
 
 
-def packed(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return GLU(nn.functional.linear(y, torch.cat([first, second])), None, "silu")
+def gate_of(y: Tensor, *weights: Tensor) -> Tensor:
+    return GLU(*(linear(y, weight) for weight in weights), "silu")
 
 
-def with_a_computed_bias(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return GLU(nn.functional.linear(y, first, second[0] * 2), nn.functional.linear(y, second), "silu")
-
-
-def of_half_rows(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Let linears read rows of half the width: the norm's output in another shape."""
-    halves = y.view(-1, WIDTH // 2)
-    return GLU(*(nn.functional.linear(halves, weight[:, : WIDTH // 2]) for weight in (first, second)), "silu")
-
-
-def of_some_rows(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return GLU(*(nn.functional.linear(y[3:], weight) for weight in (first, second)), "silu")
-
-
-def of_some_columns(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return GLU(*(nn.functional.linear(y[:, :8], weight[:, :8]) for weight in (first, second)), "silu")
-
-
-def of_another_linear(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    z = nn.functional.linear(y, first)
-    return GLU(nn.functional.linear(z, second), nn.functional.linear(y, second), "silu")
-
-
-def of_the_input(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    z = torch.ones_like(y.detach())
-    return GLU(nn.functional.linear(z, first), nn.functional.linear(y, second), "silu")
-
-
-def in_a_batch(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    y = y.view(2, -1, WIDTH)
-    return GLU(*(nn.functional.linear(y, weight) for weight in (first, second)), "silu")
-
-
-def with_one_twice(y: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    gate = nn.functional.linear(y, first)
-    return GLU(gate, gate, "silu") + second[0] * nn.functional.linear(y, second)
-
-
-READ: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
-    "packed": (packed, 1),
-    "a bias that was computed": (with_a_computed_bias, 1),
-    "rows of half the width": (of_half_rows, 0),
-    "some rows": (of_some_rows, 0),
-    "some columns": (of_some_columns, 0),
-    "a linear behind a linear": (of_another_linear, 1),
-    "a linear of something else": (of_the_input, 1),
-    "in a batch": (in_a_batch, 2),
-    "one twice": (with_one_twice, 1),
+READ: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "packed": (lambda y, *weights: GLU(linear(y, torch.cat(weights)), None, "silu"), 1),
+    "a bias that was computed": (
+        lambda y, first, second: GLU(linear(y, first, second[0] * 2), linear(y, second), "silu"),
+        1,
+    ),
+    "rows of half the width": (lambda y, *weights: gate_of(y.view(-1, 8), *(weight[:, :8] for weight in weights)), 0),
+    "some rows": (lambda y, *weights: gate_of(y[3:], *weights), 0),
+    "some columns": (lambda y, *weights: gate_of(y[:, :8], *(weight[:, :8] for weight in weights)), 0),
+    "a linear behind a linear": (
+        lambda y, first, second: GLU(linear(linear(y, first), second), linear(y, second), "silu"),
+        1,
+    ),
+    "a linear of something else": (
+        lambda y, first, second: GLU(linear(torch.ones_like(y.detach()), first), linear(y, second), "silu"),
+        1,
+    ),
+    "in a batch": (lambda y, *weights: gate_of(y.view(2, -1, WIDTH), *weights), 2),
+    "one twice": (
+        lambda y, first, second: GLU(*[linear(y, first)] * 2, "silu") + second[0] * linear(y, second),
+        1,
+    ),
 }
 """A gate of a norm's output and two weights, and how many products are recomputed."""
 
@@ -307,46 +266,113 @@ def test_products_are_recomputed_of_the_norm_that_they_have_read(name: str, devi
     assert len(products) == count
 
 
-def by_a_factor(y: Tensor, weight: Tensor, bias: Tensor, **factors: float) -> Tensor:
-    return torch.addmm(bias, y, weight, **factors)
+class MatMul4Bit(torch.autograd.Function):
+    """A product whose node has the name of bitsandbytes' own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ ctx.saved_tensors[0], None
 
 
-def behind_another(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return nn.functional.linear(nn.functional.linear(y, weight, bias), weight.detach())
+class LoraAdd(torch.autograd.Function):
+    """A node with the name of ``lora_add``'s that keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
 
 
-def behind_another_in_another_shape(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    halves = nn.functional.linear(y, weight, bias).view(-1, WIDTH // 2)
-    return nn.functional.linear(halves, weight.detach()[:8, :8]).view(-1, WIDTH)
+def with_a_cast_written_into(y: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
+    cast = y.to(BF16)
+    return linear(tripled(cast, cast), weight.to(BF16)).float()
 
 
-def of_nothing_that_is_trained(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return nn.functional.linear(torch.ones_like(y.detach()), weight.detach(), bias)
+def adapted(y: Tensor, weight: Tensor, b: Tensor, *_: Tensor) -> Tensor:
+    x = y.to(BF16)
+    return LORA_ADD(linear(x, weight.to(BF16)), x, b.T[:4].to(BF16).contiguous(), b[:, :4], 0.5)
 
 
-BIASED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
-    "a factor of the product": (partial(by_a_factor, alpha=3), 1),
-    "a factor of the bias": (partial(by_a_factor, beta=3), 1),
-    "factors of one": (partial(by_a_factor, alpha=1, beta=1), 2),
-    "a frozen linear behind another": (behind_another, 3),
+def with_an_adapter_written_into(y: Tensor, weight: Tensor, b: Tensor, _: Tensor, *, dtype: Any = BF16) -> Tensor:
+    own = b.detach().to(dtype, copy=True)
+    return tripled(adapted(y, weight, own), own).float()
+
+
+def under_hooks_of_its_own(y: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda tensor: (tensor.half(), tensor), lambda packed: packed[1]):
+        return linear(y, weight)
+
+
+def behind_another_in_another_shape(y: Tensor, weight: Tensor, _: Tensor, bias: Tensor) -> Tensor:
+    halves = linear(y, weight, bias).view(-1, WIDTH // 2)
+    return linear(halves, weight.detach()[:8, :8]).view(-1, WIDTH)
+
+
+GATES: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "a factor of the product": (lambda y, weight, _, bias: torch.addmm(bias, y, weight, alpha=3), 1),
+    "a factor of the bias": (lambda y, weight, _, bias: torch.addmm(bias, y, weight, beta=3), 1),
+    "factors of one": (lambda y, weight, _, bias: torch.addmm(bias, y, weight, alpha=1, beta=1), 2),
+    "a frozen linear behind another": (
+        lambda y, weight, _, bias: linear(linear(y, weight, bias), weight.detach()),
+        3,
+    ),
     "a frozen linear behind another in another shape": (behind_another_in_another_shape, 1),
-    "a linear of nothing that is trained": (of_nothing_that_is_trained, 1),
+    "a linear of nothing that is trained": (
+        lambda y, weight, _, bias: linear(torch.ones_like(y.detach()), weight.detach(), bias),
+        1,
+    ),
+    "a cast was written into": (with_a_cast_written_into, 1),
+    "a weight was written into": (lambda y, weight, *_: tripled(linear(y, weight), weight), 1),
+    "the sum of a LoRA layer": (lambda *inputs: adapted(*inputs).float(), 2),
+    "an adapter was written into": (with_an_adapter_written_into, 1),
+    "an adapter was written into that was cast before": (
+        partial(with_an_adapter_written_into, dtype=torch.float32),
+        2,
+    ),
+    "another's sum of a LoRA layer": (lambda y, weight, *_: LoraAdd.apply(linear(y, weight)), 1),
+    "a sum by PyTorch": (lambda y, weight, other, _: linear(y, weight) + linear(y, other), 1),
+    "a cast of a cast": (lambda y, weight, *_: linear(y, weight).to(BF16).float(), 2),
+    "other hooks have saved its operands": (under_hooks_of_its_own, 1),
+    "another's product in 4 bits": (lambda y, weight, *_: MatMul4Bit.apply(y, weight.detach()), 1),
+    "x transposed": (lambda y, weight, *_: y.T @ weight, 1),
 }
-"""A function of a norm's output, a weight and a bias, whose result a gate reads, and how many products are computed."""
+"""What a gate reads, a function of a norm's output, two weights and a bias, and how many products are computed."""
 
 
-@pytest.mark.parametrize("name", BIASED)
-def test_products_with_a_bias_or_frozen_weights_are_recomputed_as_they_were_made(
-    name: str, device: str, products: list[Any]
-) -> None:
-    read, count = BIASED[name]
+@pytest.mark.parametrize("name", GATES)
+def test_what_a_gate_reads_is_recomputed_as_it_was_made_or_kept(name: str, device: str, products: list[Any]) -> None:
+    read, count = GATES[name]
 
-    def forward(x: Tensor, norm: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Tensor:
+    def forward(x: Tensor, norm: Tensor, up: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Tensor:
         y = RMS_NORM(x, norm, SPEC, None)
-        return GLU(read(y, first, bias), nn.functional.linear(y, second), "silu")
+        return GLU(read(y, first, second, bias), linear(y, up), "silu")
 
-    assert_levels_agree(forward, device, 5)
+    results = []
+    for level in (False, "mlp"):
+        x, norm, up, first, bias, _ = inputs_of(device, (WIDTH, WIDTH))
+        second = torch.linspace(-1, 1, WIDTH * WIDTH, device=device).view(WIDTH, WIDTH).requires_grad_()
+        result = call_recomputing(forward, x, (norm, up, first, second, bias), {}, level)
+        results.append([result.detach(), *gradients(result, [up])])
+    assert_same(*results)
     assert len(products) == count
+
+
+def test_a_norms_output_that_was_written_into_and_is_gone_is_not_recomputed(device: str) -> None:
+    def forward(x: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
+        y = RMS_NORM(x, norm, SPEC, None)
+        gate, up = (linear(tripled(y, y), weight.detach()) for weight in weights)
+        del y
+        return GLU(gate, up, "silu")
+
+    assert_levels_agree(forward, device, with_gradients=2)
 
 
 @pytest.mark.parametrize("recomputable", ["both", "q", "k", "neither"])
@@ -359,7 +385,7 @@ def test_a_rotation_that_keeps_nothing_is_recomputed_if_both_of_its_inputs_are(
         y = RMS_NORM(x, norm, SPEC, None).view(2, ROWS // 2, WIDTH)
         heads = []
         for name, weight in zip("qk", (first, second), strict=True):
-            z = nn.functional.linear(y, weight)
+            z = linear(y, weight)
             z = z if recomputable in (name, "both") else z * 2
             heads.append(z.view(2, ROWS // 2, 2, 8).transpose(1, 2))
         q, k = ROPE(*heads, cos, sin, 1, False, "half", False, None)
@@ -369,15 +395,12 @@ def test_a_rotation_that_keeps_nothing_is_recomputed_if_both_of_its_inputs_are(
     assert len(products) == (2 if recomputable == "both" else 0)
 
 
-# ---- Rows in another order than the norm's ----
-
-
 @pytest.mark.parametrize("order", ["contiguous", "transposed"])
 def test_a_norms_output_in_another_order_of_memory_is_no_rows_of_a_product(
     order: str, device: str, products: list[Any]
 ) -> None:
     def forward(x: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
         y = RMS_NORM(x if order == "contiguous" else x.transpose(0, 1), norm, SPEC, None)
-        return GLU(*(nn.functional.linear(y, weight) for weight in weights), "silu")
+        return GLU(*(linear(y, weight) for weight in weights), "silu")
 
     assert_levels_agree(forward, device, shape=(2, 5, WIDTH))

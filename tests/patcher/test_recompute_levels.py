@@ -12,17 +12,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import fused_norm
-from fused_norm.kernels.glu import GLU
-from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.norm import RMS_NORM
-from fused_norm.kernels.operator import norm_spec
 from fused_norm.model_configs import build
 from fused_norm.patcher import recompute, recompute_linears
-from fused_norm.patcher.recompute import call_recomputing
 
 from .models import assert_same, loss_of, slow, slow_but, tokens
 from .saved_tensors import recomputed_in, saved_bytes
@@ -33,7 +27,6 @@ LINEARS = 4 if transformers.__version__.startswith("4.") else 5
 
 LEVELS = (False, True, "mlp", "attention")
 BF16 = torch.bfloat16
-SPEC = norm_spec("llama", False, 1e-6)
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
 DROPOUT = {**LORA, "lora_dropout": 0.2}
 WAYS: dict[str, dict[str, Any]] = {
@@ -282,117 +275,3 @@ def test_nothing_that_was_recomputed_outlives_the_backward(device: str) -> None:
     assert len({id(recomputable) for recomputable in recomputables}) >= 8 * model.config.num_hidden_layers
     loss.backward(retain_graph=True)
     assert not any(recomputable._made for recomputable in recomputables)
-
-
-# ---- Graphs that look like those of linears ----
-
-
-class MatMul4Bit(torch.autograd.Function):
-    """A product whose node has the name of bitsandbytes' own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] @ ctx.saved_tensors[0], None
-
-
-class LoraAdd(torch.autograd.Function):
-    """A node with the name of ``lora_add``'s that keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * 2
-
-
-def with_a_cast_written_into(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
-    cast = y.to(BF16)
-    cast.detach().mul_(3)
-    return nn.functional.linear(cast, weight.to(BF16)).float()
-
-
-def with_the_weight_written_into(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
-    result = nn.functional.linear(y, weight)
-    weight.detach().mul_(3)
-    return result
-
-
-def adapted(y: Tensor, weight: Tensor, b: Tensor) -> Tensor:
-    x = y.to(BF16)
-    return LORA_ADD(nn.functional.linear(x, weight.to(BF16)), x, b.T[:4].to(BF16).contiguous(), b[:, :4], 0.5)
-
-
-def with_an_adapter_written_into(y: Tensor, weight: Tensor, b: Tensor, *, dtype: torch.dtype = BF16) -> Tensor:
-    own = b.detach().to(dtype, copy=True)
-    result = adapted(y, weight, own)
-    own.mul_(3)
-    return result.float()
-
-
-def under_hooks_of_its_own(y: Tensor, weight: Tensor, _: Tensor) -> Tensor:
-    with saved_tensors_hooks(lambda tensor: (tensor.half(), tensor), lambda packed: packed[1]):
-        return nn.functional.linear(y, weight)
-
-
-GRAPHS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
-    "a cast was written into": (with_a_cast_written_into, 1),
-    "a weight was written into": (with_the_weight_written_into, 1),
-    "the sum of a LoRA layer": (lambda y, weight, b: adapted(y, weight, b).float(), 2),
-    "an adapter was written into": (with_an_adapter_written_into, 1),
-    "an adapter was written into that was cast before": (
-        partial(with_an_adapter_written_into, dtype=torch.float32),
-        2,
-    ),
-    "another's sum of a LoRA layer": (lambda y, weight, _: LoraAdd.apply(nn.functional.linear(y, weight)), 1),
-    "a sum by PyTorch": (lambda y, first, second: nn.functional.linear(y, first) + nn.functional.linear(y, second), 1),
-    "a cast of a cast": (lambda y, weight, _: nn.functional.linear(y, weight).to(BF16).float(), 2),
-    "other hooks have saved its operands": (under_hooks_of_its_own, 1),
-    "another's product in 4 bits": (lambda y, weight, _: MatMul4Bit.apply(y, weight.detach()), 1),
-    "alpha": (lambda y, weight, bias: torch.addmm(bias[0], y, weight, alpha=3), 1),
-    "x transposed": (lambda y, weight, _: y.T @ weight, 1),
-}
-"""A gate's input, of a norm's output and two weights, and how many products its backward recomputes."""
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_what_only_looks_like_a_linear_is_kept(name: str, device: str, products: list[Any]) -> None:
-    gate_of, count = GRAPHS[name]
-
-    def forward(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Tensor:
-        y = RMS_NORM(x, norm_weight, SPEC, None)
-        up = nn.functional.linear(y, weights[0])
-        return GLU(gate_of(y, *weights[1:]), up, "silu")
-
-    results = []
-    for level in (False, "mlp"):
-        torch.manual_seed(3)
-        x, *weights = (torch.randn(16, 16, device=device, requires_grad=True) for _ in range(4))
-        norm_weight = torch.randn(16, device=device, requires_grad=True)
-        result = call_recomputing(forward, x, (norm_weight, *weights), {}, level)
-        results.append([result.detach(), *torch.autograd.grad(result.square().sum(), weights[0])])
-    assert_same(*results)
-    assert len(products) == count
-
-
-def test_a_norms_output_that_was_written_into_and_is_gone_is_not_recomputed(device: str) -> None:
-    def forward(x: Tensor, norm_weight: Tensor, *weights: Tensor) -> Tensor:
-        y = RMS_NORM(x, norm_weight, SPEC, None)
-        y.detach().mul_(3)
-        gate, up = (nn.functional.linear(y, weight) for weight in weights)
-        del y
-        return GLU(gate, up, "silu")
-
-    x, norm_weight = (torch.randn(shape, device=device, requires_grad=True) for shape in ((4, 16), (16,)))
-    frozen = torch.randn(2, 16, 16, device=device).unbind()
-    results = []
-    for level in (False, "mlp"):
-        result = call_recomputing(forward, x, (norm_weight, *frozen), {}, level)
-        results.append(torch.autograd.grad(result.sum(), [x, norm_weight]))
-    assert_same(*results)

@@ -40,70 +40,7 @@ from .rotary import (
     with_positions,
 )
 
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def test_the_half_rotation_is_known_in_every_dtype() -> None:
-    rotation = recognise_rotation(full)
-    assert rotation.function is full
-    assert {(FP32, FP32), (BF16, BF16), (torch.float16, torch.float16), (BF16, FP32), (FP32, BF16)} <= set(
-        rotation.dtypes
-    )
-    assert not rotation.partial
-    assert recognise_rotation(full_of_qwen3).dtypes == rotation.dtypes
-
-
-def test_a_rotation_of_the_first_elements_is_partial() -> None:
-    assert recognise_rotation(partial).partial
-
-
-def test_a_rotation_that_casts_is_known_only_where_the_cast_does_nothing() -> None:
-    rotation = recognise_rotation(rounding)
-    assert (BF16, FP32) not in rotation.dtypes
-    assert (FP32, FP32) in rotation.dtypes
-    assert (BF16, FP32) in rotation.single_rounding_dtypes
-    assert not rotation.tokens_first
-
-
-def test_a_rotation_may_have_the_angles_of_one_half() -> None:
-    rotation = recognise_rotation(halved)
-    assert rotation.angles is half_cos_sin
-    assert not rotation.partial
-    assert rotation.dtypes == recognise_rotation(full).dtypes
-    assert recognise_rotation(full).angles is full_cos_sin
-
-
-def test_the_rotation_of_vision_towers_has_tokens_first_and_rounds_once() -> None:
-    rotation = recognise_rotation(vision)
-    assert rotation.tokens_first
-    assert rotation.dtypes == ((FP32, FP32), (FP32, BF16), (FP32, torch.float16))
-    assert {(BF16, BF16), (BF16, FP32), (torch.float16, torch.float16)} <= set(rotation.single_rounding_dtypes)
-
-
-@pytest.mark.parametrize(
-    ("function", "layout", "angles_by_pair", "is_partial"),
-    [
-        (full, "half", False, False),
-        (interleaved, "interleaved", False, False),
-        (interleaved_in_fp32, "interleaved", False, False),
-        (by_pair, "interleaved", True, False),
-        (by_pair_in_fp32, "interleaved", True, False),
-        (first_by_pair, "interleaved", True, True),
-        (deinterleaved, "deinterleaved", not EXPERTS_ARE_MLPS, False),
-        (turns_views, "deinterleaved", False, False),
-    ],
-)
-def test_a_rotation_may_turn_neighbours(function, layout, angles_by_pair, is_partial) -> None:
-    rotation = recognise_rotation(function)
-    assert (rotation.layout, rotation.angles_by_pair, rotation.partial) == (layout, angles_by_pair, is_partial)
-    assert rotation.fits_qk_norm == (layout == "half")
-    rounded_once = function in (interleaved_in_fp32, by_pair_in_fp32)
-    assert (BF16, BF16) in (rotation.single_rounding_dtypes if rounded_once else rotation.dtypes)
-
-
-def test_neighbours_may_have_the_angles_of_pairs_alone() -> None:
-    rotation = recognise_rotation(of_pairs)
-    assert (rotation.angles, rotation.layout, rotation.angles_by_pair) == (half_cos_sin, "interleaved", True)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def fp32_inside(q, k, cos, sin, unsqueeze_dim=1):
@@ -116,11 +53,43 @@ def fp64_inside(q, k, cos, sin, unsqueeze_dim=1):
     return tuple((x.double() * cos + half(x.double()) * sin).to(x.dtype) for x in (q, k))
 
 
-def test_rounding_once_is_told_from_rounding_each_step() -> None:
-    rotation = recognise_rotation(fp32_inside)
-    assert rotation.dtypes == ((FP32, FP32), (FP32, BF16), (FP32, torch.float16))
-    assert (BF16, BF16) in rotation.single_rounding_dtypes
-    assert not set(rotation.dtypes) & set(rotation.single_rounding_dtypes)
+EACH_STEP = frozenset(
+    {(FP32, FP32), (BF16, BF16), (FP16, FP16), (BF16, FP32), (FP16, FP32), (FP32, BF16), (FP32, FP16)}
+)
+WIDE_ANGLES, WIDE_HEADS = (
+    frozenset({(BF16, FP32), (FP16, FP32)}),
+    frozenset({(FP32, dtype) for dtype in (FP32, BF16, FP16)}),
+)
+KNOWN = [
+    (full, {}, EACH_STEP),
+    (full_of_qwen3, {}, EACH_STEP),
+    (partial, {"partial": True}, EACH_STEP),
+    (halved, {"angles": half_cos_sin}, EACH_STEP),
+    (rounding, {}, EACH_STEP - WIDE_ANGLES),  # a cast that does something only there
+    (fp32_inside, {}, WIDE_HEADS),
+    (vision, {"tokens_first": True}, WIDE_HEADS),
+    (interleaved, {"layout": "interleaved"}, EACH_STEP),
+    (interleaved_in_fp32, {"layout": "interleaved"}, WIDE_HEADS),
+    (by_pair, {"layout": "interleaved", "angles_by_pair": True}, EACH_STEP),
+    (by_pair_in_fp32, {"layout": "interleaved", "angles_by_pair": True}, WIDE_HEADS),
+    (first_by_pair, {"layout": "interleaved", "angles_by_pair": True, "partial": True}, EACH_STEP),
+    (of_pairs, {"layout": "interleaved", "angles_by_pair": True, "angles": half_cos_sin}, EACH_STEP),
+    (deinterleaved, {"layout": "deinterleaved", "angles_by_pair": not EXPERTS_ARE_MLPS}, EACH_STEP),
+    (turns_views, {"layout": "deinterleaved"}, EACH_STEP),
+]
+"""Functions, how they differ from Llama's, and the dtypes in which they round each step; in others they round once."""
+LLAMAS = {
+    "angles": full_cos_sin, "layout": "half", "angles_by_pair": False, "partial": False, "tokens_first": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "differs", "dtypes"), KNOWN)
+def test_a_rotation_is_known_with_its_layout_its_angles_and_its_rounding(function, differs, dtypes) -> None:
+    rotation = recognise_rotation(function)
+    assert rotation.function is function
+    assert {name: getattr(rotation, name) for name in LLAMAS} == LLAMAS | differs
+    assert (set(rotation.dtypes), set(rotation.single_rounding_dtypes)) == (dtypes, EACH_STEP - dtypes)
+    assert rotation.fits_qk_norm == (differs in ({}, {"partial": True}))
 
 
 def of_other_sections(q, k, cos, sin, sections, unsqueeze_dim=1):
@@ -155,16 +124,10 @@ def test_what_comes_after_sin_may_tell_the_angles(function, angles) -> None:
     assert rotation.dtypes == recognise_rotation(full).dtypes
 
 
-OF_OTHER_ANGLES = (
-    of_other_sections,
-    of_as_many_as_the_first,
-    of_as_many_as_the_last,
-    of_the_next_positions,
-    with_sin_at_its_place,
+@pytest.mark.parametrize(
+    "function",
+    [of_other_sections, of_as_many_as_the_first, of_as_many_as_the_last, of_the_next_positions, with_sin_at_its_place],
 )
-
-
-@pytest.mark.parametrize("function", OF_OTHER_ANGLES)
 def test_other_angles_are_refused(function) -> None:
     with pytest.raises(UnrecognisedError, match="does not compute a rotation of pairs of q and k"):
         recognise_rotation(function, 5)
