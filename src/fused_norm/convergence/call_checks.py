@@ -58,6 +58,7 @@ _PACKED, _LARGE = 64, 8.0
 numbers are larger, and gradients smaller: the gates of an untrained model are near zero, where all activations are
 alike."""
 
+
 @dataclass(frozen=True)
 class CallRecord:
     """Distances of fused calls from the stock modules, by the call's name and what was special about it.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,12 @@ class Baseline:
     record: RunRecord
     controls: tuple[RunRecord, ...]
 
+    @cached_property
+    def further_controls(self) -> tuple[RunRecord, ...]:
+        """Twice as many controls again, for a run that is red only because it is off by more than ``controls``."""
+        there = len(self.controls)
+        return tuple([record_run(self.trainer.train_control(i), self.stock) for i in range(there, 3 * there)])
+
     def trainer_of(self, comparison: Comparison) -> PairedRuns:
         """The trainer of a comparison that shares these runs."""
         return self.trainer if comparison == self.trainer.comparison else replace(self.trainer, comparison=comparison)
@@ -193,7 +200,12 @@ def train_fused(
     if run.not_seen:
         calls = calls or CallRecord()
         calls = replace(calls, not_seen=tuple(dict.fromkeys((*calls.not_seen, *run.not_seen))))
-    return ComparisonResult(comparison, baseline.record, baseline.controls, record_run(run, baseline.stock), calls)
+    result = ComparisonResult(comparison, baseline.record, baseline.controls, record_run(run, baseline.stock), calls)
+    # Rare controls are far off, so four of them can be lucky. All processes have to train the further ones, or none.
+    if not broadcast_object_list([result.verdict.is_red_by_noise])[0]:
+        return result
+    with_more = replace(result, controls=(*baseline.controls, *baseline.further_controls))
+    return result if with_more.verdict.status == "invalid" else with_more
 
 
 def message_of(error: Exception) -> str:

@@ -200,6 +200,12 @@ class Verdict:
     checks: tuple[BoundCheck, ...]
     divergence: str | None = None
 
+    @property
+    def is_red_by_noise(self) -> bool:
+        """Whether the run is red, and only by numbers that are held to those of the controls."""
+        failed = [check for check in self.checks if not check.ok]
+        return bool(failed) and all(BY_NAME[check.measure].bar is None for check in failed)
+
     def worst(self, measure: str | None = None) -> BoundCheck | None:
         """The check, of this measure or of all, that takes most of its bound."""
         mine = [check for check in self.checks if measure in (None, check.measure)]
