@@ -123,7 +123,7 @@ def assert_all_near(actual: Tensors, expected: Tensors, bound: float, floor: flo
     ``floor``: an absolute distance that is allowed too, for tensors that are 0 but for roundings.
     """
     if isinstance(actual, Mapping) and isinstance(expected, Mapping):
-        assert actual.keys() == expected.keys()
+        assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
         pairs = [(name, actual[name], b) for name, b in expected.items()]
     else:
         pairs = [(str(place), *pair) for place, pair in enumerate(zip(actual, expected, strict=True))]
