@@ -123,7 +123,7 @@ def assert_all_near(actual: Tensors, expected: Tensors, bound: float, floor: flo
     ``floor``: an absolute distance that is allowed too, for tensors that are 0 but for roundings.
     """
     if isinstance(actual, Mapping) and isinstance(expected, Mapping):
-        assert actual.keys() == expected.keys()
+        assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
         pairs = [(name, actual[name], b) for name, b in expected.items()]
     else:
         pairs = [(str(place), *pair) for place, pair in enumerate(zip(actual, expected, strict=True))]
@@ -133,9 +133,7 @@ def assert_all_near(actual: Tensors, expected: Tensors, bound: float, floor: flo
             far += [] if a is b else [f"{name}: one is None"]
         elif a.dtype != b.dtype:
             far.append(f"{name}: {a.dtype}, not {b.dtype}")
-        elif not (
-            torch.equal(a, b) or (bound and (a.double() - b.double()).norm() <= bound * b.double().norm() + floor)
-        ):
+        elif not (torch.equal(a, b) or (bound and distance(a, b) <= bound * b.double().norm() + floor)):
             far.append(f"{name}: {relative(a, b):.2g} apart")
     assert not far, f"of {len(pairs)} tensors these differ: {far}"
 
@@ -163,8 +161,12 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "fused_norm"]
 
 
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (actual.double() - expected.double()).norm()
+
+
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+    return (distance(actual, expected) / expected.double().norm()).item()
 
 
 def assert_gradients_near(actual: Gradients, expected: Gradients, bound: float = 1e-5, floor: float = 0.0) -> None:

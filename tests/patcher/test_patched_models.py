@@ -19,9 +19,11 @@ from fused_norm.patcher.fused_norm_module import FusedNorm
 
 from .models import (
     SLOW_BUT_FOR_A_FEW,
+    assert_gradients_near,
     assert_same_bits,
     assert_trains_as_stock,
     fused_copy,
+    gradients_of,
     logged,
     relative,
     sites,
@@ -224,8 +226,7 @@ def test_autocast_sees_the_dtypes_of_stock(model_type: str, device: str) -> None
         seen[name].append(output.logits.detach())
     assert seen["stock"][:2] == seen["fused"][:2]
     assert relative(seen["fused"][2], seen["stock"][2]) < 2**-7
-    pairs = zip(fused.parameters(), stock.parameters(), strict=True)
-    assert max(relative(mine.grad, theirs.grad) for mine, theirs in pairs) < 2**-5
+    assert_gradients_near(gradients_of(fused), gradients_of(stock), 2**-5)
 
 
 def test_fp32_norm_weights_in_a_16_bit_model_keep_the_stock_dtypes(device: str, launches: list[str]) -> None:

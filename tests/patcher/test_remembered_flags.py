@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import builtins
 import collections
-import collections.abc
 import contextlib
 import contextvars
 import functools
@@ -16,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ LIST, SET, DICT, NESTED = [False], {0}, {"flag": False}, {"inner": [{"flag": Fal
 ORDERED, LOCAL, VARIABLE = collections.OrderedDict(flag=False), threading.local(), contextvars.ContextVar("flag")
 LOCAL.flag = False
 VARIABLE.set(False)
-LOGGER, TENSOR, ABSENT = logging.getLogger("a flag"), torch.zeros(1), object()
+LOGGER, TENSOR = logging.getLogger("a flag"), torch.zeros(1)
 
 
 class Owner:
@@ -154,31 +153,22 @@ class OfBase(nn.Module):
 
 
 @contextlib.contextmanager
-def changed(thing: Any, name: Any, value: Any) -> Iterator[None]:
-    """Give an attribute, or an item of a container, another value inside the ``with``."""
-    is_container = isinstance(thing, (list, collections.abc.MutableMapping))
-    read, write = (type(thing).__getitem__, operator.setitem) if is_container else (getattr, setattr)
-    remove = operator.delitem if is_container else delattr
-    try:
-        before = read(thing, name)
-    except (KeyError, AttributeError):
-        before = ABSENT
-    if isinstance(thing, type) and name not in vars(thing):
-        before = ABSENT
-    write(thing, name, value)
-    try:
-        yield
-    finally:
-        remove(thing, name) if before is ABSENT else write(thing, name, before)
-
-
-@contextlib.contextmanager
 def done(do: Callable[[], Any], undo: Callable[[], Any]) -> Iterator[None]:
     do()
     try:
         yield
     finally:
         undo()
+
+
+def changed(thing: Any, name: Any, value: Any) -> contextlib.AbstractContextManager[None]:
+    """Give an attribute, or an item of a container, another value inside the ``with``."""
+    if isinstance(thing, list):
+        write = functools.partial(operator.setitem, thing, name)
+        return done(functools.partial(write, value), functools.partial(write, thing[name]))
+    patch = pytest.MonkeyPatch()
+    write = patch.setitem if isinstance(thing, MutableMapping) else functools.partial(patch.setattr, raising=False)
+    return done(functools.partial(write, thing, name, value), patch.undo)
 
 
 def here(value: bool) -> contextlib.AbstractContextManager[None]:

@@ -92,26 +92,6 @@ def test_a_rotation_is_known_with_its_layout_its_angles_and_its_rounding(functio
     assert rotation.fits_qk_norm == (differs in ({}, {"partial": True}))
 
 
-def of_other_sections(q, k, cos, sin, sections, unsqueeze_dim=1):
-    return of_sections(q, k, cos, sin, sections, unsqueeze_dim, order=(1, 0, 2))
-
-
-def of_as_many_as_the_first(q, k, cos, sin, sections, unsqueeze_dim=1):
-    return of_sections(q, k, cos, sin, [sections[0], 1, cos.shape[-1] // 2 - sections[0] - 1], unsqueeze_dim)
-
-
-def of_as_many_as_the_last(q, k, cos, sin, sections, unsqueeze_dim=1):
-    return of_sections(q, k, cos, sin, [1, cos.shape[-1] // 2 - sections[2] - 1, sections[2]], unsqueeze_dim)
-
-
-def of_the_next_positions(q, k, cos, sin, positions, unsqueeze_dim=1):
-    return rotates(q, k, cos.roll(-1, 0)[positions], sin.roll(-1, 0)[positions], unsqueeze_dim)
-
-
-def with_sin_at_its_place(q, k, cos, sin, positions, unsqueeze_dim=1):
-    return rotates(q, k, cos[positions], sin[: q.shape[-2]].expand(2, -1, -1), unsqueeze_dim)
-
-
 @pytest.mark.parametrize(
     ("function", "angles"),
     [(of_a_table, indexed_cos_sin), (of_sections, mrope_cos_sin), (with_positions, unindexed_cos_sin)],
@@ -124,13 +104,29 @@ def test_what_comes_after_sin_may_tell_the_angles(function, angles) -> None:
     assert rotation.dtypes == recognise_rotation(full).dtypes
 
 
-@pytest.mark.parametrize(
-    "function",
-    [of_other_sections, of_as_many_as_the_first, of_as_many_as_the_last, of_the_next_positions, with_sin_at_its_place],
-)
-def test_other_angles_are_refused(function) -> None:
+OF_OTHER_ANGLES = {
+    "other sections": lambda q, k, cos, sin, sections, unsqueeze_dim=1: of_sections(
+        q, k, cos, sin, sections, unsqueeze_dim, order=(1, 0, 2)
+    ),
+    "as many as the first": lambda q, k, cos, sin, sections, unsqueeze_dim=1: of_sections(
+        q, k, cos, sin, [sections[0], 1, cos.shape[-1] // 2 - sections[0] - 1], unsqueeze_dim
+    ),
+    "as many as the last": lambda q, k, cos, sin, sections, unsqueeze_dim=1: of_sections(
+        q, k, cos, sin, [1, cos.shape[-1] // 2 - sections[2] - 1, sections[2]], unsqueeze_dim
+    ),
+    "the next positions": lambda q, k, cos, sin, positions, unsqueeze_dim=1: rotates(
+        q, k, cos.roll(-1, 0)[positions], sin.roll(-1, 0)[positions], unsqueeze_dim
+    ),
+    "sin at its place": lambda q, k, cos, sin, positions, unsqueeze_dim=1: rotates(
+        q, k, cos[positions], sin[: q.shape[-2]].expand(2, -1, -1), unsqueeze_dim
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_ANGLES)
+def test_other_angles_are_refused(name: str) -> None:
     with pytest.raises(UnrecognisedError, match="does not compute a rotation of pairs of q and k"):
-        recognise_rotation(function, 5)
+        recognise_rotation(OF_OTHER_ANGLES[name], 5)
 
 
 @torch.no_grad()
