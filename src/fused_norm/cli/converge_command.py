@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ..convergence.comparison import TrainingOptions
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan
     from ..convergence.verdict import ComparisonResult
@@ -182,11 +183,8 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
     from ..model_configs import families_here
 
     tier = TIERS[args.tier]
-    options = tier.settings.options
-    options = replace(
-        options, steps=args.steps or options.steps, learning_rate=args.learning_rate or options.learning_rate
-    )
-    settings = replace(tier.settings, options=options, length=args.length or tier.settings.length)
+    named = {name: getattr(args, name) for name in ("steps", "length", "learning_rate")}
+    settings = replace(tier.settings, **{name: value for name, value in named.items() if value is not None})
     families = args.family or ([] if args.config else [name for name in tier.families if name in families_here()])
     sources = [ModelSource.of_family(name, settings.overrides_of(name)) for name in families]
     sources += [replace(find_causal_lm(name), name=_label(name)) for name in args.config]
@@ -200,14 +198,12 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
     )
     comparisons = [each for each in comparisons if all(map(importlib.util.find_spec, needed_by(each.execution)))]
     processes = PartialState().num_processes
-    step = options.batch_size * processes
+    step = settings.batch_size * processes
     return Plan(
         comparisons=tuple(comparisons),
         sources={source.name: source for source in sources},
         settings=settings,
-        tokens={
-            source.name: _sequences(args, source, settings.length, options.steps * step, step) for source in sources
-        },
+        tokens={source.name: _sequences(args, source, settings, step) for source in sources},
         facts={
             **environment(),
             "tier": args.tier,
@@ -223,8 +219,8 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
     )
 
 
-def _sequences(args: argparse.Namespace, source: ModelSource, length: int, drawn: int, step: int) -> Tensor:
-    """The text as sequences for a model, more than ``drawn`` if it has so many, and enough for one step."""
+def _sequences(args: argparse.Namespace, source: ModelSource, settings: TrainingOptions, step: int) -> Tensor:
+    """The text as sequences for a model, enough for all steps if it has so many, and for one at least."""
     from ..convergence.text_sequences import pack, read_dataset, read_files, standard_library, varied
 
     try:
@@ -235,12 +231,13 @@ def _sequences(args: argparse.Namespace, source: ModelSource, length: int, drawn
             on_this_machine(args.data.partition(":")[0], may_be_kept=False)
             texts = read_dataset(args.data, column=args.column)
         # Twice as many as are drawn, because some are left out.
-        packed = varied(pack(texts, length=length, limit=2 * drawn, tokenize=tokenize))
+        limit = 2 * settings.steps * step
+        packed = varied(pack(texts, length=settings.length, limit=limit, tokenize=tokenize))
     except (ValueError, OSError) as error:
         raise UsageError(in_one_line(error)) from error
     if len(packed) < step:
         raise UsageError(
-            f"the text fills {len(packed)} varied sequences of {length} tokens, and one step takes {step}; use more "
+            f"the text fills {len(packed)} varied sequences of {settings.length} tokens, and one step takes {step}; use more "
             "text or a smaller --length"
         )
     vocabulary = source.config.get_text_config().vocab_size
@@ -274,7 +271,7 @@ class _Progress(Progress):
     def _steps(self) -> int:
         """Steps of the comparisons that are missing: of their stock runs, the controls of these, and the fused runs."""
         settings, baselines = self._plan.settings, by_baseline(self._missing)
-        return settings.options.steps * (len(baselines) * (1 + settings.controls) + len(self._missing))
+        return settings.steps * (len(baselines) * (1 + settings.controls) + len(self._missing))
 
     def run(self, name: str) -> Callable[[int, float], object]:
         whole = len(self._plan.comparisons)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .comparison import PRECISIONS, QLORA, Comparison, Settings, Tier, TrainingOptions, features_of
+from .comparison import PRECISIONS, QLORA, Comparison, Tier, TrainingOptions, features_of
 from .model_source import ModelSource
 from .text_sequences import training_order
 
@@ -33,7 +33,7 @@ class Plan:
 
     comparisons: tuple[Comparison, ...]
     sources: Mapping[str, ModelSource]
-    settings: Settings
+    settings: TrainingOptions
     tokens: Mapping[str, Tensor]
     facts: Mapping[str, Any]
     processes: int = 1
@@ -41,13 +41,12 @@ class Plan:
 
     def options(self, comparison: Comparison) -> TrainingOptions:
         """The options that the runs of this comparison train with."""
-        options = self.settings.options
-        return replace(options, learning_rate=options.learning_rate * PRECISIONS[comparison.precision].rate)
+        rate = self.settings.learning_rate * PRECISIONS[comparison.precision].rate
+        return replace(self.settings, learning_rate=rate)
 
     def sequences(self, comparison: Comparison) -> Tensor:
         """The token ids of all steps of this comparison's runs in training order, (sequences, length), int64."""
-        options = self.settings.options
-        count = options.steps * options.batch_size * self.processes
+        count = self.settings.steps * self.settings.batch_size * self.processes
         return training_order(self.tokens[comparison.model], count=count, seed=comparison.seed)
 
     def settings_key(self, comparison: Comparison) -> str:

@@ -233,7 +233,7 @@ _MOMENT = "fused_norm moment"
 
 
 class Allocations:
-    """Counts the bytes that were allocated on a device inside a ``with`` and are not freed yet.
+    """Counts the bytes that are allocated on a device at moments inside a ``with``.
 
     On a CPU it adds up the events of ``torch.profiler`` at the end; on a GPU it asks PyTorch's allocator.
     """
@@ -242,7 +242,6 @@ class Allocations:
         self._device = device
         self._held: list[int] = []
         self._profile: Any = None
-        self._before = 0
 
     def __enter__(self) -> Allocations:
         gc.collect()
@@ -251,15 +250,14 @@ class Allocations:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would write two lines for each use
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.__enter__()
-        else:
-            self._before = self._allocated()
         return self
 
     def moment(self) -> int:
         """Note how many bytes are allocated now, and return a number for ``at``."""
         gc.collect()  # Triton's interpreter leaves cycles with tensors in them
         if self._profile is None:
-            self._held.append(self._allocated() - self._before)
+            # Allocated bytes are rounded up, requested ones are not.
+            self._held.append(torch.cuda.memory_stats(self._device)["requested_bytes.all.current"])
         else:
             with record_function(_MOMENT):
                 self._held.append(0)
@@ -280,12 +278,8 @@ class Allocations:
                 moment += 1
 
     def at(self, moment: int) -> int:
-        """Return the bytes that were allocated at a moment; they are known after the ``with``."""
+        """Return the bytes that were allocated at a moment, on a CPU since the ``with``; they are known after it."""
         return self._held[moment]
-
-    def _allocated(self) -> int:
-        # Allocated bytes are rounded up, requested ones are not.
-        return torch.cuda.memory_stats(self._device)["requested_bytes.all.current"]
 
 
 def held_memory(
