@@ -237,8 +237,8 @@ def _sequences(args: argparse.Namespace, source: ModelSource, settings: Training
         raise UsageError(in_one_line(error)) from error
     if len(packed) < step:
         raise UsageError(
-            f"the text fills {len(packed)} varied sequences of {settings.length} tokens, and one step takes {step}; use more "
-            "text or a smaller --length"
+            f"the text fills {len(packed)} varied sequences of {settings.length} tokens, and one step takes {step}; "
+            "use more text or a smaller --length"
         )
     vocabulary = source.config.get_text_config().vocab_size
     if int(packed.max()) >= vocabulary:

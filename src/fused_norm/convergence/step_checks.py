@@ -1,31 +1,39 @@
-"""What one step computes and holds: the outputs of layers and their gradients, gradients that an execution must not
-change, and the bytes that each level of ``recompute`` has to save.
+"""What one step computes, holds and does: the outputs of layers and their gradients, gradients that an execution must
+not change, the bytes that each level of ``recompute`` has to save, and what the rows of a report promise.
 
-A loss tells late that something is wrong; they tell where.
+A loss tells late that something is wrong; these tell where. Some of it changes no number, and what fusing saves is
+lost: a norm may write float32 for linears that read 16 bits, the gradient of a residual connection may be added outside
+of the norm's backward, attention may have to cast queries.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..check.distances import share_different
 from ..kernels.plans import PlanTable, Rule
+from ..model_configs import FAMILIES
 from ..options import RecomputeLevel
 from ..patcher import apply_fused_norm, disabled
+from ..patcher.adapters import FusedAdapter
 from ..patcher.fused_block import FusedBlock
+from ..patcher.hooks import is_idle_dropout
 from ..patcher.patch_report import PatchReport, Site
-from .fused_calls import FusedCall, watched_calls
+from .fused_calls import FusedCall, is_call_of, watched_calls
 from .model_source import layers_of
 from .training import snapshot
 
@@ -353,3 +361,93 @@ def _may_be_recomputed(model: nn.Module, row: Site) -> bool:
     linears = [block.get_submodule(name) for name in block.fused_norm_linears]
     biases = [getattr(getattr(linear, "base_layer", linear), "bias", None) for linear in linears]
     return all(bias is None or bias.requires_grad for bias in biases)
+
+
+_WIDE_OUTPUT = "a norm wrote float32 for its linears, which read 16 bits under autocast"
+_WIDE_QUERIES = "queries and keys were written in float32, and attention reads 16 bits under autocast"
+_NOT_JOINED = "the gradient of its residual connection did not join in the backward of the norm"
+
+
+def claims_not_kept(
+    model: nn.Module, sites: Sequence[Site], calls: Sequence[FusedCall], tokens: Tensor, *, mixed: bool
+) -> dict[str, list[str]]:
+    """Return the places in which a step has not done what rows of the report promise, by what it did instead.
+
+    ``sites``: the rows of the report that were fused. ``calls``: those of a step with these tokens, with their
+    gradients. ``mixed``: under bf16 autocast.
+    """
+    places_by_claim: dict[str, list[str]] = {}
+
+    def add(what: str, path: str) -> None:
+        places = places_by_claim.setdefault(what, [])
+        if path not in places:
+            places.append(path)
+
+    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    rotated = [site.path for site in sites if site.kind == "rope"]
+    casting = _attentions_that_cast(model, rotated, tokens) if mixed else set()
+    if family is None or not family.attention_reads_rotated:
+        casting = {path for path in casting if _asks_attention(model, path)}
+    for site in sites if mixed else ():
+        if not any(torch.float32 in call.dtypes for call in calls if is_call_of(site, call)):
+            continue
+        if site.kind == "consumers" and not _drops(model, site):
+            add(_WIDE_OUTPUT, site.path)
+        elif site.kind == "rope" and site.path in casting:
+            add(_WIDE_QUERIES, site.path)
+    for path, layer in layers_of(model).items():
+        if not isinstance(layer, FusedBlock):
+            continue
+        consumed = [rewrite for rewrite in layer.fused_norm_rewrites if rewrite.pattern == "consumed_norms"]
+        joins = family is not None and family.joins_residual
+        if joins or any("input" in rewrite.parts for rewrite in consumed):
+            mine = [call for call in calls if call.path == path and call.method.__name__ == "fused_norm_passthrough"]
+            # The gradient of a norm's input, which the norm hands on, has to flow into the norm's backward.
+            differentiated = [call for call in mine if call.arguments.arguments["x"].requires_grad]
+            if not mine or any(not call.is_one_node or call.gradients[-1] is None for call in differentiated):
+                add(_NOT_JOINED, path)
+    return places_by_claim
+
+
+def _drops(model: nn.Module, row: Site) -> bool:
+    """Return whether a LoRA layer of a block may drop some of its input, which it then reads in float32."""
+    block = model.get_submodule(row.path)
+    assert isinstance(block, FusedBlock)
+    linears = [block.get_submodule(name) for name in block.fused_norm_linears]
+    adapters = [cast(Any, linear) for linear in linears if isinstance(linear, FusedAdapter)]
+    return not all(is_idle_dropout(dropout) for adapter in adapters for dropout in adapter.lora_dropout.values())
+
+
+def _asks_attention(model: nn.Module, path: str) -> bool:
+    """Return whether the rewritten forward of an attention asks for the dtype that its attention function reads."""
+    forward: Any = getattr(type(model.get_submodule(path)), "fused_norm_forward", None)
+    return forward is not None and "fused_norm_read_dtype" in inspect.unwrap(forward).__code__.co_names
+
+
+def _attentions_that_cast(model: nn.Module, paths: Sequence[str], tokens: Tensor) -> set[str]:
+    """The modules at ``paths`` in whose stock forward PyTorch's attention casts float32 queries and keys to 16 bits.
+
+    Keys that are repeated before are not among them: their gradients are summed in the dtype that they have.
+    """
+    casting: set[str] = set()
+    running: list[str] = []
+    attend = functional.scaled_dot_product_attention
+
+    def noted(query: Tensor, key: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        if running and query.dtype == key.dtype == torch.float32:
+            groups = getattr(model.get_submodule(running[-1]), "num_key_value_groups", 1)
+            if groups == 1 or named.get("enable_gqa"):
+                casting.add(running[-1])
+        return attend(query, key, *arguments, **named)
+
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            module = model.get_submodule(path)
+            stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
+            stack.callback(module.register_forward_hook(lambda *_: running.clear()).remove)
+        stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", noted))
+        stack.enter_context(torch.autocast(tokens.device.type, torch.bfloat16))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(disabled())
+        model(input_ids=tokens, use_cache=False)
+    return casting
