@@ -54,21 +54,20 @@ FEATURES: Mapping[str, frozenset[Kind]] = MappingProxyType(
 )
 """The kinds of sites that are fused."""
 
-EXECUTIONS = (
-    *("eager", "compile", "checkpointing", "recompute", "loss"),
-    *("lora", "lora-alone", "lora-dropout", "lora-recompute", "qlora", "qlora-dropout", "qlora-qv"),
-)
-"""The ways a step runs. ``recompute`` and ``lora-recompute`` are ways of the fused model alone: their stock models and
-controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole ones; the
-others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
-freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and ``qlora-dropout`` are these
-two with linears of 4 bits; ``qlora-qv`` has adapters on those of queries and values alone."""
-
 QLORA = ("qlora", "qlora-dropout", "qlora-qv")
 """The executions whose linears have 4 bits, which are bitsandbytes'."""
 
 LORA = ("lora", "lora-alone", "lora-dropout", "lora-recompute", *QLORA)
 """The executions that train adapters, which are peft's."""
+
+_WITHOUT_ADAPTERS = ("eager", "compile", "checkpointing", "recompute", "loss")
+
+EXECUTIONS = (*_WITHOUT_ADAPTERS, *LORA)
+"""The ways a step runs. ``recompute`` and ``lora-recompute`` are ways of the fused model alone: their stock models and
+controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole ones; the
+others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
+freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and ``qlora-dropout`` are these
+two with linears of 4 bits; ``qlora-qv`` has adapters on those of queries and values alone."""
 
 WITH_DROPOUT = ("lora-dropout", "qlora-dropout")
 """The executions whose adapters have dropout."""
@@ -256,7 +255,6 @@ _HEADS: Mapping[str, Mapping[str, Any]] = {
 """Options of heads that transform logits: a scale that is no power of two, and a cap near the logits of an untrained
 model."""
 
-_WITHOUT_ADAPTERS = tuple(execution for execution in EXECUTIONS if execution not in LORA)
 
 TIERS: Mapping[str, Tier] = MappingProxyType(
     {

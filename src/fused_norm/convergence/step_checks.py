@@ -347,20 +347,22 @@ def levels_not_kept(
 def _layers_with_less(model: nn.Module, report: PatchReport, level: RecomputeLevel) -> Iterator[str]:
     """The layers that hold less at a level than at the one below if they do what the rows of the report say."""
     gates = {site.path for site in report.fused if site.kind == "mlp"}
-    blocks = [row for row in report.consumers if row.reason is None and _may_be_recomputed(model, row)]
+    blocks = []
+    for row in (row for row in report.consumers if row.reason is None):
+        biases = [getattr(getattr(linear, "base_layer", linear), "bias", None) for linear in _linears_of(model, row)]
+        if all(bias is None or bias.requires_grad for bias in biases):  # the graph would keep a frozen one
+            blocks.append(row)
     for layer in report.recompute or ():
         inside = [row for row in blocks if row.path.startswith(f"{layer.path}.")]
         if layer.reason is None and (level is True or any((row.path in gates) == (level == "mlp") for row in inside)):
             yield layer.path
 
 
-def _may_be_recomputed(model: nn.Module, row: Site) -> bool:
-    """Return whether the outputs of a block's linears can be recomputed: the graph does not keep a frozen bias."""
+def _linears_of(model: nn.Module, row: Site) -> list[Any]:
+    """The linears of a block that consume its norms."""
     block = model.get_submodule(row.path)
     assert isinstance(block, FusedBlock)
-    linears = [block.get_submodule(name) for name in block.fused_norm_linears]
-    biases = [getattr(getattr(linear, "base_layer", linear), "bias", None) for linear in linears]
-    return all(bias is None or bias.requires_grad for bias in biases)
+    return [block.get_submodule(name) for name in block.fused_norm_linears]
 
 
 _WIDE_OUTPUT = "a norm wrote float32 for its linears, which read 16 bits under autocast"
@@ -391,8 +393,12 @@ def claims_not_kept(
     for site in sites if mixed else ():
         if not any(torch.float32 in call.dtypes for call in calls if is_call_of(site, call)):
             continue
-        if site.kind == "consumers" and not _drops(model, site):
-            add(_WIDE_OUTPUT, site.path)
+        if site.kind == "consumers":
+            # A LoRA layer that may drop some of its input reads it in float32.
+            adapters = [linear for linear in _linears_of(model, site) if isinstance(linear, FusedAdapter)]
+            dropouts = [dropout for adapter in adapters for dropout in cast(Any, adapter).lora_dropout.values()]
+            if all(map(is_idle_dropout, dropouts)):
+                add(_WIDE_OUTPUT, site.path)
         elif site.kind == "rope" and site.path in casting:
             add(_WIDE_QUERIES, site.path)
     for path, layer in layers_of(model).items():
@@ -407,15 +413,6 @@ def claims_not_kept(
             if not mine or any(not call.is_one_node or call.gradients[-1] is None for call in differentiated):
                 add(_NOT_JOINED, path)
     return places_by_claim
-
-
-def _drops(model: nn.Module, row: Site) -> bool:
-    """Return whether a LoRA layer of a block may drop some of its input, which it then reads in float32."""
-    block = model.get_submodule(row.path)
-    assert isinstance(block, FusedBlock)
-    linears = [block.get_submodule(name) for name in block.fused_norm_linears]
-    adapters = [cast(Any, linear) for linear in linears if isinstance(linear, FusedAdapter)]
-    return not all(is_idle_dropout(dropout) for adapter in adapters for dropout in adapter.lora_dropout.values())
 
 
 def _asks_attention(model: nn.Module, path: str) -> bool:
