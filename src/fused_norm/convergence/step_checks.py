@@ -125,15 +125,7 @@ def changed_bits(
     Returns:
         The share of the numbers in each parameter's gradient that are others.
     """
-
-    def gradients() -> dict[str, Tensor]:
-        with _repeatable(tokens):
-            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
-                loss = loss_of(model, tokens)
-            if loss.requires_grad:  # one that has lost its graph leaves no gradients
-                loss.backward()
-        return _taken_gradients(model)
-
+    gradients = partial(_repeatable_gradients, model, tokens, loss_of, mixed)
     kept, again = gradients(), gradients()
     change(model)
     with watched_calls(model, calls, with_tensors=False):
@@ -141,13 +133,18 @@ def changed_bits(
     return _shares_of_others(kept, again, grads)
 
 
-@contextlib.contextmanager
-def _repeatable(tokens: Tensor) -> Iterator[None]:
-    """A step inside the ``with`` computes the same numbers each time, as far as PyTorch can."""
+def _repeatable_gradients(
+    model: nn.Module, tokens: Tensor, loss_of: Callable[[Any, Tensor], Tensor], mixed: bool
+) -> dict[str, Tensor]:
+    """The gradients of a step that computes the same numbers each time, as far as PyTorch can."""
     # The backwards of PyTorch's other kernels for attention sum in any order on a GPU.
     with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
         torch.manual_seed(0)  # dropout drops the same in all
-        yield
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
+            loss = loss_of(model, tokens)
+        if loss.requires_grad:  # one that has lost its graph leaves no gradients
+            loss.backward()
+    return _taken_gradients(model)
 
 
 def _taken_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -197,11 +194,8 @@ def check_levels(
             torch.manual_seed(0)  # dropout drops the same in all
             held[level] = held_memory(loss, layers_of(model), tokens.device)
         grads = _taken_gradients(model)
-        if tokens.is_cuda:  # the attention that repeats its sums there keeps copies of queries and keys
-            with _repeatable(tokens):
-                loss().backward()
-            grads = _taken_gradients(model)
-        return grads
+        # The attention that repeats its sums on a GPU keeps copies of queries and keys.
+        return _repeatable_gradients(model, tokens, own_loss, mixed) if tokens.is_cuda else grads
 
     kept, again = gradients(False), gradients(False)  # what a first call keeps for later ones does not count
     bits: dict[str, float] = {}
