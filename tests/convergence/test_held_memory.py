@@ -23,7 +23,7 @@ def test_bytes_are_counted_as_they_are_at_each_moment():
         second = allocations.moment()
         del summed
         third = allocations.moment()
-    assert [allocations.at(time) - allocations.at(start) for time in (first, second, third)] == [84, 168, 84]
+    assert [allocations.held[time] - allocations.held[start] for time in (first, second, third)] == [84, 168, 84]
     assert more.shape == (7, 3)
 
 

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             f"{len(results)} results are in {args.out}, and the next cannot be written: {error}"
         ) from error
     finally:
-        progress.close()
+        progress.bar.close()
     results.sort(key=lambda result: plan.comparisons.index(result.comparison))
     if first and results:
         say("\n" + "\n\n".join(filter(None, (report.table(results), report.explanations(results)))))
@@ -223,8 +223,18 @@ def _sequences(args: argparse.Namespace, source: ModelSource, settings: Training
     """The text as sequences for a model, enough for all steps if it has so many, and for one at least."""
     from ..convergence.text_sequences import pack, read_dataset, read_files, standard_library, varied
 
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    has_own = source.weights is not None and any((Path(source.weights) / file).is_file() for file in files)
+    tokenizer: Any = None
     try:
-        tokenize, tokens = _tokenizer(args.tokenizer, source)
+        if args.tokenizer != "bytes" and (args.tokenizer or has_own):
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(on_this_machine(str(args.tokenizer or source.weights)))
+
+        def tokenize(text: str) -> Sequence[int]:
+            return text.encode() if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"]
+
         if args.data is None or Path(args.data).is_file():
             texts = read_files(standard_library() if args.data is None else [Path(args.data)])
         else:
@@ -242,20 +252,10 @@ def _sequences(args: argparse.Namespace, source: ModelSource, settings: Training
         )
     vocabulary = source.config.get_text_config().vocab_size
     if int(packed.max()) >= vocabulary:
-        raise UsageError(f"{source.name} has {vocabulary} tokens, too few for {tokens}")
+        raise UsageError(
+            f"{source.name} has {vocabulary} tokens, too few for {'its tokenizer' if tokenizer else 'bytes'}"
+        )
     return packed
-
-
-def _tokenizer(name: str | None, source: ModelSource) -> tuple[Callable[[str], Sequence[int]], str]:
-    """A tokenizer, and what it makes, in words."""
-    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    has_own = source.weights is not None and any((Path(source.weights) / file).is_file() for file in files)
-    if name == "bytes" or (name is None and not has_own):
-        return str.encode, "bytes"
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(on_this_machine(str(name or source.weights)))
-    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], "its tokenizer"
 
 
 class _Progress(Progress):
@@ -266,7 +266,7 @@ class _Progress(Progress):
 
         self._plan, self._say, self._missing = plan, say, list(plan.comparisons)
         self._began = time.perf_counter()
-        self._bar: Any = tqdm(total=self._steps(), unit="step", leave=False, disable=None if visible else True)
+        self.bar: Any = tqdm(total=self._steps(), unit="step", leave=False, disable=None if visible else True)
 
     def _steps(self) -> int:
         """Steps of the comparisons that are missing: of their stock runs, the controls of these, and the fused runs."""
@@ -275,21 +275,18 @@ class _Progress(Progress):
 
     def run(self, name: str) -> Callable[[int, float], object]:
         whole = len(self._plan.comparisons)
-        self._bar.set_description(f"{whole - len(self._missing) + 1}/{whole} {name}")
-        return lambda step, loss: self._bar.update()
+        self.bar.set_description(f"{whole - len(self._missing) + 1}/{whole} {name}")
+        return lambda step, loss: self.bar.update()
 
     def done(self, result: ComparisonResult, *, kept: bool) -> None:
         self._missing.remove(result.comparison)
         if kept:  # these come first, so that no step has been counted
-            self._bar.total = self._steps()
-        self._bar.clear()
+            self.bar.total = self._steps()
+        self.bar.clear()
         how = "from an earlier run" if kept else f"{time.perf_counter() - self._began:.0f} s"
         whole = len(self._plan.comparisons)
         progress = f"[{whole - len(self._missing)}/{whole}]"
         self._say(f"{progress} {result.verdict.status:<7} {result.comparison.title}  ({how})")
-
-    def close(self) -> None:
-        self._bar.close()
 
 
 def _counted(number: int, what: str) -> str:

@@ -238,11 +238,14 @@ class Allocations:
     """Counts the bytes that are allocated on a device at moments inside a ``with``.
 
     On a CPU it adds up the events of ``torch.profiler`` at the end; on a GPU it asks PyTorch's allocator.
+
+    Attributes:
+        held: the bytes at each moment, on a CPU since the ``with``; they are known after it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._held: list[int] = []
+        self.held: list[int] = []
         self._profile: Any = None
 
     def __enter__(self) -> Allocations:
@@ -255,15 +258,15 @@ class Allocations:
         return self
 
     def moment(self) -> int:
-        """Note how many bytes are allocated now, and return a number for ``at``."""
+        """Note how many bytes are allocated now, and return the place of this number in ``held``."""
         gc.collect()  # Triton's interpreter leaves cycles with tensors in them
         if self._profile is None:
             # Allocated bytes are rounded up, requested ones are not.
-            self._held.append(torch.cuda.memory_stats(self._device)["requested_bytes.all.current"])
+            self.held.append(torch.cuda.memory_stats(self._device)["requested_bytes.all.current"])
         else:
             with record_function(_MOMENT):
-                self._held.append(0)
-        return len(self._held) - 1
+                self.held.append(0)
+        return len(self.held) - 1
 
     def __exit__(self, *error: Any) -> None:
         gc.unfreeze()
@@ -276,12 +279,8 @@ class Allocations:
             if event.name() == "[memory]":
                 in_use += event.nbytes()
             elif event.name() == _MOMENT:
-                self._held[moment] = in_use
+                self.held[moment] = in_use
                 moment += 1
-
-    def at(self, moment: int) -> int:
-        """Return the bytes that were allocated at a moment, on a CPU since the ``with``; they are known after it."""
-        return self._held[moment]
 
 
 def held_memory(
@@ -310,8 +309,8 @@ def held_memory(
         kept = allocations.moment()
         del loss
         freed = allocations.moment()
-    layer_bytes = {path: allocations.at(end) - allocations.at(begins[path]) for path, end in ends.items()}
-    return layer_bytes, allocations.at(kept) - allocations.at(freed)
+    layer_bytes = {path: allocations.held[end] - allocations.held[begins[path]] for path, end in ends.items()}
+    return layer_bytes, allocations.held[kept] - allocations.held[freed]
 
 
 def levels_not_kept(
