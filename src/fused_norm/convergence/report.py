@@ -27,7 +27,6 @@ from .verdict import (
     MULTIPLE,
     BoundCheck,
     ComparisonResult,
-    loss_band,
     relative_gaps,
 )
 
@@ -214,11 +213,12 @@ def _figure(result: ComparisonResult) -> Figure:
     losses.plot(fused.losses, color=FUSED, linewidth=1.2, label="fused")
     losses.set_ylabel("loss (nats per token)")
 
-    band = loss_band(stock, result.controls)
+    noise = [relative_gaps(control.losses, stock.losses) for control in result.controls]
+    band = [max(worst) for worst in zip(*noise, strict=True)]
     gaps.set_yscale("log", nonpositive="mask")
     bottom = min(filter(None, band), default=1e-9) / 10
     gaps.fill_between(
-        range(len(band)), [max(noise, bottom) for noise in band], bottom, color=NOISE, alpha=0.25, label="controls"
+        range(len(band)), [max(gap, bottom) for gap in band], bottom, color=NOISE, alpha=0.25, label="controls"
     )
     # Steps without any gap are left out of a logarithmic axis; markers show those that stand alone.
     gaps.plot(relative_gaps(fused.losses, stock.losses), color=FUSED, marker=".", markersize=4, linewidth=1)

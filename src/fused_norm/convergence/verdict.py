@@ -342,12 +342,6 @@ def relative_gaps(run: Sequence[float], other: Sequence[float]) -> list[float]:
     return [abs(a - b) / (abs(b) or 1.0) for a, b in zip(run, other, strict=False)]
 
 
-def loss_band(stock: RunRecord, controls: Sequence[RunRecord]) -> list[float]:
-    """The noise of the loss in each step: the worst control's relative gap."""
-    gaps = [relative_gaps(control.losses, stock.losses) for control in controls]
-    return [max(each) for each in zip(*gaps, strict=True)]
-
-
 def _reasons(failed: Sequence[BoundCheck]) -> Iterator[str]:
     for measure in dict.fromkeys(check.measure for check in failed):
         mine = [check for check in failed if check.measure == measure]
