@@ -40,7 +40,7 @@ QUICK = ("--steps", "2", "--dtype", "fp32")
         (["--config", "{}"], "has no config.json"),
         (["--config", "t5"], "is no causal language model (t5)"),
         (["llama", "--config", "llama"], "two models are called llama"),
-        (["llama", "--out", "{}/short.txt/below"], "/short.txt/below: this folder cannot be made (Not a directory)"),
+        (["llama", "--out", "{}/short.txt/below"], "/short.txt/below cannot be written (Not a directory)"),
         *slow_rows((["llama", "--out", "{}/taken"], "/taken/report.json cannot be written (Is a directory)")),
     ],
 )

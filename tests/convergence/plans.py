@@ -24,8 +24,7 @@ def small(family="llama", *, dtype=torch.float32, layers=1, **changes):
 def tiny_plan(comparisons, layers=1, **changes):
     """Return a plan with two steps and three controls for each family that is compared."""
     settings = TIERS["quick"].settings
-    options = dataclasses.replace(settings.options, steps=2, warmup_steps=1)
-    settings = dataclasses.replace(settings, options=options, controls=3)
+    settings = dataclasses.replace(settings, steps=2, warmup_steps=1, controls=3)
     packed = varied(pack(read_files(standard_library()[:4]), length=settings.length, limit=16))
     plan = Plan(
         comparisons=tuple(comparisons),

@@ -91,7 +91,7 @@ def test_what_the_fused_model_alone_does_is_compared_with_the_runs_of_the_eager_
 def test_every_process_has_sequences_of_its_own_in_each_step_and_a_worker_gets_the_plan_as_it_is():
     comparison = Comparison("llama", "fp32", seed=1)
     plan = tiny_plan([comparison], processes=3)
-    sequences, options = plan.sequences(comparison), plan.settings.options
+    sequences, options = plan.sequences(comparison), plan.settings
     assert len(sequences) == options.steps * options.batch_size * 3
     copy = pickle.loads(pickle.dumps(plan))
     assert torch.equal(copy.sequences(comparison), sequences)

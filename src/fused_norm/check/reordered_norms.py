@@ -44,19 +44,14 @@ class _ReorderedNorm:
     def __init__(self, norm: Any, spec: NormSpec, generator: torch.Generator) -> None:
         self._norm, self._spec = norm, spec
         self._seed = int(torch.randint(2**31, (), generator=generator))
-        self._orders: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._roundings: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         weight: Tensor | None = self._norm.weight if self._spec.weighted else None
-        key = x.shape[-1], x.device
-        if key not in self._orders:
-            order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(self._seed))
-            self._orders[key] = order.to(x.device), order.argsort().to(x.device)
-        order, back = self._orders[key]
+        order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(self._seed)).to(x.device)
         with torch.no_grad():
             shuffled = None if weight is None else weight[order]
-            value = reference.rms_norm(self._spec, x[..., order], shuffled)[..., back]
+            value = reference.rms_norm(self._spec, x[..., order], shuffled)[..., order.argsort()]
         if x.device not in self._roundings:  # the generator of torch is the model's, for dropout
             self._roundings[x.device] = torch.Generator(x.device).manual_seed(self._seed)
         wide = torch.float64 if x.dtype == torch.float32 else torch.float32

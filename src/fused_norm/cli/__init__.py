@@ -48,35 +48,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse, for ``--help``, ``--version`` and misspelt arguments.
     """
+    width = max(map(len, _COMMANDS))
+    argv = sys.argv[1:] if argv is None else list(argv)
     try:
         with remembered():
-            return _run_named(sys.argv[1:] if argv is None else list(argv))
+            from .. import __version__  # takes a moment to find
+
+            top = argparse.ArgumentParser(
+                prog="fused-norm",
+                description="Fused Triton kernels for norms, residual adds, rotary embeddings, gates, LoRA and\n"
+                "losses of Hugging Face models.",
+                epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in _COMMANDS.items()),
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+            top.add_argument("--version", action="version", version=f"fused-norm {__version__}")
+            top.add_argument(
+                "command", choices=_COMMANDS, metavar="COMMAND", help="one of those below, each with its own --help"
+            )
+            name = top.parse_args(argv[:1]).command
+            text = _COMMANDS[name]
+            command = importlib.import_module(f".{name}_command", __name__)
+            return parse_and_run(command, f"fused-norm {name}", f"{text[0].upper()}{text[1:]}.", argv[1:])
     except KeyboardInterrupt:
         print("fused-norm: stopped", file=sys.stderr)
         return STOPPED
-
-
-def _run_named(argv: list[str]) -> int:
-    """Run the command that the first argument names."""
-    from .. import __version__  # takes a moment to find
-
-    width = max(map(len, _COMMANDS))
-    top = argparse.ArgumentParser(
-        prog="fused-norm",
-        description="Fused Triton kernels for norms, residual adds, rotary embeddings, gates, LoRA and\n"
-        "losses of Hugging Face models.",
-        epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in _COMMANDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    top.add_argument("--version", action="version", version=f"fused-norm {__version__}")
-    top.add_argument(
-        "command", choices=_COMMANDS, metavar="COMMAND", help="one of those below, each with its own --help"
-    )
-    name = top.parse_args(argv[:1]).command
-    text = _COMMANDS[name]
-
-    command = importlib.import_module(f".{name}_command", __name__)
-    return parse_and_run(command, f"fused-norm {name}", f"{text[0].upper()}{text[1:]}.", argv[1:])
 
 
 def parse_and_run(command: Any, program: str, description: str, argv: Sequence[str] | None = None) -> int:

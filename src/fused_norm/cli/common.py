@@ -260,13 +260,10 @@ def results_folder(path: Path) -> Path:
     Raises:
         UsageError: it cannot be made, or no file in it can.
     """
-    try:
+    with writing_to(path):
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return path
-    except OSError as error:
-        what = "no file can be made in this folder" if path.is_dir() else "this folder cannot be made"
-        raise UsageError(f"no results can be written to {path}: {what} ({error.strerror})") from error
 
 
 @contextlib.contextmanager

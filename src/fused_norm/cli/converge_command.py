@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ..convergence.comparison import TrainingOptions
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan
     from ..convergence.verdict import ComparisonResult
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             f"{len(results)} results are in {args.out}, and the next cannot be written: {error}"
         ) from error
     finally:
-        progress.close()
+        progress.bar.close()
     results.sort(key=lambda result: plan.comparisons.index(result.comparison))
     if first and results:
         say("\n" + "\n\n".join(filter(None, (report.table(results), report.explanations(results)))))
@@ -182,11 +183,8 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
     from ..model_configs import families_here
 
     tier = TIERS[args.tier]
-    options = tier.settings.options
-    options = replace(
-        options, steps=args.steps or options.steps, learning_rate=args.learning_rate or options.learning_rate
-    )
-    settings = replace(tier.settings, options=options, length=args.length or tier.settings.length)
+    named = {name: getattr(args, name) for name in ("steps", "length", "learning_rate")}
+    settings = replace(tier.settings, **{name: value for name, value in named.items() if value is not None})
     families = args.family or ([] if args.config else [name for name in tier.families if name in families_here()])
     sources = [ModelSource.of_family(name, settings.overrides_of(name)) for name in families]
     sources += [replace(find_causal_lm(name), name=_label(name)) for name in args.config]
@@ -200,14 +198,12 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
     )
     comparisons = [each for each in comparisons if all(map(importlib.util.find_spec, needed_by(each.execution)))]
     processes = PartialState().num_processes
-    step = options.batch_size * processes
+    step = settings.batch_size * processes
     return Plan(
         comparisons=tuple(comparisons),
         sources={source.name: source for source in sources},
         settings=settings,
-        tokens={
-            source.name: _sequences(args, source, settings.length, options.steps * step, step) for source in sources
-        },
+        tokens={source.name: _sequences(args, source, settings, step) for source in sources},
         facts={
             **environment(),
             "tier": args.tier,
@@ -223,42 +219,43 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
     )
 
 
-def _sequences(args: argparse.Namespace, source: ModelSource, length: int, drawn: int, step: int) -> Tensor:
-    """The text as sequences for a model, more than ``drawn`` if it has so many, and enough for one step."""
+def _sequences(args: argparse.Namespace, source: ModelSource, settings: TrainingOptions, step: int) -> Tensor:
+    """The text as sequences for a model, enough for all steps if it has so many, and for one at least."""
     from ..convergence.text_sequences import pack, read_dataset, read_files, standard_library, varied
 
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    has_own = source.weights is not None and any((Path(source.weights) / file).is_file() for file in files)
+    tokenizer: Any = None
     try:
-        tokenize, tokens = _tokenizer(args.tokenizer, source)
+        if args.tokenizer != "bytes" and (args.tokenizer or has_own):
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(on_this_machine(str(args.tokenizer or source.weights)))
+
+        def tokenize(text: str) -> Sequence[int]:
+            return text.encode() if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"]
+
         if args.data is None or Path(args.data).is_file():
             texts = read_files(standard_library() if args.data is None else [Path(args.data)])
         else:
             on_this_machine(args.data.partition(":")[0], may_be_kept=False)
             texts = read_dataset(args.data, column=args.column)
         # Twice as many as are drawn, because some are left out.
-        packed = varied(pack(texts, length=length, limit=2 * drawn, tokenize=tokenize))
+        limit = 2 * settings.steps * step
+        packed = varied(pack(texts, length=settings.length, limit=limit, tokenize=tokenize))
     except (ValueError, OSError) as error:
         raise UsageError(in_one_line(error)) from error
     if len(packed) < step:
         raise UsageError(
-            f"the text fills {len(packed)} varied sequences of {length} tokens, and one step takes {step}; use more "
-            "text or a smaller --length"
+            f"the text fills {len(packed)} varied sequences of {settings.length} tokens, and one step takes {step}; "
+            "use more text or a smaller --length"
         )
     vocabulary = source.config.get_text_config().vocab_size
     if int(packed.max()) >= vocabulary:
-        raise UsageError(f"{source.name} has {vocabulary} tokens, too few for {tokens}")
+        raise UsageError(
+            f"{source.name} has {vocabulary} tokens, too few for {'its tokenizer' if tokenizer else 'bytes'}"
+        )
     return packed
-
-
-def _tokenizer(name: str | None, source: ModelSource) -> tuple[Callable[[str], Sequence[int]], str]:
-    """A tokenizer, and what it makes, in words."""
-    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    has_own = source.weights is not None and any((Path(source.weights) / file).is_file() for file in files)
-    if name == "bytes" or (name is None and not has_own):
-        return str.encode, "bytes"
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(on_this_machine(str(name or source.weights)))
-    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], "its tokenizer"
 
 
 class _Progress(Progress):
@@ -269,30 +266,27 @@ class _Progress(Progress):
 
         self._plan, self._say, self._missing = plan, say, list(plan.comparisons)
         self._began = time.perf_counter()
-        self._bar: Any = tqdm(total=self._steps(), unit="step", leave=False, disable=None if visible else True)
+        self.bar: Any = tqdm(total=self._steps(), unit="step", leave=False, disable=None if visible else True)
 
     def _steps(self) -> int:
         """Steps of the comparisons that are missing: of their stock runs, the controls of these, and the fused runs."""
         settings, baselines = self._plan.settings, by_baseline(self._missing)
-        return settings.options.steps * (len(baselines) * (1 + settings.controls) + len(self._missing))
+        return settings.steps * (len(baselines) * (1 + settings.controls) + len(self._missing))
 
     def run(self, name: str) -> Callable[[int, float], object]:
         whole = len(self._plan.comparisons)
-        self._bar.set_description(f"{whole - len(self._missing) + 1}/{whole} {name}")
-        return lambda step, loss: self._bar.update()
+        self.bar.set_description(f"{whole - len(self._missing) + 1}/{whole} {name}")
+        return lambda step, loss: self.bar.update()
 
     def done(self, result: ComparisonResult, *, kept: bool) -> None:
         self._missing.remove(result.comparison)
         if kept:  # these come first, so that no step has been counted
-            self._bar.total = self._steps()
-        self._bar.clear()
+            self.bar.total = self._steps()
+        self.bar.clear()
         how = "from an earlier run" if kept else f"{time.perf_counter() - self._began:.0f} s"
         whole = len(self._plan.comparisons)
         progress = f"[{whole - len(self._missing)}/{whole}]"
         self._say(f"{progress} {result.verdict.status:<7} {result.comparison.title}  ({how})")
-
-    def close(self) -> None:
-        self._bar.close()
 
 
 def _counted(number: int, what: str) -> str:

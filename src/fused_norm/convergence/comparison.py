@@ -22,24 +22,22 @@ class Precision:
 
     Attributes:
         weights: dtype of the parameters that are trained.
-        frozen: dtype of those that are not.
+        activations: dtype whose roundings make the noise, also that of the parameters that are not trained.
         mixed: computed under bf16 autocast.
-        rounding: dtype whose roundings make the noise, that of the activations.
         rate: multiple of the plan's learning rate. A bf16 weight near one does not move by less than 1/256 of it.
     """
 
     weights: str
-    frozen: str
-    mixed: bool
-    rounding: str
+    activations: str
+    mixed: bool = False
     rate: float = 1.0
 
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
-        "fp32": Precision("float32", "float32", mixed=False, rounding="float32"),
-        "mixed": Precision("float32", "bfloat16", mixed=True, rounding="bfloat16"),
-        "bf16": Precision("bfloat16", "bfloat16", mixed=False, rounding="bfloat16", rate=10.0),
+        "fp32": Precision("float32", "float32"),
+        "mixed": Precision("float32", "bfloat16", mixed=True),
+        "bf16": Precision("bfloat16", "bfloat16", rate=10.0),
     }
 )
 
@@ -56,21 +54,20 @@ FEATURES: Mapping[str, frozenset[Kind]] = MappingProxyType(
 )
 """The kinds of sites that are fused."""
 
-EXECUTIONS = (
-    *("eager", "compile", "checkpointing", "recompute", "loss"),
-    *("lora", "lora-alone", "lora-dropout", "lora-recompute", "qlora", "qlora-dropout", "qlora-qv"),
-)
-"""The ways a step runs. ``recompute`` and ``lora-recompute`` are ways of the fused model alone: their stock models and
-controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole ones; the
-others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
-freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and ``qlora-dropout`` are these
-two with linears of 4 bits; ``qlora-qv`` has adapters on those of queries and values alone."""
-
 QLORA = ("qlora", "qlora-dropout", "qlora-qv")
 """The executions whose linears have 4 bits, which are bitsandbytes'."""
 
 LORA = ("lora", "lora-alone", "lora-dropout", "lora-recompute", *QLORA)
 """The executions that train adapters, which are peft's."""
+
+_WITHOUT_ADAPTERS = ("eager", "compile", "checkpointing", "recompute", "loss")
+
+EXECUTIONS = (*_WITHOUT_ADAPTERS, *LORA)
+"""The ways a step runs. ``recompute`` and ``lora-recompute`` are ways of the fused model alone: their stock models and
+controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole ones; the
+others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
+freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and ``qlora-dropout`` are these
+two with linears of 4 bits; ``qlora-qv`` has adapters on those of queries and values alone."""
 
 WITH_DROPOUT = ("lora-dropout", "qlora-dropout")
 """The executions whose adapters have dropout."""
@@ -176,16 +173,21 @@ def by_baseline(comparisons: Iterable[Comparison]) -> dict[Comparison, list[Comp
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """The length of a training run and the settings of its optimizer.
+    """The settings of training runs, which all comparisons of a plan have in common.
 
     Attributes:
         steps: optimizer steps.
         batch_size: sequences in a step, on each process.
-        accumulation: micro-batches that a step's sequences are taken in, a divisor of their number.
         learning_rate: AdamW's, after the warm-up.
+        accumulation: micro-batches that a step's sequences are taken in, a divisor of their number.
         warmup_steps: steps over which the learning rate rises linearly from 0; it stays constant afterwards.
         weight_decay: AdamW's.
         max_gradient_norm: gradients are scaled down to this norm.
+        length: tokens in a sequence.
+        controls: control runs for each stock run.
+        compile_backend: of ``torch.compile``.
+        overrides: config arguments that replace those of a family's tiny model.
+        hidden_sizes: of a family's model, if not that of the tiny model.
     """
 
     steps: int
@@ -195,23 +197,8 @@ class TrainingOptions:
     warmup_steps: int = 5
     weight_decay: float = 0.01
     max_gradient_norm: float = 1.0
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings that all comparisons of a plan have in common.
-
-    Attributes:
-        options: how to train.
-        length: tokens in a sequence.
-        controls: control runs for each stock run.
-        compile_backend: of ``torch.compile``.
-        overrides: config arguments that replace those of a family's tiny model.
-        hidden_sizes: of a family's model, if not that of the tiny model.
-    """
-
-    options: TrainingOptions
-    length: int
+    # More than 32 positions, and an odd number: the last tile of rows is not full, and there are several.
+    length: int = 33
     controls: int = 4
     compile_backend: str = "aot_eager"
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -238,7 +225,7 @@ class Tier:
     """
 
     what: str
-    settings: Settings
+    settings: TrainingOptions
     families: tuple[str, ...] = tuple(FAMILIES)
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     wide: tuple[str, ...] = ()
@@ -268,25 +255,20 @@ _HEADS: Mapping[str, Mapping[str, Any]] = {
 """Options of heads that transform logits: a scale that is no power of two, and a cap near the logits of an untrained
 model."""
 
-_WITHOUT_ADAPTERS = tuple(execution for execution in EXECUTIONS if execution not in LORA)
 
 TIERS: Mapping[str, Tier] = MappingProxyType(
     {
         # Long enough for curves to look at, in one precision and with few tokens.
         "demo": Tier(
             "curves of three families",
-            Settings(TrainingOptions(steps=20, batch_size=2, learning_rate=1e-3, warmup_steps=4), length=32),
+            TrainingOptions(steps=20, batch_size=2, warmup_steps=4, length=32),
             families=("qwen3", "llama", "gemma"),
             precisions=("mixed",),
         ),
         # Short enough for Triton's interpreter, in which a fused step costs a hundred times a stock one.
         "quick": Tier(
             "for a CPU",
-            Settings(
-                TrainingOptions(steps=4, batch_size=2, accumulation=2, learning_rate=1e-3, warmup_steps=2),
-                # More than 32 positions, and an odd number: the last tile of rows is not full, and there are several.
-                length=33,
-            ),
+            TrainingOptions(steps=4, batch_size=2, accumulation=2, warmup_steps=2),
             wide=("qwen3",),
             features_in=("bf16",),
             # Trainers run adapters under autocast.
@@ -294,9 +276,12 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
         ),
         "full": Tier(
             "for a GPU",
-            Settings(
+            TrainingOptions(
+                steps=20,
+                batch_size=8,
                 # Twice this rate is unstable in bf16: controls fall into other basins, and a floor of few says nothing.
-                TrainingOptions(steps=20, batch_size=8, accumulation=2, learning_rate=2.5e-4, warmup_steps=5),
+                learning_rate=2.5e-4,
+                accumulation=2,
                 length=509,
                 compile_backend="inductor",
                 overrides={

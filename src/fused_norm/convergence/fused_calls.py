@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
@@ -46,30 +46,23 @@ class _Kind(NamedTuple):
         methods: of the block, LoRA layer or head that the site is; none if it is a norm, which is an argument of calls.
     """
 
-    operators: frozenset[str]
-    methods: frozenset[str] = frozenset()
+    operators: Set[str]
+    methods: Set[str] = frozenset()
 
 
 _KINDS: Mapping[str, _Kind] = {
-    "norm": _Kind(frozenset({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "gated_rms_norm"})),
-    "qk": _Kind(frozenset({"rms_norm", "qk_norm", "qk_norm_rope"})),
-    "residual": _Kind(frozenset({"add_rms_norm", "norm_add_norm"})),
-    "sandwich": _Kind(frozenset({"norm_add", "norm_add_norm"})),
-    "rope": _Kind(
-        frozenset({"qk_norm_rope", "rope"}), frozenset({"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"})
-    ),
-    "mlp": _Kind(
-        frozenset({"glu", "glu_for_consumers"}),
-        frozenset({"fused_norm_gate", "fused_norm_gate_packed", "fused_norm_product"}),
-    ),
-    "conv": _Kind(frozenset({"causal_conv1d"}), frozenset({"fused_norm_conv", "fused_norm_conv_module"})),
-    "experts": _Kind(frozenset({"expert_gate"}), frozenset({"forward"})),
-    "linear": _Kind(frozenset({"linear_4bit"}), frozenset({"forward"})),
-    "adapter": _Kind(
-        frozenset({"lora_add", "lora_linear_4bit", "lora_summands_4bit", _IN_FLOAT32}), frozenset({"forward"})
-    ),
-    "loss": _Kind(frozenset({"linear_cross_entropy"}), frozenset({"fused_norm_cross_entropy"})),
-    "consumers": _Kind(frozenset({_OWN_INPUTS}), frozenset({"fused_norm_inputs"})),
+    "norm": _Kind({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "gated_rms_norm"}),
+    "qk": _Kind({"rms_norm", "qk_norm", "qk_norm_rope"}),
+    "residual": _Kind({"add_rms_norm", "norm_add_norm"}),
+    "sandwich": _Kind({"norm_add", "norm_add_norm"}),
+    "rope": _Kind({"qk_norm_rope", "rope"}, {"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
+    "mlp": _Kind({"glu", "glu_for_consumers"}, {"fused_norm_gate", "fused_norm_gate_packed", "fused_norm_product"}),
+    "conv": _Kind({"causal_conv1d"}, {"fused_norm_conv", "fused_norm_conv_module"}),
+    "experts": _Kind({"expert_gate"}, {"forward"}),
+    "linear": _Kind({"linear_4bit"}, {"forward"}),
+    "adapter": _Kind({"lora_add", "lora_linear_4bit", "lora_summands_4bit", _IN_FLOAT32}, {"forward"}),
+    "loss": _Kind({"linear_cross_entropy"}, {"fused_norm_cross_entropy"}),
+    "consumers": _Kind({_OWN_INPUTS}, {"fused_norm_inputs"}),
 }
 
 CONVOLUTION_METHODS = _KINDS["conv"].methods
@@ -84,7 +77,7 @@ _METHODS: Mapping[type, Sequence[str]] = {
     **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedExperts, FusedLinear4bit, FusedAdapter), ("forward",)),
     FusedBlock: (
         *("fused_norm_add", "fused_norm_passthrough", "fused_norm_then_add", "fused_norm_pair"),
-        *sorted(frozenset().union(*(_KINDS[kind].methods for kind in ("rope", "mlp", "conv", "consumers")))),
+        *sorted(set[str]().union(*(_KINDS[kind].methods for kind in ("rope", "mlp", "conv", "consumers")))),
     ),
     FusedHead: tuple(_KINDS["loss"].methods),
 }

@@ -135,7 +135,7 @@ def add_adapters(model: Any, comparison: Comparison) -> None:
         get_peft_model(model, config, autocast_adapter_dtype=is_float32)
     for parameter in vectors if comparison.execution not in FROZEN_NORMS else ():
         parameter.requires_grad_(True)
-    frozen = getattr(torch, PRECISIONS[comparison.precision].frozen)
+    frozen = getattr(torch, PRECISIONS[comparison.precision].activations)
     for parameter in () if is_quantised else model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen)

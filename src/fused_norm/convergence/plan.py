@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from .comparison import PRECISIONS, QLORA, Comparison, Settings, Tier, TrainingOptions, features_of
+from .comparison import PRECISIONS, QLORA, Comparison, Tier, TrainingOptions, features_of
 from .model_source import ModelSource
 from .text_sequences import training_order
 
@@ -33,7 +34,7 @@ class Plan:
 
     comparisons: tuple[Comparison, ...]
     sources: Mapping[str, ModelSource]
-    settings: Settings
+    settings: TrainingOptions
     tokens: Mapping[str, Tensor]
     facts: Mapping[str, Any]
     processes: int = 1
@@ -41,13 +42,12 @@ class Plan:
 
     def options(self, comparison: Comparison) -> TrainingOptions:
         """The options that the runs of this comparison train with."""
-        options = self.settings.options
-        return replace(options, learning_rate=options.learning_rate * PRECISIONS[comparison.precision].rate)
+        rate = self.settings.learning_rate * PRECISIONS[comparison.precision].rate
+        return replace(self.settings, learning_rate=rate)
 
     def sequences(self, comparison: Comparison) -> Tensor:
         """The token ids of all steps of this comparison's runs in training order, (sequences, length), int64."""
-        options = self.settings.options
-        count = options.steps * options.batch_size * self.processes
+        count = self.settings.steps * self.settings.batch_size * self.processes
         return training_order(self.tokens[comparison.model], count=count, seed=comparison.seed)
 
     def settings_key(self, comparison: Comparison) -> str:
@@ -98,26 +98,17 @@ def comparisons_of(
         executions: of ``EXECUTIONS``; those of the tier when None.
         seeds: each makes the whole plan once.
     """
-    comparisons = (
-        Comparison(model, precision, execution, feature, seed)
-        for seed in seeds
-        for model in models
-        for precision in precisions or tier.precisions
-        for execution, feature in _ways(tier, model, precision, features, executions)
-        if execution not in QLORA or PRECISIONS[precision].mixed  # without autocast they run PEFT's code
-    )
+    comparisons: list[Comparison] = []
+    for seed, model, precision in product(seeds, models, precisions or tier.precisions):
+        ways = [("eager", "all")]
+        if features is not None or executions is not None:
+            ways = list(product(executions or ("eager",), features or ("all",)))
+        elif model in tier.wide:
+            ways += [("eager", feature) for feature in features_of(model) if precision in tier.features_in]
+            ways += [(execution, "all") for execution in tier.executions.get(precision, ())]
+        comparisons += [
+            Comparison(model, precision, execution, feature, seed)
+            for execution, feature in ways
+            if execution not in QLORA or PRECISIONS[precision].mixed  # without autocast they run PEFT's code
+        ]
     return list(dict.fromkeys(comparisons))
-
-
-def _ways(
-    tier: Tier, model: str, precision: str, features: Iterable[str] | None, executions: Iterable[str] | None
-) -> Iterator[tuple[str, str]]:
-    """Pairs of execution and feature."""
-    if features is not None or executions is not None:
-        yield from ((execution, feature) for execution in executions or ("eager",) for feature in features or ("all",))
-        return
-    yield "eager", "all"
-    if model in tier.wide and precision in tier.features_in:
-        yield from (("eager", feature) for feature in features_of(model))
-    if model in tier.wide:
-        yield from ((execution, "all") for execution in tier.executions.get(precision, ()))

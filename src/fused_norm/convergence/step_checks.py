@@ -1,31 +1,39 @@
-"""What one step computes and holds: the outputs of layers and their gradients, gradients that an execution must not
-change, and the bytes that each level of ``recompute`` has to save.
+"""What one step computes, holds and does: the outputs of layers and their gradients, gradients that an execution must
+not change, the bytes that each level of ``recompute`` has to save, and what the rows of a report promise.
 
-A loss tells late that something is wrong; they tell where.
+A loss tells late that something is wrong; these tell where. Some of it changes no number, and what fusing saves is
+lost: a norm may write float32 for linears that read 16 bits, the gradient of a residual connection may be added outside
+of the norm's backward, attention may have to cast queries.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..check.distances import share_different
 from ..kernels.plans import PlanTable, Rule
+from ..model_configs import FAMILIES
 from ..options import RecomputeLevel
 from ..patcher import apply_fused_norm, disabled
+from ..patcher.adapters import FusedAdapter
 from ..patcher.fused_block import FusedBlock
+from ..patcher.hooks import is_idle_dropout
 from ..patcher.patch_report import PatchReport, Site
-from .fused_calls import FusedCall, watched_calls
+from .fused_calls import FusedCall, is_call_of, watched_calls
 from .model_source import layers_of
 from .training import snapshot
 
@@ -117,15 +125,7 @@ def changed_bits(
     Returns:
         The share of the numbers in each parameter's gradient that are others.
     """
-
-    def gradients() -> dict[str, Tensor]:
-        with _repeatable(tokens):
-            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
-                loss = loss_of(model, tokens)
-            if loss.requires_grad:  # one that has lost its graph leaves no gradients
-                loss.backward()
-        return _taken_gradients(model)
-
+    gradients = partial(_repeatable_gradients, model, tokens, loss_of, mixed)
     kept, again = gradients(), gradients()
     change(model)
     with watched_calls(model, calls, with_tensors=False):
@@ -133,13 +133,18 @@ def changed_bits(
     return _shares_of_others(kept, again, grads)
 
 
-@contextlib.contextmanager
-def _repeatable(tokens: Tensor) -> Iterator[None]:
-    """A step inside the ``with`` computes the same numbers each time, as far as PyTorch can."""
+def _repeatable_gradients(
+    model: nn.Module, tokens: Tensor, loss_of: Callable[[Any, Tensor], Tensor], mixed: bool
+) -> dict[str, Tensor]:
+    """The gradients of a step that computes the same numbers each time, as far as PyTorch can."""
     # The backwards of PyTorch's other kernels for attention sum in any order on a GPU.
     with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
         torch.manual_seed(0)  # dropout drops the same in all
-        yield
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
+            loss = loss_of(model, tokens)
+        if loss.requires_grad:  # one that has lost its graph leaves no gradients
+            loss.backward()
+    return _taken_gradients(model)
 
 
 def _taken_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -189,11 +194,8 @@ def check_levels(
             torch.manual_seed(0)  # dropout drops the same in all
             held[level] = held_memory(loss, layers_of(model), tokens.device)
         grads = _taken_gradients(model)
-        if tokens.is_cuda:  # the attention that repeats its sums there keeps copies of queries and keys
-            with _repeatable(tokens):
-                loss().backward()
-            grads = _taken_gradients(model)
-        return grads
+        # The attention that repeats its sums on a GPU keeps copies of queries and keys.
+        return _repeatable_gradients(model, tokens, own_loss, mixed) if tokens.is_cuda else grads
 
     kept, again = gradients(False), gradients(False)  # what a first call keeps for later ones does not count
     bits: dict[str, float] = {}
@@ -233,16 +235,18 @@ _MOMENT = "fused_norm moment"
 
 
 class Allocations:
-    """Counts the bytes that were allocated on a device inside a ``with`` and are not freed yet.
+    """Counts the bytes that are allocated on a device at moments inside a ``with``.
 
     On a CPU it adds up the events of ``torch.profiler`` at the end; on a GPU it asks PyTorch's allocator.
+
+    Attributes:
+        held: the bytes at each moment, on a CPU since the ``with``; they are known after it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._held: list[int] = []
+        self.held: list[int] = []
         self._profile: Any = None
-        self._before = 0
 
     def __enter__(self) -> Allocations:
         gc.collect()
@@ -251,19 +255,18 @@ class Allocations:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would write two lines for each use
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.__enter__()
-        else:
-            self._before = self._allocated()
         return self
 
     def moment(self) -> int:
-        """Note how many bytes are allocated now, and return a number for ``at``."""
+        """Note how many bytes are allocated now, and return the place of this number in ``held``."""
         gc.collect()  # Triton's interpreter leaves cycles with tensors in them
         if self._profile is None:
-            self._held.append(self._allocated() - self._before)
+            # Allocated bytes are rounded up, requested ones are not.
+            self.held.append(torch.cuda.memory_stats(self._device)["requested_bytes.all.current"])
         else:
             with record_function(_MOMENT):
-                self._held.append(0)
-        return len(self._held) - 1
+                self.held.append(0)
+        return len(self.held) - 1
 
     def __exit__(self, *error: Any) -> None:
         gc.unfreeze()
@@ -276,16 +279,8 @@ class Allocations:
             if event.name() == "[memory]":
                 in_use += event.nbytes()
             elif event.name() == _MOMENT:
-                self._held[moment] = in_use
+                self.held[moment] = in_use
                 moment += 1
-
-    def at(self, moment: int) -> int:
-        """Return the bytes that were allocated at a moment; they are known after the ``with``."""
-        return self._held[moment]
-
-    def _allocated(self) -> int:
-        # Allocated bytes are rounded up, requested ones are not.
-        return torch.cuda.memory_stats(self._device)["requested_bytes.all.current"]
 
 
 def held_memory(
@@ -314,8 +309,8 @@ def held_memory(
         kept = allocations.moment()
         del loss
         freed = allocations.moment()
-    layer_bytes = {path: allocations.at(end) - allocations.at(begins[path]) for path, end in ends.items()}
-    return layer_bytes, allocations.at(kept) - allocations.at(freed)
+    layer_bytes = {path: allocations.held[end] - allocations.held[begins[path]] for path, end in ends.items()}
+    return layer_bytes, allocations.held[kept] - allocations.held[freed]
 
 
 def levels_not_kept(
@@ -345,17 +340,104 @@ def levels_not_kept(
 def _layers_with_less(model: nn.Module, report: PatchReport, level: RecomputeLevel) -> Iterator[str]:
     """The layers that hold less at a level than at the one below if they do what the rows of the report say."""
     gates = {site.path for site in report.fused if site.kind == "mlp"}
-    blocks = [row for row in report.consumers if row.reason is None and _may_be_recomputed(model, row)]
+    blocks = []
+    for row in (row for row in report.consumers if row.reason is None):
+        biases = [getattr(getattr(linear, "base_layer", linear), "bias", None) for linear in _linears_of(model, row)]
+        if all(bias is None or bias.requires_grad for bias in biases):  # the graph would keep a frozen one
+            blocks.append(row)
     for layer in report.recompute or ():
         inside = [row for row in blocks if row.path.startswith(f"{layer.path}.")]
         if layer.reason is None and (level is True or any((row.path in gates) == (level == "mlp") for row in inside)):
             yield layer.path
 
 
-def _may_be_recomputed(model: nn.Module, row: Site) -> bool:
-    """Return whether the outputs of a block's linears can be recomputed: the graph does not keep a frozen bias."""
+def _linears_of(model: nn.Module, row: Site) -> list[Any]:
+    """The linears of a block that consume its norms."""
     block = model.get_submodule(row.path)
     assert isinstance(block, FusedBlock)
-    linears = [block.get_submodule(name) for name in block.fused_norm_linears]
-    biases = [getattr(getattr(linear, "base_layer", linear), "bias", None) for linear in linears]
-    return all(bias is None or bias.requires_grad for bias in biases)
+    return [block.get_submodule(name) for name in block.fused_norm_linears]
+
+
+_WIDE_OUTPUT = "a norm wrote float32 for its linears, which read 16 bits under autocast"
+_WIDE_QUERIES = "queries and keys were written in float32, and attention reads 16 bits under autocast"
+_NOT_JOINED = "the gradient of its residual connection did not join in the backward of the norm"
+
+
+def claims_not_kept(
+    model: nn.Module, sites: Sequence[Site], calls: Sequence[FusedCall], tokens: Tensor, *, mixed: bool
+) -> dict[str, list[str]]:
+    """Return the places in which a step has not done what rows of the report promise, by what it did instead.
+
+    ``sites``: the rows of the report that were fused. ``calls``: those of a step with these tokens, with their
+    gradients. ``mixed``: under bf16 autocast.
+    """
+    places_by_claim: dict[str, list[str]] = {}
+
+    def add(what: str, path: str) -> None:
+        places = places_by_claim.setdefault(what, [])
+        if path not in places:
+            places.append(path)
+
+    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    rotated = [site.path for site in sites if site.kind == "rope"]
+    casting = _attentions_that_cast(model, rotated, tokens) if mixed else set()
+    if family is None or not family.attention_reads_rotated:
+        casting = {path for path in casting if _asks_attention(model, path)}
+    for site in sites if mixed else ():
+        if not any(torch.float32 in call.dtypes for call in calls if is_call_of(site, call)):
+            continue
+        if site.kind == "consumers":
+            # A LoRA layer that may drop some of its input reads it in float32.
+            adapters = [linear for linear in _linears_of(model, site) if isinstance(linear, FusedAdapter)]
+            dropouts = [dropout for adapter in adapters for dropout in cast(Any, adapter).lora_dropout.values()]
+            if all(map(is_idle_dropout, dropouts)):
+                add(_WIDE_OUTPUT, site.path)
+        elif site.kind == "rope" and site.path in casting:
+            add(_WIDE_QUERIES, site.path)
+    for path, layer in layers_of(model).items():
+        if not isinstance(layer, FusedBlock):
+            continue
+        consumed = [rewrite for rewrite in layer.fused_norm_rewrites if rewrite.pattern == "consumed_norms"]
+        joins = family is not None and family.joins_residual
+        if joins or any("input" in rewrite.parts for rewrite in consumed):
+            mine = [call for call in calls if call.path == path and call.method.__name__ == "fused_norm_passthrough"]
+            # The gradient of a norm's input, which the norm hands on, has to flow into the norm's backward.
+            differentiated = [call for call in mine if call.arguments.arguments["x"].requires_grad]
+            if not mine or any(not call.is_one_node or call.gradients[-1] is None for call in differentiated):
+                add(_NOT_JOINED, path)
+    return places_by_claim
+
+
+def _asks_attention(model: nn.Module, path: str) -> bool:
+    """Return whether the rewritten forward of an attention asks for the dtype that its attention function reads."""
+    forward: Any = getattr(type(model.get_submodule(path)), "fused_norm_forward", None)
+    return forward is not None and "fused_norm_read_dtype" in inspect.unwrap(forward).__code__.co_names
+
+
+def _attentions_that_cast(model: nn.Module, paths: Sequence[str], tokens: Tensor) -> set[str]:
+    """The modules at ``paths`` in whose stock forward PyTorch's attention casts float32 queries and keys to 16 bits.
+
+    Keys that are repeated before are not among them: their gradients are summed in the dtype that they have.
+    """
+    casting: set[str] = set()
+    running: list[str] = []
+    attend = functional.scaled_dot_product_attention
+
+    def noted(query: Tensor, key: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        if running and query.dtype == key.dtype == torch.float32:
+            groups = getattr(model.get_submodule(running[-1]), "num_key_value_groups", 1)
+            if groups == 1 or named.get("enable_gqa"):
+                casting.add(running[-1])
+        return attend(query, key, *arguments, **named)
+
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            module = model.get_submodule(path)
+            stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
+            stack.callback(module.register_forward_hook(lambda *_: running.clear()).remove)
+        stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", noted))
+        stack.enter_context(torch.autocast(tokens.device.type, torch.bfloat16))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(disabled())
+        model(input_ids=tokens, use_cache=False)
+    return casting

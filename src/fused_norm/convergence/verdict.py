@@ -306,7 +306,7 @@ def _checks(
             yield from (BoundCheck(measure.name, where, value, 0.0, measure.bar) for where, value in values.items())
     if fused is None:
         return
-    rounding = torch.finfo(getattr(torch, PRECISIONS[precision].rounding)).eps / 2
+    rounding = torch.finfo(getattr(torch, PRECISIONS[precision].activations)).eps / 2
     if precision == "fp32":
         first = relative_gaps(fused.losses, stock.losses)[:FIRST_STEPS]
         noise = max(max(relative_gaps(control.losses, stock.losses)[:FIRST_STEPS]) for control in controls)
@@ -348,12 +348,6 @@ def relative_gaps(run: Sequence[float], other: Sequence[float]) -> list[float]:
     return [abs(a - b) / (abs(b) or 1.0) for a, b in zip(run, other, strict=False)]
 
 
-def loss_band(stock: RunRecord, controls: Sequence[RunRecord]) -> list[float]:
-    """The noise of the loss in each step: the worst control's relative gap."""
-    gaps = [relative_gaps(control.losses, stock.losses) for control in controls]
-    return [max(each) for each in zip(*gaps, strict=True)]
-
-
 def _reasons(failed: Sequence[BoundCheck]) -> Iterator[str]:
     for measure in dict.fromkeys(check.measure for check in failed):
         mine = [check for check in failed if check.measure == measure]
@@ -373,19 +367,19 @@ def _divergence(failed: Sequence[BoundCheck], outputs: list[str]) -> str | None:
         layer = _layer(where)
         return outputs.index(layer) if layer in outputs else -1 if "embed" in where else len(outputs)
 
-    def places(*measures: str) -> list[tuple[str, str]]:
-        return [(check.where, check.where) for name in measures for check in failed if check.measure == name]
+    def places(*measures: str) -> list[str]:
+        return [check.where for name in measures for check in failed if check.measure == name]
 
     if forward := places("call_outputs", "call_rows", "call_losses", "outputs"):
-        where, _ = min(forward, key=lambda place: position(place[0]))
+        where = min(forward, key=position)
         return f"{_layer(where)}, forward: {where}"
     backward = [
         (outputs[min(outputs.index(where) + 1, len(outputs) - 1)], f"gradient of {where}")
-        for where, _ in places("output_gradients", "output_gradient_slopes")
+        for where in places("output_gradients", "output_gradient_slopes")
     ]
-    backward += places("call_changes", "call_bits", "call_gradients", "call_turned", "call_slopes", "gradients")
-    backward += places("gradient_slopes")
-    if backward := backward or places("drifts"):
+    later = places("call_changes", "call_bits", "call_gradients", "call_turned", "call_slopes", "gradients")
+    backward += [(where, where) for where in later + places("gradient_slopes")]
+    if backward := backward or [(where, where) for where in places("drifts")]:
         where, what = max(backward, key=lambda place: position(place[0]))
         return f"{_layer(where)}, backward: {what}"
     return None

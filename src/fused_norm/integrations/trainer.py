@@ -66,7 +66,9 @@ class FusedNormCallback(TrainerCallback):
 
     def _patch(self, model: nn.Module, args: TrainingArguments) -> None:
         options = vars(self.options)
-        if self.options.recompute and _is_compiled(model, args):
+        dynamo = TorchDynamoPlugin().backend  # by the environment, as ``accelerate launch --dynamo_backend`` leaves it
+        is_compiled = bool(args.torch_compile) or dynamo != DynamoBackend.NO or bool(compiled_modules(model))
+        if self.options.recompute and is_compiled:
             logger.warning(
                 "recompute=%r is left out: the model is compiled, and its compiler decides what is kept",
                 self.options.recompute,
@@ -89,9 +91,3 @@ class FusedNormCallback(TrainerCallback):
                 raise FusedNormError(f"{type(model).__name__} does not say what its layers are; compile them yourself")
             for layer in layers:
                 layer.compile()
-
-
-def _is_compiled(model: nn.Module, args: TrainingArguments) -> bool:
-    """Return whether a part of the model is compiled, or the Trainer or accelerate is going to compile all of it."""
-    backend = TorchDynamoPlugin().backend  # by the environment, as ``accelerate launch --dynamo_backend`` leaves it
-    return bool(args.torch_compile) or backend != DynamoBackend.NO or bool(compiled_modules(model))
