@@ -40,26 +40,6 @@ FUSED = {
         a = self.other(a); a = self.fused_norm_then_add(self.inner, branch=a, residual=r); return a
         """,
     ),
-    "inline": (
-        """
-        a = a + self.inner(self.other(a)); a = self.inner(a * 2) + a
-        r = a; a = self.norm(a)
-        return r * a
-        """,
-        """
-        a = self.fused_norm_then_add(self.inner, a, self.other(a))
-        y1, a = self.fused_norm_add(self.norm, branch=a * 2, residual=a, inner=self.inner); r = a; a = y1
-        del y1; return r * a
-        """,
-    ),
-    "no norm after": (
-        "r = a; a = self.other(a); a = self.inner(a); a = r + a; return a * 2",
-        "r = a; a = self.other(a); a = self.fused_norm_then_add(self.inner, r, a); return a * 2",
-    ),
-    "returned": (
-        "r = a; a = self.inner(self.other(a)); return r + a",
-        "r = a; return self.fused_norm_then_add(self.inner, r, self.other(a))",
-    ),
     "returned inline": (
         "a = self.other(a); return self.inner(a * 2) + a",
         "a = self.other(a); return self.fused_norm_then_add(self.inner, branch=a * 2, residual=a)",
@@ -74,10 +54,6 @@ FUSED = {
         r = a; y0, a = self.fused_norm_add(self.norm, r, self.other(a), scale=self.factor); r = a; a = y0
         del y0; a = self.factor * self.other(a) + r; return a
         """,
-    ),
-    "both scaled": (
-        "a = self.factor * a + b * self.factor; return self.norm(a)",
-        "y0, a = self.fused_norm_add(self.norm, self.factor * a, b, scale=self.factor); return y0",
     ),
     "other names": (
         """
