@@ -338,24 +338,11 @@ def test_where_nothing_ran_there_is_no_chart(finished):
 
 
 SHARDED = """
-import os, sys
-from accelerate import Accelerator
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+import sys
 from torch.distributed.tensor import DTensor
 from fused_norm.convergence import paired_runs
-train, prepare = paired_runs.train, Accelerator.prepare
-shards = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
-def shard_on_a_cpu(accelerator, model, *others):
-    # On CPUs accelerate takes DDP for FSDP2; in this mode a model is given mixed precision and nothing else.
-    return accelerator.prepare_model(model, evaluation_mode=True), *prepare(accelerator, *others)
-if shards:
-    Accelerator.prepare = shard_on_a_cpu
+train = paired_runs.train
 def checked(model, *arguments, on_gradients, **named):
-    if shards:
-        mesh = init_device_mesh("cpu", (2,))
-        for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh)
     def watch(step, trained):
         kinds = {type(parameter) is not DTensor and "plain" or "sharded" for parameter in trained.parameters()}
         print("parameters:", type(trained).__name__, *sorted(kinds), flush=True)

@@ -210,8 +210,7 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
             "text": f"{args.data or 'source of the standard library'}, {step} x {settings.length} tokens a step",
             "processes": processes,
             "spread": str(PartialState().distributed_type).rpartition(".")[2]
-            # On CPUs accelerate takes DDP instead.
-            + (" FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" and device.type != "cpu" else ""),
+            + (" FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else ""),
             "settings": repr(settings),
         },
         processes=processes,

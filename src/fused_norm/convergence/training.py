@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import get_constant_schedule_with_warmup
 
 from ..check.distances import distances, ratio, slope_errors
 from ..kernels.linear_cross_entropy import IGNORED
 from .comparison import TrainingOptions
+from .model_source import layers_of
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,16 @@ def train(
     # The number of labels in each step, of all processes, if the model is given it.
     labels_by_step = enumerate(all_labels.split(step_size)) if takes_number_of_labels(model) else ()
     counts = [int((cut(batch, step)[:, 1:] != IGNORED).sum()) for step, batch in labels_by_step]
+    # FSDP2 that was asked for on CPUs, for which accelerate would take DDP.
+    shards_here = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    shards_here &= accelerator.distributed_type == DistributedType.MULTI_CPU
+    if shards_here:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+        for module in (*layers_of(model).values(), model):
+            fully_shard(module, mesh=mesh)
     optimizer: Any = torch.optim.AdamW(
         # With its initial rate given, the schedule can begin at its second value: the first one is zero.
         [{"params": [p for p in model.parameters() if p.requires_grad], "initial_lr": options.learning_rate}],
@@ -113,7 +126,13 @@ def train(
         torch.utils.data.TensorDataset(sequences[:count], all_labels[:count]),
         batch_size=options.batch_size // options.accumulation,
     )
-    trained, optimizer, batches = accelerator.prepare(model.train(), optimizer, batches)
+    trained: Any = model.train()
+    if shards_here:
+        # In this mode a model is given mixed precision and nothing else.
+        trained = accelerator.prepare_model(model, evaluation_mode=True)
+        optimizer, batches = accelerator.prepare(optimizer, batches)
+    else:
+        trained, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     schedule = get_constant_schedule_with_warmup(optimizer, options.warmup_steps, last_epoch=0)
     on_gpu = accelerator.device.type == "cuda"
     if on_gpu:
