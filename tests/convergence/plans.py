@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
-from fused_norm.convergence.comparison import TIERS
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.plan import Plan
 from fused_norm.convergence.text_sequences import pack, read_files, standard_library, varied
+from fused_norm.convergence.tiers import TIERS
 from fused_norm.model_configs import build, tiny_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,8 +5,8 @@ import torch
 
 from fused_norm import apply_fused_norm, remove_fused_norm
 from fused_norm.check.reordered_norms import reordered_norms
-from fused_norm.convergence.comparison import TrainingOptions
 from fused_norm.convergence.paired_runs import regroup
+from fused_norm.convergence.tiers import TrainingOptions
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from fused_norm import apply_fused_norm
-from fused_norm.convergence.step_checks import Allocations, check_levels, held_memory
+from fused_norm.convergence.held_memory import Allocations, held_memory
+from fused_norm.convergence.step_checks import check_levels
 
 from ..planted.faults import FAULTS
 from .plans import DEVICE, TOKENS, small

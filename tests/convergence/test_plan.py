@@ -10,13 +10,13 @@ from fused_norm.convergence.comparison import (
     FEATURES,
     LORA,
     PRECISIONS,
-    TIERS,
     Comparison,
     by_baseline,
     features_of,
     options_for_feature,
 )
 from fused_norm.convergence.plan import comparisons_of
+from fused_norm.convergence.tiers import TIERS
 from fused_norm.model_configs import FAMILIES
 from fused_norm.patcher import FuseOptions
 from fused_norm.spec import KINDS

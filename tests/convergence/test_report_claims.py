@@ -8,7 +8,7 @@ from fused_norm.convergence.call_checks import CallRecord, calls_of_step
 from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.fused_calls import sites_not_compiled, sites_not_seen, watched_calls
 from fused_norm.convergence.model_source import add_adapters
-from fused_norm.convergence.step_checks import claims_not_kept
+from fused_norm.convergence.report_claims import claims_not_kept
 from fused_norm.convergence.verdict import judge
 from fused_norm.patcher import Site
 

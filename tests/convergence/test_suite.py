@@ -17,7 +17,7 @@ from matplotlib.colors import to_hex
 import fused_norm
 from fused_norm.cli import main
 from fused_norm.convergence import paired_runs
-from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, TIERS, Comparison, Progress
+from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, Comparison, Progress
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.paired_runs import PairedRuns
 from fused_norm.convergence.plan import comparisons_of
@@ -33,6 +33,7 @@ from fused_norm.convergence.report import (
     table,
 )
 from fused_norm.convergence.suite import ResultStore, run_plan
+from fused_norm.convergence.tiers import TIERS
 from fused_norm.convergence.verdict import ComparisonResult, Verdict
 from fused_norm.kernels.linear_cross_entropy import IGNORED
 from fused_norm.model_configs import FAMILIES, families_here

@@ -8,7 +8,7 @@ from torch import nn
 
 from fused_norm import apply_fused_norm
 from fused_norm.convergence import training
-from fused_norm.convergence.comparison import TrainingOptions
+from fused_norm.convergence.tiers import TrainingOptions
 from fused_norm.convergence.training import (
     accelerator_for,
     masked_labels,

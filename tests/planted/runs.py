@@ -17,7 +17,7 @@ from fused_norm.convergence.comparison import EXECUTIONS, LORA, PRECISIONS, SECO
 from fused_norm.convergence.fused_calls import FusedCall, sites_not_seen
 from fused_norm.convergence.paired_runs import ModelChange, PairedRuns, fused_for
 from fused_norm.convergence.plan import Plan
-from fused_norm.convergence.step_checks import claims_not_kept
+from fused_norm.convergence.report_claims import claims_not_kept
 from fused_norm.convergence.suite import Baseline, message_of, run_baseline, run_fused, train_fused
 from fused_norm.convergence.verdict import BY_NAME, ComparisonResult
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY

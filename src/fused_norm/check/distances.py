@@ -52,7 +52,7 @@ def share_apart(tensor: Tensor, right: Tensor, *, rows_left_out: float = 0.0) ->
     if rows_left_out and apart.numel():
         by_row = apart.double().mean(-1).flatten().sort().values
         return by_row[: len(by_row) - math.ceil(rows_left_out * len(by_row))].sum().item() / len(by_row)
-    return apart.double().mean().item() if apart.numel() else 0.0
+    return _share(apart)
 
 
 def share_far_in_worst_row(tensor: Tensor, right: Tensor) -> float:
@@ -78,10 +78,13 @@ def _apart(tensor: Tensor, right: Tensor, share: float) -> Tensor:
     return ~same & ~((tensor - right).abs() <= share * largest)
 
 
+def _share(apart: Tensor) -> float:
+    return apart.double().mean().item() if apart.numel() else 0.0
+
+
 def share_different(tensor: Tensor, right: Tensor) -> float:
     """The share of the numbers that differ."""
-    apart = _apart(tensor, right, 0.0)
-    return apart.double().mean().item() if apart.numel() else 0.0
+    return _share(_apart(tensor, right, 0.0))
 
 
 def distance(tensor: Tensor, right: Tensor) -> float:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 from ..spec import FusedNormError
+from .ctrl_c import remembered
 
 _COMMANDS = {
     "inspect": "what would be fused in a model, and why not: no weights, no GPU",
@@ -100,51 +98,3 @@ def parse_and_run(command: Any, program: str, description: str, argv: Sequence[s
     except KeyboardInterrupt:
         print(f"{program}: stopped", file=sys.stderr)
         return STOPPED
-
-
-class _Handler:
-    """A handler of SIGINT that raises ``KeyboardInterrupt``, as Python's own does, and remembers that it has."""
-
-    def __init__(self) -> None:
-        self.pressed = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.pressed = True
-        signal.default_int_handler(number, frame)
-
-
-@contextmanager
-def remembered() -> Iterator[None]:
-    """A context in which Ctrl-C is a ``KeyboardInterrupt``, also if code in it has made another exception of that.
-
-    A handler that other code has set stays, and so does any in another thread than the main one.
-    """
-    before: Any = signal.getsignal(signal.SIGINT)
-    handler = before if isinstance(before, _Handler) else _Handler()
-    if before is signal.default_int_handler:
-        try:
-            signal.signal(signal.SIGINT, handler)
-        except ValueError:  # not the main thread
-            before = None
-    try:
-        yield
-    except Exception:
-        if handler.pressed:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        if before is signal.default_int_handler and signal.getsignal(signal.SIGINT) is handler:
-            signal.signal(signal.SIGINT, before)
-
-
-def leave_to_script() -> None:
-    """Give Ctrl-C back to Python's own handler.
-
-    Raises:
-        KeyboardInterrupt: it was pressed before, and code has gone on without a word.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, _Handler):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if handler.pressed:
-            raise KeyboardInterrupt

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, QLORA, TIERS, Progress, by_baseline
+from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, QLORA, Progress, by_baseline
+from ..convergence.tiers import TIERS
 from ..model_configs import FAMILIES
 from . import STOPPED
 from .common import (
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..convergence.comparison import TrainingOptions
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan
+    from ..convergence.tiers import TrainingOptions
     from ..convergence.verdict import ComparisonResult
 
 
@@ -222,18 +223,8 @@ def _sequences(args: argparse.Namespace, source: ModelSource, settings: Training
     """The text as sequences for a model, enough for all steps if it has so many, and for one at least."""
     from ..convergence.text_sequences import pack, read_dataset, read_files, standard_library, varied
 
-    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    has_own = source.weights is not None and any((Path(source.weights) / file).is_file() for file in files)
-    tokenizer: Any = None
     try:
-        if args.tokenizer != "bytes" and (args.tokenizer or has_own):
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(on_this_machine(str(args.tokenizer or source.weights)))
-
-        def tokenize(text: str) -> Sequence[int]:
-            return text.encode() if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"]
-
+        tokenize, tokens = _tokenizer(args.tokenizer, source)
         if args.data is None or Path(args.data).is_file():
             texts = read_files(standard_library() if args.data is None else [Path(args.data)])
         else:
@@ -251,10 +242,20 @@ def _sequences(args: argparse.Namespace, source: ModelSource, settings: Training
         )
     vocabulary = source.config.get_text_config().vocab_size
     if int(packed.max()) >= vocabulary:
-        raise UsageError(
-            f"{source.name} has {vocabulary} tokens, too few for {'its tokenizer' if tokenizer else 'bytes'}"
-        )
+        raise UsageError(f"{source.name} has {vocabulary} tokens, too few for {tokens}")
     return packed
+
+
+def _tokenizer(name: str | None, source: ModelSource) -> tuple[Callable[[str], Sequence[int]], str]:
+    """A tokenizer, and what it makes, in words."""
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    has_own = source.weights is not None and any((Path(source.weights) / file).is_file() for file in files)
+    if name == "bytes" or (name is None and not has_own):
+        return str.encode, "bytes"
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(on_this_machine(str(name or source.weights)))
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], "its tokenizer"
 
 
 class _Progress(Progress):

@@ -68,15 +68,25 @@ def _build_empty(source: ModelSource, trust_remote_code: bool) -> Any:
     import transformers
 
     config = source.config
-    remote = (trust_remote_code and getattr(config, "auto_map", None)) or {}
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    build = None if remote else getattr(named, "_from_config", None)
-    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel"):
-        auto = getattr(transformers, name)
-        if build is None and (type(config) in auto._model_mapping or name in remote):
-            build = partial(auto.from_config, trust_remote_code=trust_remote_code)
+    remote = getattr(config, "auto_map", None) or {}
+    build = None
+    if not (remote and trust_remote_code):
+        named = getattr(transformers, (config.architectures or [""])[0], None)
+        build = getattr(named, "_from_config", None)
     if build is None:
-        raise UsageError(f"transformers {transformers.__version__} has no model for a config of {config.model_type}")
+        for auto, mapping in (
+            (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+            (transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+            (transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+            (transformers.AutoModel, transformers.MODEL_MAPPING),
+        ):
+            if type(config) in mapping or (trust_remote_code and auto.__name__ in remote):
+                build = partial(auto.from_config, trust_remote_code=trust_remote_code)
+                break
+        else:
+            raise UsageError(
+                f"transformers {transformers.__version__} has no model for a config of {config.model_type}"
+            )
     try:
         with torch.device("meta"):
             return build(config)

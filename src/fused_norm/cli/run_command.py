@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest import mock
 
 from ..options import FuseOptions
 from ..spec import FusedNormError
-from . import STOPPED, leave_to_script
+from . import STOPPED
 from .common import UsageError, add_fuse_options, fuse_options
+from .ctrl_c import leave_to_script
 
 if TYPE_CHECKING:
     from ..patcher import PatchReport
@@ -60,12 +60,7 @@ def run(args: argparse.Namespace) -> int:
         if options.strict:
             raise UsageError(stock)
         _say(stock)
-    path = list(sys.path)
-    # In these modes python puts nothing in front, so there is nothing to replace.
-    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-        path[0] = str(Path.cwd() if args.is_module else Path(target).resolve().parent)
-    # As python sets them for a script or a module.
-    with mock.patch.multiple(sys, argv=[target, *arguments], path=path):
+    with _as_python_would(target, args.is_module, arguments):
         if args.is_module:
             module = None
             with suppress(ModuleNotFoundError):
@@ -110,6 +105,21 @@ def fuse_this_process() -> None:
     from ..patcher.load import fuse_from_now_on
 
     fuse_from_now_on(FuseOptions(**json.loads(os.environ[_OPTIONS])), partial(_tell, Path(os.environ[_REPORTS])))
+
+
+@contextmanager
+def _as_python_would(target: str, is_module: bool, arguments: list[str]) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path[0]`` as python sets them for a script or a module."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [target, *arguments]
+    # In these modes python puts nothing in front, so there is nothing to replace.
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        sys.path[0] = str(Path.cwd() if is_module else Path(target).resolve().parent)
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        sys.path[:] = path
 
 
 @contextmanager

@@ -31,22 +31,22 @@ from .comparison import (
     SECOND_RUNS,
     WITH_DROPOUT,
     Comparison,
-    TrainingOptions,
     options_for_feature,
 )
 from .fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
-from .model_source import add_adapters, layers_of, set_up_execution
+from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .plan import Plan
+from .report_claims import claims_not_kept
 from .step_checks import (
     changed_bits,
     check_levels,
-    claims_not_kept,
     layer_tensors,
     loss_of_read_logits,
     other_dtypes,
     own_loss,
     same_plans,
 )
+from .tiers import TrainingOptions
 from .training import (
     RunTensors,
     accelerator_for,
@@ -77,6 +77,11 @@ class PairedRuns:
     plan: Plan
     comparison: Comparison
 
+    @property
+    def source(self) -> ModelSource:
+        """The model."""
+        return self.plan.sources[self.comparison.model]
+
     @cached_property
     def sequences(self) -> Tensor:
         """The token ids in training order, (sequences, length), int64."""
@@ -89,8 +94,7 @@ class PairedRuns:
         Raises:
             FusedNormError: there is no norm among them, which controls perturb.
         """
-        source, cpu = self.plan.sources[self.comparison.model], torch.device("cpu")
-        model = source.build(seed=self.comparison.seed, dtype=torch.float32, device=cpu)
+        model = self.source.build(seed=self.comparison.seed, dtype=torch.float32, device=torch.device("cpu"))
         report = apply_fused_norm(model, strict=False)
         if not any(site.kind in NORM_KINDS for site in report.fused):
             raise FusedNormError(f"{report.model} has no norm that can be fused; fused-norm inspect says why")
@@ -178,8 +182,7 @@ class PairedRuns:
     def _build(self, device: torch.device) -> nn.Module:
         """The stock model in the dtype of the comparison, with adapters if it has them."""
         dtype = getattr(torch, PRECISIONS[self.comparison.precision].weights)
-        source = self.plan.sources[self.comparison.model]
-        source = source.in_whole_blocks() if self.comparison.execution in QLORA else source
+        source = self.source.in_whole_blocks() if self.comparison.execution in QLORA else self.source
         model = source.build(seed=self.comparison.seed, dtype=dtype, device=device)
         if self.comparison.execution in LORA:
             add_adapters(model, self.comparison)

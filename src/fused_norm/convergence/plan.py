@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .comparison import PRECISIONS, QLORA, Comparison, Tier, TrainingOptions, features_of
+from .comparison import PRECISIONS, QLORA, Comparison, features_of
 from .model_source import ModelSource
 from .text_sequences import training_order
+from .tiers import Tier, TrainingOptions
 
 
 @dataclass(frozen=True)

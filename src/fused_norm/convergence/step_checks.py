@@ -1,39 +1,26 @@
-"""What one step computes, holds and does: the outputs of layers and their gradients, gradients that an execution must
-not change, the bytes that each level of ``recompute`` has to save, and what the rows of a report promise.
+"""Computes a step: the outputs of layers and their gradients, and gradients that an execution must not change.
 
-A loss tells late that something is wrong; these tell where. Some of it changes no number, and what fusing saves is
-lost: a norm may write float32 for linears that read 16 bits, the gradient of a residual connection may be added outside
-of the norm's backward, attention may have to cast queries.
+A loss tells late that something is wrong; they tell where.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import inspect
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import pairwise
-from typing import Any, cast
-from unittest import mock
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..check.distances import share_different
 from ..kernels.plans import PlanTable, Rule
-from ..model_configs import FAMILIES
 from ..options import RecomputeLevel
 from ..patcher import apply_fused_norm, disabled
-from ..patcher.adapters import FusedAdapter
-from ..patcher.fused_block import FusedBlock
-from ..patcher.hooks import is_idle_dropout
-from ..patcher.patch_report import PatchReport, Site
-from .fused_calls import FusedCall, is_call_of, watched_calls
+from ..patcher.patch_report import PatchReport
+from .fused_calls import FusedCall, watched_calls
+from .held_memory import LEVELS, held_memory, levels_not_kept
 from .model_source import layers_of
 from .training import snapshot
 
@@ -226,218 +213,3 @@ def same_plans(model: nn.Module) -> PlanTable:
     rules = [Rule(width, 4096, 4, 1) for width in widths]
     sections = "norm_backward", "add_backward", "sandwich_backward", "fp32_sandwich_backward"
     return PlanTable("", "", "", dict.fromkeys(sections, rules))
-
-
-LEVELS: tuple[RecomputeLevel, ...] = (False, True, "mlp", "attention")
-"""The levels of ``recompute``, each of which holds less than the one before it."""
-
-_MOMENT = "fused_norm moment"
-
-
-class Allocations:
-    """Counts the bytes that are allocated on a device at moments inside a ``with``.
-
-    On a CPU it adds up the events of ``torch.profiler`` at the end; on a GPU it asks PyTorch's allocator.
-
-    Attributes:
-        held: the bytes at each moment, on a CPU since the ``with``; they are known after it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.held: list[int] = []
-        self._profile: Any = None
-
-    def __enter__(self) -> Allocations:
-        gc.collect()
-        gc.freeze()  # so that each later collection is quick
-        if self._device.type == "cpu":
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would write two lines for each use
-            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self._profile.__enter__()
-        return self
-
-    def moment(self) -> int:
-        """Note how many bytes are allocated now, and return the place of this number in ``held``."""
-        gc.collect()  # Triton's interpreter leaves cycles with tensors in them
-        if self._profile is None:
-            # Allocated bytes are rounded up, requested ones are not.
-            self.held.append(torch.cuda.memory_stats(self._device)["requested_bytes.all.current"])
-        else:
-            with record_function(_MOMENT):
-                self.held.append(0)
-        return len(self.held) - 1
-
-    def __exit__(self, *error: Any) -> None:
-        gc.unfreeze()
-        if self._profile is None:
-            return
-        self._profile.__exit__(*error)
-        events = self._profile.profiler.kineto_results.events()
-        in_use, moment = 0, 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            if event.name() == "[memory]":
-                in_use += event.nbytes()
-            elif event.name() == _MOMENT:
-                self.held[moment] = in_use
-                moment += 1
-
-
-def held_memory(
-    loss_of: Callable[[], Tensor], layers: Mapping[str, nn.Module], device: torch.device
-) -> tuple[dict[str, int], int]:
-    """Run a step, forward and backward, and measure the bytes that it holds for its backward.
-
-    ``layers``: modules that the forward calls once each, by path.
-
-    Returns:
-        What is still allocated after each layer's forward and was not before it, by path; and what the graph holds
-        after a backward that keeps it.
-    """
-    begins: dict[str, int] = {}
-    ends: dict[str, int] = {}
-    with contextlib.ExitStack() as hooks, Allocations(device) as allocations:
-
-        def noting(path: str, moments: dict[str, int]) -> Callable[..., None]:
-            return lambda *_: moments.__setitem__(path, allocations.moment())
-
-        for path, layer in layers.items():
-            hooks.callback(layer.register_forward_pre_hook(noting(path, begins)).remove)
-            hooks.callback(layer.register_forward_hook(noting(path, ends)).remove)
-        loss = loss_of()
-        loss.backward(retain_graph=True)
-        kept = allocations.moment()
-        del loss
-        freed = allocations.moment()
-    layer_bytes = {path: allocations.held[end] - allocations.held[begins[path]] for path, end in ends.items()}
-    return layer_bytes, allocations.held[kept] - allocations.held[freed]
-
-
-def levels_not_kept(
-    model: nn.Module,
-    reports: Mapping[RecomputeLevel, PatchReport],
-    held: Mapping[RecomputeLevel, tuple[Mapping[str, int], int]],
-) -> dict[str, list[str]]:
-    """The layers that hold as much for their backward as at the level of ``recompute`` below, by what is wrong.
-
-    ``reports``: of each level but the first. ``held``: what ``held_memory`` returned for a step at each of ``LEVELS``.
-    """
-    layers_by_reason: dict[str, list[str]] = {}
-    for below, level in pairwise(LEVELS):
-        named = f"recompute={level!r}"
-        (before, graph_before), (after, graph_after) = held[below], held[level]
-        for path in _layers_with_less(model, reports[level], level):
-            if after.get(path, 0) >= before.get(path, 0):
-                message = f"with {named} it holds as many bytes for its backward as with recompute={below!r}"
-                layers_by_reason.setdefault(message, []).append(path)
-        saved = sum(before.values()) - sum(after.values())
-        if saved > 0 and graph_before - graph_after < saved / 2:
-            what = f"what {named} has computed again is never freed"
-            layers_by_reason.setdefault(what, []).append(type(model).__name__)
-    return layers_by_reason
-
-
-def _layers_with_less(model: nn.Module, report: PatchReport, level: RecomputeLevel) -> Iterator[str]:
-    """The layers that hold less at a level than at the one below if they do what the rows of the report say."""
-    gates = {site.path for site in report.fused if site.kind == "mlp"}
-    blocks = []
-    for row in (row for row in report.consumers if row.reason is None):
-        biases = [getattr(getattr(linear, "base_layer", linear), "bias", None) for linear in _linears_of(model, row)]
-        if all(bias is None or bias.requires_grad for bias in biases):  # the graph would keep a frozen one
-            blocks.append(row)
-    for layer in report.recompute or ():
-        inside = [row for row in blocks if row.path.startswith(f"{layer.path}.")]
-        if layer.reason is None and (level is True or any((row.path in gates) == (level == "mlp") for row in inside)):
-            yield layer.path
-
-
-def _linears_of(model: nn.Module, row: Site) -> list[Any]:
-    """The linears of a block that consume its norms."""
-    block = model.get_submodule(row.path)
-    assert isinstance(block, FusedBlock)
-    return [block.get_submodule(name) for name in block.fused_norm_linears]
-
-
-_WIDE_OUTPUT = "a norm wrote float32 for its linears, which read 16 bits under autocast"
-_WIDE_QUERIES = "queries and keys were written in float32, and attention reads 16 bits under autocast"
-_NOT_JOINED = "the gradient of its residual connection did not join in the backward of the norm"
-
-
-def claims_not_kept(
-    model: nn.Module, sites: Sequence[Site], calls: Sequence[FusedCall], tokens: Tensor, *, mixed: bool
-) -> dict[str, list[str]]:
-    """Return the places in which a step has not done what rows of the report promise, by what it did instead.
-
-    ``sites``: the rows of the report that were fused. ``calls``: those of a step with these tokens, with their
-    gradients. ``mixed``: under bf16 autocast.
-    """
-    places_by_claim: dict[str, list[str]] = {}
-
-    def add(what: str, path: str) -> None:
-        places = places_by_claim.setdefault(what, [])
-        if path not in places:
-            places.append(path)
-
-    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-    rotated = [site.path for site in sites if site.kind == "rope"]
-    casting = _attentions_that_cast(model, rotated, tokens) if mixed else set()
-    if family is None or not family.attention_reads_rotated:
-        casting = {path for path in casting if _asks_attention(model, path)}
-    for site in sites if mixed else ():
-        if not any(torch.float32 in call.dtypes for call in calls if is_call_of(site, call)):
-            continue
-        if site.kind == "consumers":
-            # A LoRA layer that may drop some of its input reads it in float32.
-            adapters = [linear for linear in _linears_of(model, site) if isinstance(linear, FusedAdapter)]
-            dropouts = [dropout for adapter in adapters for dropout in cast(Any, adapter).lora_dropout.values()]
-            if all(map(is_idle_dropout, dropouts)):
-                add(_WIDE_OUTPUT, site.path)
-        elif site.kind == "rope" and site.path in casting:
-            add(_WIDE_QUERIES, site.path)
-    for path, layer in layers_of(model).items():
-        if not isinstance(layer, FusedBlock):
-            continue
-        consumed = [rewrite for rewrite in layer.fused_norm_rewrites if rewrite.pattern == "consumed_norms"]
-        joins = family is not None and family.joins_residual
-        if joins or any("input" in rewrite.parts for rewrite in consumed):
-            mine = [call for call in calls if call.path == path and call.method.__name__ == "fused_norm_passthrough"]
-            # The gradient of a norm's input, which the norm hands on, has to flow into the norm's backward.
-            differentiated = [call for call in mine if call.arguments.arguments["x"].requires_grad]
-            if not mine or any(not call.is_one_node or call.gradients[-1] is None for call in differentiated):
-                add(_NOT_JOINED, path)
-    return places_by_claim
-
-
-def _asks_attention(model: nn.Module, path: str) -> bool:
-    """Return whether the rewritten forward of an attention asks for the dtype that its attention function reads."""
-    forward: Any = getattr(type(model.get_submodule(path)), "fused_norm_forward", None)
-    return forward is not None and "fused_norm_read_dtype" in inspect.unwrap(forward).__code__.co_names
-
-
-def _attentions_that_cast(model: nn.Module, paths: Sequence[str], tokens: Tensor) -> set[str]:
-    """The modules at ``paths`` in whose stock forward PyTorch's attention casts float32 queries and keys to 16 bits.
-
-    Keys that are repeated before are not among them: their gradients are summed in the dtype that they have.
-    """
-    casting: set[str] = set()
-    running: list[str] = []
-    attend = functional.scaled_dot_product_attention
-
-    def noted(query: Tensor, key: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        if running and query.dtype == key.dtype == torch.float32:
-            groups = getattr(model.get_submodule(running[-1]), "num_key_value_groups", 1)
-            if groups == 1 or named.get("enable_gqa"):
-                casting.add(running[-1])
-        return attend(query, key, *arguments, **named)
-
-    with contextlib.ExitStack() as stack:
-        for path in paths:
-            module = model.get_submodule(path)
-            stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
-            stack.callback(module.register_forward_hook(lambda *_: running.clear()).remove)
-        stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", noted))
-        stack.enter_context(torch.autocast(tokens.device.type, torch.bfloat16))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(disabled())
-        model(input_ids=tokens, use_cache=False)
-    return casting

@@ -23,8 +23,8 @@ from transformers import get_constant_schedule_with_warmup
 
 from ..check.distances import distances, ratio, slope_errors
 from ..kernels.linear_cross_entropy import IGNORED
-from .comparison import TrainingOptions
 from .model_source import layers_of
+from .tiers import TrainingOptions
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ class Verdict:
 
     @property
     def is_red_by_noise(self) -> bool:
-        """Whether the run is red, and only by numbers that are held to those of the controls."""
+        """True if the run is red, and each number that makes it so is held to the controls, not to a bar of its own."""
         failed = [check for check in self.checks if not check.ok]
         return bool(failed) and all(BY_NAME[check.measure].bar is None for check in failed)
 
