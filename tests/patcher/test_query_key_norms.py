@@ -6,6 +6,13 @@ import textwrap
 
 import pytest
 from torch import nn
+from transformers.models.exaone4.modeling_exaone4 import Exaone4Attention
+from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAttention
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention
+from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
 from fused_norm.patcher.patterns import functions_of, patterns_of
 from fused_norm.patcher.patterns.heads import QK_NAME
@@ -179,6 +186,23 @@ def test_each_pair_is_fused_with_its_own_rotation() -> None:
     assert functions(second) == [rotates_too]
     assert functions(Rewrite("heads", 0), second) == [rotates_too]
     assert functions(first, second) == [rotates, rotates_too]
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"),
+    [
+        (Qwen3Attention, ("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Gemma3Attention, ("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Qwen3NextAttention, ("q_norm", "k_norm", "apply_rotary_pos_emb")),
+        (Exaone4Attention, ("q_norm", "k_norm", None)),
+        (Glm4MoeAttention, ("q_norm", "k_norm", None)),
+        (HunYuanDenseV1Attention, ("query_layernorm", "key_layernorm", None)),
+        (Gemma3nTextAttention, None),
+    ],
+)
+def test_what_attentions_of_transformers_have(attention, expected) -> None:
+    heads = [(*pair.names, pair.rotate) for pair in patterns_of(attention).heads]
+    assert heads == ([] if expected is None else [expected])
 
 
 def test_names_of_q_and_k_norms() -> None:

@@ -6,12 +6,22 @@ import weakref
 
 import pytest
 from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
+from transformers.models.granite.modeling_granite import GraniteDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 
 import fused_norm
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
 from fused_norm.patcher.rewrite import Rewrite
 
 from .forwards import Recorder, assert_becomes, assert_unchanged, everything, layer_of
+
+
+def adds_of(layer: type) -> list[str]:
+    """Return the norm after each add in a forward, that of its branch, and the norm before that; ``-`` for none."""
+    return [" ".join(name or "-" for name in add.names).rstrip(" -") for add in patterns_of(layer).adds]
+
 
 # The module, not its source, decides what is a norm (here, `other` is none).
 FUSED = {
@@ -473,6 +483,19 @@ def test_a_sum_that_a_function_returns_is_found() -> None:
     report = fused_norm.apply_fused_norm(AddsInFunctions())
     rows = [(site.path, site.reason) for site in (*report.fused, *report.kept) if site.kind == "residual"]
     assert rows == [("norm", "its sum, scaled_add(a, b), reaches it in a way that is not rewritten")]
+
+
+@pytest.mark.parametrize(
+    ("layer", "adds"),
+    [
+        (LlamaDecoderLayer, ["post_attention_layernorm", "- mlp"]),
+        (GraniteDecoderLayer, ["post_attention_layernorm"]),
+        (Gemma2DecoderLayer, ["pre_feedforward_layernorm post_attention_layernorm", "- post_feedforward_layernorm"]),
+        (Olmo2DecoderLayer, ["mlp post_attention_layernorm", "- post_feedforward_layernorm"]),
+    ],
+)
+def test_families_go_by_dataflow_not_by_name(layer: type, adds: list[str]) -> None:
+    assert adds_of(layer) == adds
 
 
 # Either operand of an add may be the branch; `gate` and `up` note when they are called.

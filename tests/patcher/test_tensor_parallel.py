@@ -42,8 +42,10 @@ DEVICE = "cuda" if ON_GPUS else "cpu"
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
 
-IN_4 = transformers.__version__.startswith("4.")
-HEADS = {"rms_norm": 4, "qk_norm": 3} if IN_4 else {"rms_norm": 10, "rope": 3}
+TAKES_PLANS = not transformers.__version__.startswith("4.")
+"""Whether transformers takes the plans of its users."""
+
+HEADS = {"rms_norm": 10, "rope": 3} if TAKES_PLANS else {"rms_norm": 4, "qk_norm": 3}
 """The operators that are called for norms of queries and keys and for norms alone: transformers 5 hooks the former."""
 
 WITHOUT_ADDS = {**sites("llama"), "residual": 0, "loss": 0}
@@ -109,6 +111,33 @@ def by_transformers(name: str) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(name, tp_plan="auto").train()
 
 
+def by_transformers_along_sequences(name: str) -> nn.Module:
+    """Shard by a plan that cuts sequences between linears: transformers has styles for it, but no model uses it."""
+    from transformers.distributed import tensor_parallel as styles
+
+    class GatheredSequence(styles.SequenceParallel):
+        """Compute the norm of each process's tokens and gather them, because attention needs all of them."""
+
+        def transform_output_post_forward(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+            return output.redistribute(placements=[Replicate()]).to_local()
+
+    all_styles = styles.ALL_PARALLEL_STYLES
+
+    class CutSequence(type(all_styles["embedding_rowwise"])):  # type: ignore[misc]
+        """Return the embeddings of each process's tokens."""
+
+        def transform_output_post_forward(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+            output = super().transform_output_post_forward(module, output, mesh)
+            whole = DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+            return whole.redistribute(placements=[Shard(1)]).to_local()
+
+    all_styles["embedding_to_sequence"] = CutSequence(**vars(all_styles["embedding_rowwise"]))
+    all_styles["norm_of_sequence"] = GatheredSequence()
+    all_styles["rowwise_to_sequence"] = styles.RowwiseParallel(output_layouts=Shard(1))
+    names = ("norm_of_sequence", "embedding_to_sequence", "colwise", "rowwise_to_sequence", "colwise_gather_output")
+    return AutoModelForCausalLM.from_pretrained(name, tp_plan=plan_of(*names)).train()
+
+
 def by_torch(name: str, mesh: DeviceMesh | None = None) -> nn.Module:
     """Shard by PyTorch's own styles, which cut sequences between the layers."""
     model = AutoModelForCausalLM.from_pretrained(name).to(DEVICE).train()
@@ -147,6 +176,8 @@ WAYS: dict[str, tuple[Callable[[str], nn.Module], str, dict[str, int], dict[str,
     "torch, along sequences, and FSDP2": (by_torch_and_fsdp2, "llama", WITHOUT_ADDS, EACH_BY_ITSELF),
 }
 """The way a model is sharded, its type, the sites that are fused, and the operators that a forward calls."""
+if TAKES_PLANS:
+    WAYS["transformers, along sequences"] = (by_transformers_along_sequences, "llama", WITHOUT_ADDS, EACH_BY_ITSELF)
 
 
 def steps_of_every_way(folder: str, rank: int, ranks: int) -> dict[str, dict[str, Any]]:
@@ -182,7 +213,7 @@ def test_a_model_on_two_ranks_is_fused_and_trains_as_on_one(way: str, steps: lis
         assert fused["sent"] == stock["sent"]
         assert alone["values"].keys() == fused["values"].keys()
         for name, value in alone["values"].items():
-            if way == "transformers" and IN_4 and ("q_norm" in name or "k_norm" in name):
+            if way == "transformers" and not TAKES_PLANS and ("q_norm" in name or "k_norm" in name):
                 value = stock["values"][name]  # transformers 4 leaves their gradients with each rank's heads alone
             assert relative(fused["values"][name], value) < 1e-4, name
 
