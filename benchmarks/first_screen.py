@@ -15,7 +15,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from fused_norm.convergence.report import as_svg
+from fused_norm.convergence.curve_charts import as_svg
 
 ROOT = Path(__file__).parents[1]
 

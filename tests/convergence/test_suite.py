@@ -18,20 +18,11 @@ import fused_norm
 from fused_norm.cli import main
 from fused_norm.convergence import paired_runs
 from fused_norm.convergence.comparison import EXECUTIONS, FEATURES, LORA, Comparison, Progress
+from fused_norm.convergence.curve_charts import LIMIT, _figure, curves_svg
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.paired_runs import PairedRuns
 from fused_norm.convergence.plan import comparisons_of
-from fused_norm.convergence.report import (
-    LIMIT,
-    _figure,
-    as_json,
-    as_page,
-    curves_svg,
-    exit_code,
-    explanations,
-    summary,
-    table,
-)
+from fused_norm.convergence.report import as_json, as_page, exit_code, explanations, summary, table
 from fused_norm.convergence.suite import ResultStore, run_plan
 from fused_norm.convergence.tiers import TIERS
 from fused_norm.convergence.verdict import ComparisonResult, Verdict
