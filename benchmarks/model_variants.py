@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
+from torch._inductor import compile_fx
 from torch.nn import functional
 
 from fused_norm.patcher import apply_fused_norm, remove_fused_norm
@@ -152,11 +153,21 @@ def _compiled_by_layer(
     if isinstance(step, Generation):
         raise RefusedError("measured for training steps; transformers itself compiles a generation as a whole")
     patched = eager(step)
+    # Dynamo reuses the code of another variant, which has another budget, if its backend is the same.
+    backend = "inductor" if budget is None else _inductor_within(budget)
     for layer in body_of(step.model).layers:
-        layer.compile(dynamic=False, mode=mode)
-    if budget is None:
-        return patched
-    return replace(patched, running=partial(functorch_config.patch, activation_memory_budget=budget))
+        layer.compile(dynamic=False, mode=mode, backend=backend)
+    return patched
+
+
+def _inductor_within(budget: float) -> Callable[..., Any]:
+    """Inductor as a backend of its own, with a budget for what is kept for the backward."""
+
+    def backend(graph: Any, inputs: Sequence[Any]) -> Any:
+        with functorch_config.patch(activation_memory_budget=budget):
+            return compile_fx.compile_fx(graph, inputs)
+
+    return backend
 
 
 def _compiled(step: BenchmarkedModel, eager: Variant) -> Patched:

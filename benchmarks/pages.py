@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .markdown import in_markdown, page_with
+from .model_cases import ModelCase
 from .results import Result, Results
 from .tables import losses_in_markdown, pivot, speed, steps_in_markdown
 
@@ -91,8 +92,18 @@ def first_table(run: Results) -> str:
 def all_steps(run: Results) -> str:
     """Every step, those of ``STEPS`` first, with the variants that were measured in all kinds of step."""
     places = {step: place for place, step in enumerate(STEPS.values())}
-    rows = sorted(run.of("models"), key=lambda row: places.get(row.row, len(places)))
+    rows = sorted(_steps(run, generate=False), key=lambda row: places.get(row.row, len(places)))
     return steps_in_markdown(replace(run, rows=rows), [*VARIANTS.values(), "fused-stock-loss"]) or ""
+
+
+def generation(run: Results) -> str:
+    """The time of a token, for all sequences of the batch, and the peak of memory of each generation."""
+    rows = _steps(run, generate=True)
+    return steps_in_markdown(replace(run, rows=rows), list(VARIANTS.values())) or ""
+
+
+def _steps(run: Results, *, generate: bool) -> list[Result]:
+    return [step for step in run.of("models") if ModelCase.named(step.row).generates == generate]
 
 
 def less_memory(run: Results) -> str:
@@ -105,14 +116,13 @@ def less_memory(run: Results) -> str:
 
 
 def options(run: Results) -> str:
-    """What each option brings to the first step that was measured for it."""
-    lines = [["", "ms", "time against everything on, 95 %", "GiB"]]
-    steps = run.of("features")
-    for step in steps:
-        if step.row == steps[0].row and step.ratio is not None and step.ratio.low is not None:
-            time, memory = milliseconds_and_gibibytes(step)
+    """What each option brings to each step that was measured for it."""
+    lines = [["step", "", "ms", "time against everything on, 95 %", "GiB"]]
+    for step in run.of("features"):
+        if step.ratio is not None and step.ratio.low is not None:
             interval = "" if step.by == "fused" else f"{step.ratio.low:.3f} to {step.ratio.high:.3f}"
-            lines.append([step.by, time, interval, memory])
+            time, memory = milliseconds_and_gibibytes(step)
+            lines.append([step.row, step.by, time, interval, memory])
     return in_markdown(lines)
 
 
@@ -124,7 +134,13 @@ def operators(run: Results) -> str:
 
 TABLES: Mapping[str, Mapping[str, Callable[[Results], str]]] = {
     "README.md": {"steps": first_table},
-    "docs/numbers.md": {"steps": all_steps, "losses": losses_in_markdown, "options": options, "operators": operators},
+    "docs/numbers.md": {
+        "steps": all_steps,
+        "generation": generation,
+        "losses": losses_in_markdown,
+        "options": options,
+        "operators": operators,
+    },
     "docs/options.md": {"memory": less_memory},
 }
 """What makes the tables of each page, by their marks."""

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+from torch._inductor import compile_fx
 
 from benchmarks import model_variants
 from benchmarks.benchmark_run import RefusedError
@@ -158,20 +159,22 @@ def test_on_top_of_ligers_gate_and_loss_all_else_is_fused(liger):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Compile with a backend that runs graphs as they are, and records them with the mode."""
-    recorded = types.SimpleNamespace(graphs=[], modes=[])
+    """Graphs run as they are in place of Inductor's code, and are recorded with their budgets, and the modes."""
+    recorded = types.SimpleNamespace(graphs=[], budgets=[], modes=[])
 
-    def backend(graph, example_inputs):
+    def compile_graph(graph, example_inputs, **_):
         recorded.graphs.append(graph)
+        recorded.budgets.append(functorch_config.activation_memory_budget)
         return graph.forward
 
     compile_model = torch.compile
 
-    def compile_eagerly(model, *, dynamic, mode=None):
+    def compile_and_record(model, *, mode=None, **options):
         recorded.modes.append(mode)
-        return compile_model(model, backend=backend, dynamic=dynamic)
+        return compile_model(model, mode=mode, **options)
 
-    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    monkeypatch.setattr(torch, "compile", compile_and_record)
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_graph)
     yield recorded
     torch.compiler.reset()
 
@@ -213,12 +216,14 @@ def test_layer_by_layer_every_layer_is_compiled_in_the_mode_of_the_variant(compi
     assert compiled.modes == ["max-autotune-no-cudagraphs"] * len(twin.model.layers)
 
 
-def test_compiled_layers_with_less_memory_run_under_their_budget_and_no_other_step_does(compiled):
-    whole = functorch_config.activation_memory_budget
-    for budget in (0.7, 0.4, 0.1):
-        with VARIANTS[f"compile-layers-budget-{budget}"](prepared("qwen3").twin()).running():
-            assert functorch_config.activation_memory_budget == budget
-        assert functorch_config.activation_memory_budget == whole == 1.0
+def test_compiled_layers_with_less_memory_are_compiled_with_their_budget_beside_others(compiled):
+    step = prepared("qwen3")
+    for name, budget in [("", 1.0), ("-budget-0.7", 0.7), ("-budget-0.4", 0.4), ("-budget-0.1", 0.1)]:
+        twin = step.twin()
+        patched = VARIANTS[f"compile-layers{name}"](twin)
+        twin.step(patched.model)
+        assert {*compiled.budgets} == {budget}
+        compiled.budgets.clear()
 
 
 @pytest.mark.parametrize(("kind", "masks"), [("", 0), ("packed", 1)])

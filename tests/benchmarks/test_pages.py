@@ -51,10 +51,13 @@ def test_the_first_table_has_every_step_that_the_readme_names_with_its_loss(run:
         first_table(replace(run, rows=rows))
 
 
-def test_options_are_those_of_the_first_step(run: Results) -> None:
-    (row, *_) = run.of("features")
-    again = replace(run, rows=[*run.rows, replace(row, row="Qwen3-0.6B 1x512", by="of another step")])
-    assert options(again) == options(run)
+def test_options_are_those_of_every_step_in_which_their_time_was_compared(run: Results) -> None:
+    compared = [row for row in run.of("features") if row.ratio is not None]
+    assert len({row.row for row in compared}) > 1
+    assert len(options(run).splitlines()) == 2 + len(compared)
+    again = replace(run, rows=[*run.rows, replace(compared[-1], row="Qwen3-0.6B 1x512", by="without qk")])
+    (last,) = {*options(again).splitlines()} - {*options(run).splitlines()}
+    assert last.startswith("| Qwen3-0.6B 1x512 | without qk | ")
 
 
 def test_what_was_not_measured_is_an_empty_cell(run: Results) -> None:
