@@ -109,10 +109,9 @@ def options(run: Results) -> str:
     lines = [["", "ms", "time against everything on, 95 %", "GiB"]]
     steps = run.of("features")
     for step in steps:
-        if step.row == steps[0].row and step.ratio is not None and step.ratio.low is not None:
+        if step.row == steps[0].row and step.ratio and step.ratio.interval:
             time, memory = milliseconds_and_gibibytes(step)
-            interval = "" if step.by == "fused" else f"{step.ratio.low:.3f} to {step.ratio.high:.3f}"
-            lines.append([step.by, time, interval, memory])
+            lines.append([step.by, time, "" if step.by == "fused" else step.ratio.interval, memory])
     return in_markdown(lines)
 
 
