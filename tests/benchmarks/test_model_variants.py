@@ -1,7 +1,5 @@
 """A variant changes only its twin; changes to the process last while its steps run."""
 
-from __future__ import annotations
-
 import sys
 import types
 from unittest import mock

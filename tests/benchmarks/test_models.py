@@ -1,7 +1,5 @@
 """The variants of a row are compared with stock, their memory is measured, and then they take turns."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from dataclasses import replace

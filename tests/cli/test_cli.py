@@ -48,14 +48,14 @@ def process(*arguments: object, cwd: Path | None = None) -> subprocess.Completed
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen3")
     build("qwen3", seed=0).save_pretrained(path)
     return path
 
 
 @pytest.fixture
-def script(tmp_path: Path):
+def script(tmp_path):
     """Return a function that writes a script and returns its path."""
 
     def write(text: str, name: str = "train.py") -> Path:

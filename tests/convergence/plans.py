@@ -1,7 +1,5 @@
 """A plan on tiny models that runs in a few seconds, and models of one layer."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -146,24 +146,24 @@ def on_page(page: str) -> set[str]:
     return {message.strip() for message in re.findall(r"^\| ``? ?(.+?) ?``? \|", page, re.MULTILINE)}
 
 
-def test_every_message_of_the_patcher_is_on_the_page_and_no_other() -> None:
+def test_every_message_of_the_patcher_is_on_the_page_and_no_other():
     messages = messages_in(PATCHER.rglob("*.py")) | refusals(KERNELS.glob("*.py"))
     entries = on_page(PAGE.read_text(encoding="utf-8"))
     assert messages - entries == set(), "not on the page"
     assert entries - messages == set(), "on the page, and nowhere in the patcher"
 
 
-def test_what_the_page_may_leave_out_is_still_in_the_sources() -> None:
+def test_what_the_page_may_leave_out_is_still_in_the_sources():
     assert NOT_SAID - all_texts(PATCHER.rglob("*.py")) == set()
     assert OF_USERS_CALLS - all_refusals(KERNELS.glob("*.py")) == set()
 
 
-def test_no_message_has_two_rows() -> None:
+def test_no_message_has_two_rows():
     rows = re.findall(r"^\| ``? ?(.+?) ?``? \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) == len(set(rows))
 
 
-def test_messages_are_found_in_a_source() -> None:
+def test_messages_are_found_in_a_source():
     source = '''def reason(name):
     """A docstring of several words."""
     if name:

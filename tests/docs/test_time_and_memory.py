@@ -1,7 +1,5 @@
 """The chart of time beside memory, on the page of options, shows the stored run."""
 
-from __future__ import annotations
-
 import re
 
 from benchmarks.pages import stored_run
@@ -10,7 +8,7 @@ from benchmarks.time_and_memory import LINES, MODELS, draw
 from .markdown_pages import ROOT
 
 
-def test_the_chart_is_drawn_from_the_run() -> None:
+def test_the_chart_is_drawn_from_the_run():
     picture = (ROOT / "docs" / "time_and_memory.svg").read_text(encoding="utf-8")
     written = set(re.findall(r"<text [^>]*>([^<]+)</text>", picture))
     assert {*MODELS, *LINES} <= written

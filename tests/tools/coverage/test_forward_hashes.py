@@ -28,12 +28,12 @@ class WithoutForward:
     pass
 
 
-def test_a_hash_is_that_of_the_code_alone() -> None:
+def test_a_hash_is_that_of_the_code_alone():
     assert forward_hash(Plain) == forward_hash(Typed) != forward_hash(Otherwise)
     assert forward_hash(WithoutForward) == "--------"
 
 
-def test_classes_are_named_after_their_folder() -> None:
+def test_classes_are_named_after_their_folder():
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     assert name_of(LlamaMLP) == "llama.LlamaMLP"
