@@ -1,4 +1,4 @@
-"""Pages show the stored run: their tables are what ``python -m benchmarks.pages`` would write."""
+"""Pages show the stored run: their tables are what ``python -m benchmarks.pages`` would write, and so is a chart."""
 
 import re
 from dataclasses import replace
@@ -9,6 +9,7 @@ from benchmarks.first_screen import cells_of
 from benchmarks.markdown import page_with
 from benchmarks.pages import ROOT, STEPS, TABLES, first_table, less_memory, options, stored_run, with_tables
 from benchmarks.tables import losses_in_markdown
+from benchmarks.time_and_memory import LINES, MODELS, draw
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +60,11 @@ def test_what_was_not_measured_is_an_empty_cell(run):
     assert cells["compiled, budget 0.7", "Qwen3-0.6B, LoRA"] == ""
     assert cells["`recompute=True`", "Qwen3-0.6B"] == "149.9, 13.9"
     assert losses_in_markdown(replace(run, rows=[])) == ""
+
+
+def test_the_chart_of_time_and_memory_is_drawn_from_the_run(run):
+    picture = (ROOT / "docs" / "time_and_memory.svg").read_text(encoding="utf-8")
+    assert {*MODELS, *LINES} <= set(re.findall(r"<text [^>]*>([^<]+)</text>", picture))
+    curves = re.compile(r'<path d="(M [^"]+)" clip-path')
+    assert curves.findall(picture) == curves.findall(draw(run))
+    assert len(curves.findall(picture)) == len(MODELS) * len(LINES)
