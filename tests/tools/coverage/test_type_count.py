@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def stored():
 
 @pytest.mark.parametrize("model_type", [*QUICK, *slow(*SLOW)])
 def test_a_type_has_what_the_stored_summary_says(model_type, stored):
-    result = json.loads(json.dumps(count(model_type).to_dict()))
+    result = json.loads(json.dumps(asdict(count(model_type))))
     summary = summarise(stored.transformers, {model_type: result})
     assert summary.types.get(model_type) == stored.types.get(model_type)
     assert summary.classes == {name: stored.classes.get(name) for name in summary.classes}
