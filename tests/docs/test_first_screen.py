@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.first_screen import COLOURS, DRAWN, cells_of, draw, steps_of_the_readme
-from benchmarks.pages import step_of, stored_run
+from benchmarks.first_screen import COLOURS, DRAWN, cells_of, draw
+from benchmarks.pages import first_table, step_of, stored_run
 
 from .markdown_pages import ROOT, blocks_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PICTURE = (ROOT / "docs" / "first_screen.svg").read_text(encoding="utf-8")
 
-SHOWN = cells_of(steps_of_the_readme())
+SHOWN = cells_of(first_table(stored_run()))
 
 
 def ahead_of_ours(competitor: str, unit: str) -> dict[str, float]:
