@@ -163,13 +163,6 @@ def test_the_next_forward_is_watched_and_no_other(fused):
     assert recomputed == []
 
 
-def test_a_forward_by_stock_code_is_seen(fused):
-    model, sites = fused
-    with observed(model) as (calls, _), disabled():
-        model(input_ids=TOKENS, labels=TOKENS)
-    assert len(sites_not_seen(sites, calls, may_be_idle=True)) == len(sites)
-
-
 def with_bias():
     """Build a model whose head has a bias; none of its norms is fused."""
     from transformers import PhiConfig
