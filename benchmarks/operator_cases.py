@@ -63,8 +63,8 @@ class MeasuredOperator:
         weights: norm weights that it takes.
         made_of: the operator made of parts, from a case's activations, weights and angles.
         part: the part without which a peer has nothing of its own for it.
-        options: the last words that a case's name may have, of which the first is the default, and further arguments
-            of the operator of this project.
+        options: the last words that a case's name may have, the default first, each with the arguments that it stands
+            for in this project.
     """
 
     moved: tuple[int, int]
