@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from fused_norm.convergence.curve_charts import as_svg
 
-ROOT = Path(__file__).parents[1]
+from .pages import ROOT, first_table, stored_run
 
 COLOURS = {"stock": "#8b949e", "Liger": "#3a9a5b", "compiled": "#3b7dd8", "ours": "#e07b1a"}
 """The columns of the README's table. All of them stand out on light and on dark paper."""
@@ -32,12 +32,6 @@ DRAWN = {
 
 _LIGHT, _DARK = "#6e7781", "#8b949e"
 _DARK_STYLE = f"<style>@media (prefers-color-scheme: dark) {{ svg {{ --ink: {_DARK} }} }}</style>"
-
-
-def steps_of_the_readme() -> str:
-    """The lines of the README between the marks of its table of steps."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return text.partition("<!-- steps")[2].partition("-->\n")[2].partition("<!-- end of steps")[0]
 
 
 def cells_of(table: str) -> dict[tuple[str, str], str]:
@@ -97,10 +91,10 @@ def _figure(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Draw the losses of the demo in a folder, and the README's table, into the documentation."""
+    """Draw the losses of the demo in a folder, and the README's steps, into the documentation."""
     result = json.loads(min(Path(arguments[0]).glob("comparisons/*.json")).read_text(encoding="utf-8"))
     losses = {name: result[name]["losses"] for name in ("stock", "fused")}
-    svg = draw(losses, cells_of(steps_of_the_readme()))
+    svg = draw(losses, cells_of(first_table(stored_run())))
     (ROOT / "docs" / "first_screen.svg").write_text(svg, encoding="utf-8")
 
 

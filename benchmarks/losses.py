@@ -43,10 +43,9 @@ def _prepare(
     call = partial(provider.build(case), inputs)
     if result.by != PRODUCTS.name:
         errors = relative_errors(call(), exact)
-        worst = max(errors.values(), key=lambda error: error if math.isfinite(error) else math.inf)
         finite = {name: error if math.isfinite(error) else None for name, error in errors.items()}
         detail = f"relative errors {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}"
-        result = replace(result, errors=finite).checked(worst, tolerance(inputs.x.dtype), detail)
+        result = replace(result, errors=finite).checked(max(errors.values()), tolerance(inputs.x.dtype), detail)
         if result.bad:
             return result, None
     peak, _ = memory_over(call, device)

@@ -15,20 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 WORDS = (
-    "image",
-    "lora",
-    "qlora",
-    "qv",
-    "dropout",
-    "autocast",
-    "checkpointing",
-    "packed",
-    "fsdp2",
-    "loss",
-    "masked",
-    "generate",
-    "static",
-)
+    "image", "lora", "qlora", "qv", "dropout", "autocast", "checkpointing", "packed", "fsdp2", "loss", "masked",
+    "generate", "static",
+)  # fmt: skip
 """What a step can be called, in this order. What each word means is said under *Steps* in ``docs/measuring.md``."""
 
 
@@ -125,62 +114,40 @@ _WITHOUT_LOSS = ("gpt-oss-20b (4 layers)", "Qwen3.5-0.8B", "gemma-4-E2B")
 """With a loss and random weights none of the variants is near stock in bf16, or the first step tunes for minutes."""
 
 
-def _cases(models: Sequence[str], *steps: str) -> list[ModelCase]:
-    return [ModelCase.named(f"{model} {step}") for step in steps for model in models]
+def _cases(models: Sequence[str], steps: str) -> list[ModelCase]:
+    """The cases of each of these steps, which are separated by commas, for all models."""
+    return [ModelCase.named(f"{model} {step.strip()}") for step in steps.split(",") for model in models]
 
 
-WITH_LOSS = (
-    "loss 4x4096",
-    "lora loss 4x4096",
-    "lora checkpointing loss 4x4096",
-    "autocast loss 4x4096",
-    "checkpointing loss 4x4096",
-    "autocast checkpointing loss 4x4096",
-    "loss masked 4x4096",
-    "lora loss masked 4x4096",
-    "lora dropout checkpointing loss 4x4096",
-    "qlora checkpointing loss 4x4096",
-    "qlora dropout checkpointing loss 4x4096",
-    "qlora qv checkpointing loss 4x4096",
-    "packed loss 1x16384",
-    "fsdp2 loss 4x4096",
-)
-"""The steps that people run: they end in the loss."""
+_TRAINED = """
+    loss 4x4096, lora loss 4x4096, lora checkpointing loss 4x4096, autocast loss 4x4096, checkpointing loss 4x4096,
+    autocast checkpointing loss 4x4096, loss masked 4x4096, lora loss masked 4x4096,
+    lora dropout checkpointing loss 4x4096, qlora checkpointing loss 4x4096, qlora dropout checkpointing loss 4x4096,
+    qlora qv checkpointing loss 4x4096, packed loss 1x16384, fsdp2 loss 4x4096,
+    lora checkpointing 4x4096, lora dropout checkpointing 4x4096, lora 4x4096, autocast checkpointing 4x4096,
+    autocast 4x4096, qlora checkpointing 4x4096, qlora dropout checkpointing 4x4096, packed 1x16384, fsdp2 4x4096
+"""
+"""The steps that people run, which end in the loss, and then the layers of such steps alone."""
 
-WITHOUT_HEAD = (
-    "lora checkpointing 4x4096",
-    "lora dropout checkpointing 4x4096",
-    "lora 4x4096",
-    "autocast checkpointing 4x4096",
-    "autocast 4x4096",
-    "qlora checkpointing 4x4096",
-    "qlora dropout checkpointing 4x4096",
-    "packed 1x16384",
-    "fsdp2 4x4096",
-)
-"""The layers of such steps alone."""
-
-TRAINED = (*WITH_LOSS, *WITHOUT_HEAD)
-
-DEFAULT = tuple(_cases(_SMALL[:1], *TRAINED))
+DEFAULT = tuple(_cases(_SMALL[:1], _TRAINED))
 """The rows that are measured if none are named."""
 
 CASES: tuple[ModelCase, ...] = (
     *DEFAULT,
-    *_cases(_SMALL[1:], *TRAINED),
-    *_cases((*_SMALL, "Qwen3-4B"), "4x4096", "1x512", "1x16384"),
+    *_cases(_SMALL[1:], _TRAINED),
+    *_cases((*_SMALL, "Qwen3-4B"), "4x4096, 1x512, 1x16384"),
     *_cases(("Qwen3-8B (8 layers)", "Llama-3.1-8B (8 layers)"), "4x4096"),
-    *_cases(_SMALL[:1], *(f"{kind} {batch}x32" for kind in ("generate", "generate static") for batch in (1, 32))),
+    *_cases(_SMALL[:1], "generate 1x32, generate 32x32, generate static 1x32, generate static 32x32"),
     *_cases(("Qwen2.5-VL-3B (8 and 8 layers)", "GLM-4.1V-9B (4 and 8 layers)"), "image 1x4096"),
     *_cases(("Qwen3-Next (4 layers, 16 experts)", "Qwen3.5-9B (4 layers)"), "2x2048"),
-    *_cases(("Qwen3-4B", "Qwen3-8B"), "qlora checkpointing loss 1x4096", "qlora qv checkpointing loss 1x4096"),
+    *_cases(("Qwen3-4B", "Qwen3-8B"), "qlora checkpointing loss 1x4096, qlora qv checkpointing loss 1x4096"),
     *_cases((*_OF_2026, *_WITHOUT_LOSS), "2x4096"),
     *_cases(["Qwen3.5-0.8B"], "4x4096"),
-    *_cases(_OF_2026, "loss 2x4096", "lora loss 2x4096"),
+    *_cases(_OF_2026, "loss 2x4096, lora loss 2x4096"),
     *_cases(["LFM2-1.2B"], "4x4096"),
     *_cases(("Mamba-Codestral-7B (8 layers)", "Bamba-9B (4 layers)"), "1x512"),
     *_cases(["flan-t5-large"], "8x512"),
 )
 
-FEATURES = (*_cases(_SMALL, "loss 4x4096", "4x4096", "1x512"), ModelCase.named("Qwen3-0.6B generate 1x32"))
+FEATURES = (*_cases(_SMALL, "loss 4x4096, 4x4096, 1x512"), ModelCase.named("Qwen3-0.6B generate 1x32"))
 """The rows on which options are compared."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fused_norm.check.distances import distance
 from fused_norm.convergence.model_source import quantise
 from fused_norm.kernels.linear_cross_entropy import IGNORED
 from fused_norm.patcher import apply_fused_norm, remove_fused_norm
@@ -192,21 +193,6 @@ def why_not_here(case: ModelCase) -> str | None:
     return None
 
 
-def build(case: ModelCase, dtype: torch.dtype, device: torch.device, auto_class: Any = None) -> Any:
-    """The model of a case with random weights, drawn on ``device``; ``auto_class`` is ``AutoModel`` by default."""
-    from transformers import AutoModel
-
-    on_device = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=on_device), device:
-        torch.manual_seed(0)
-        chosen, config = auto_class or AutoModel, case.config()
-        try:
-            model = chosen.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        except ValueError:  # T5 has attention of its own alone, and Mamba has none.
-            model = chosen.from_config(config, dtype=dtype, attn_implementation="eager")
-    return model.train()
-
-
 def randomize_norm_weights(model: nn.Module, generator: torch.Generator) -> dict[str, NormSpec]:
     """Add noise to the weight of every norm, because an error in gamma does not show if gamma is one.
 
@@ -232,9 +218,14 @@ def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> Benchm
     from transformers import AutoModel, AutoModelForCausalLM
 
     words = {*case.step}
-    has_head = words & {"loss", "masked"} or case.generates
-    weights = torch.float32 if words & {"autocast", "fsdp2"} else dtype
-    model = build(case, weights, device, AutoModelForCausalLM if has_head else AutoModel)
+    auto_class = AutoModelForCausalLM if words & {"loss", "masked"} or case.generates else AutoModel
+    from_config = partial(auto_class.from_config, dtype=torch.float32 if words & {"autocast", "fsdp2"} else dtype)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        try:
+            model = from_config(case.config(), attn_implementation="sdpa").train()
+        except ValueError:  # T5 has attention of its own alone, and Mamba has none.
+            model = from_config(case.config(), attn_implementation="eager").train()
     generator = torch.Generator(device).manual_seed(1)
     config = model.config.get_text_config(decoder=True)
     length = case.length + (_PROMPT_TOKENS if case.generates else 0)
@@ -268,9 +259,8 @@ def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> Benchm
 
 
 def relative_error(results: Sequence[Tensor], stock: Sequence[Tensor]) -> float:
-    """The largest relative error, by the norm of each of several vectors; NaN if a result is NaN."""
-    errors = [(result - true).norm() / true.norm() for result, true in zip(results, stock, strict=True)]
-    return float(torch.stack(errors).max())
+    """The largest relative distance of several vectors, infinite if a result is not finite."""
+    return max(distance(*pair) for pair in zip(results, stock, strict=True))
 
 
 def release_memory(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import inspect
 import sys
@@ -15,18 +14,15 @@ from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import Tensor, nn
+from torch import nn
 from torch._inductor import compile_fx
-from torch.nn import functional
 
 from fused_norm.patcher import apply_fused_norm, remove_fused_norm
 from fused_norm.spec import NormSpec
 
 from .benchmark_run import RefusedError
 from .model_steps import BenchmarkedModel, Generation, body_of
-from .providers import PROVIDERS
-
-Forward = Callable[[Tensor], Tensor]
+from .providers import PROVIDERS, Norm, liger_norm, torch_norm
 
 
 @dataclass(frozen=True)
@@ -60,11 +56,11 @@ def missing(variant: str, device: torch.device) -> str | None:
     return None
 
 
-def replaced_norms(step: BenchmarkedModel, make: Callable[[nn.Module, NormSpec], Forward]) -> Patched:
-    """Give every norm of the model the forward that ``make`` returns for it."""
+def replaced_norms(step: BenchmarkedModel, make: Callable[[NormSpec], Norm]) -> Patched:
+    """Let every norm of the model be computed by what ``make`` returns for its spec."""
     for path, spec in step.norms.items():
-        module = step.model.get_submodule(path)
-        module.forward = make(module, spec)
+        module, norm = step.model.get_submodule(path), make(spec)
+        module.forward = lambda x, module=module, norm=norm: norm(x, module.weight)
     return Patched(step.model)
 
 
@@ -189,27 +185,6 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """
 
 
-def _liger_norm(module: nn.Module, spec: NormSpec) -> Forward:
-    operators: Any = importlib.import_module("liger_kernel.ops")
-    offset = float(spec.zero_centered)
-    in_place = not spec.zero_centered  # As Liger sets it: not in Gemma's layers, where the gradient is needed again.
-
-    def forward(x: Tensor) -> Tensor:
-        weight = module.weight
-        y: Tensor = operators.LigerRMSNormFunction.apply(x, weight, spec.eps, offset, spec.casting, in_place)
-        return y
-
-    return forward
-
-
-def _torch_norm(module: nn.Module, spec: NormSpec) -> Forward:
-    def forward(x: Tensor) -> Tensor:
-        weight: Any = module.weight
-        return functional.rms_norm(x, weight.shape, 1.0 + weight if spec.zero_centered else weight, spec.eps)
-
-    return forward
-
-
 _OPTIONS = ("rope", "qk", "residual", "sandwich", "norms", "mlp", "consumers", "linear", "adapter")
 _MEMORY_BUDGETS = (0.7, 0.4, 0.1)
 _FLOAT8_RECIPES = ("tensorwise", "rowwise")
@@ -237,8 +212,9 @@ VARIANTS: Mapping[str, Variant] = {
     **{f"compile-layers-budget-{share}": partial(_COMPILED_STOCK, budget=share) for share in _MEMORY_BUDGETS},
     "compile": partial(_compiled, eager=_stock),
     "fused-compile": partial(_compiled, eager=_fused),
-    "liger-norms": partial(replaced_norms, make=_liger_norm),
-    "torch": partial(replaced_norms, make=_torch_norm),
+    # As Liger sets it: not in place in Gemma's layers, where the gradient is needed again.
+    "liger-norms": partial(replaced_norms, make=lambda spec: liger_norm(spec, in_place=not spec.zero_centered)),
+    "torch": partial(replaced_norms, make=torch_norm),
     **{
         f"float8-{recipe}{name}": partial(_in_float8, eager=variant, recipe=recipe)
         for recipe in _FLOAT8_RECIPES

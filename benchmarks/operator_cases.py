@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -63,7 +63,8 @@ class MeasuredOperator:
         weights: norm weights that it takes.
         made_of: the operator made of parts, from a case's activations, weights and angles.
         part: the part without which a peer has nothing of its own for it.
-        options: the last words that a case's name may have; the first is the default.
+        options: the last words that a case's name may have, the default first, each with the arguments that it stands
+            for in this project.
     """
 
     moved: tuple[int, int]
@@ -72,13 +73,13 @@ class MeasuredOperator:
     weights: int
     made_of: Callable[[Parts], OperatorFunction]
     part: str = "norm"
-    options: tuple[str, ...] = ("", "gemma")
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}, "gemma": {}})
 
 
 GPT_OSS_GATE: Mapping[str, Any] = {"interleaved": True, "limit": 7.0, "alpha": 1.702}
 """The options of the gate of gpt-oss' experts."""
 
-_FORMATS = ("tensorwise", "rowwise", "block128", "mxfp8", "coat")
+_FORMATS = {name: {"fp8_format": name} for name in ("tensorwise", "rowwise", "block128", "mxfp8", "coat")}
 
 OPERATORS: Mapping[str, MeasuredOperator] = {
     "rms_norm": MeasuredOperator((2, 3), 1, 1, 1, lambda p: lambda x, w: (p.norm(x, w),)),
@@ -94,19 +95,22 @@ OPERATORS: Mapping[str, MeasuredOperator] = {
         (2, 3), 2, 2, 2,
         lambda p: lambda q, k, q_weight, k_weight, *angles: p.rotate(p.norm(q, q_weight), p.norm(k, k_weight), *angles),
     ),
-    "rope": MeasuredOperator((2, 2), 2, 2, 0, lambda p: p.rotate, part="rotate", options=("",)),
+    "rope": MeasuredOperator((2, 2), 2, 2, 0, lambda p: p.rotate, part="rotate", options={"": {}}),
     "glu": MeasuredOperator(
-        (3, 5), 2, 1, 0, lambda p: lambda gate, up: (p.gate(gate, up),), part="gate", options=("silu", "gelu_tanh")
+        (3, 5), 2, 1, 0, lambda p: lambda gate, up: (p.gate(gate, up),), part="gate",
+        options={name: {"activation": name} for name in ("silu", "gelu_tanh")},
     ),
     "expert_gate": MeasuredOperator(
-        (3, 5), 1, 1, 0, lambda p: lambda x: (p.expert_gate(x),), part="expert_gate", options=("silu", "gpt-oss")
+        (3, 5), 1, 1, 0, lambda p: lambda x: (p.expert_gate(x),), part="expert_gate",
+        options={"silu": {}, "gpt-oss": GPT_OSS_GATE},
     ),
     "gated_rms_norm": MeasuredOperator(
         (3, 5), 2, 1, 1, lambda p: lambda x, gate, w: (p.gated_norm(x, gate, w),), part="gated_norm",
-        options=("", "gate-first"),
+        options={"": {"norm_before_gate": True}, "gate-first": {"norm_before_gate": False}},
     ),
     "causal_conv1d": MeasuredOperator(
-        (2, 3), 1, 1, 0, lambda p: lambda x, filters: (p.convolve(x, filters),), part="convolve", options=("",)
+        (2, 3), 1, 1, 0, lambda p: lambda x, filters: (p.convolve(x, filters),), part="convolve",
+        options={"": {"activation": "silu"}},
     ),
     "rms_norm_fp8": MeasuredOperator(
         (1, 2), 1, 1, 1, lambda p: lambda x, w: (p.norm(x, w),), part="cast", options=_FORMATS
@@ -157,11 +161,12 @@ class OperatorCase:
             shape = "4096x(32+8)x128" if operator in _HEADS else "4096x2560"
             raise ValueError(f"{name!r} is no shape of {operator}, such as '{operator} {shape}'")
         options = OPERATORS[operator].options
-        if (option or options[0]) not in options:
+        option = option or next(iter(options))
+        if option not in options:
             raise ValueError(f"{name!r}: after the shape comes {' or '.join(filter(None, options)) or 'nothing'}")
         heads = (int(q_heads), int(k_heads)) if q_heads else (0, 0)
         with_backward = backward and not operator.endswith("_fp8")
-        return cls(operator, int(rows), int(width), heads, option or options[0], with_backward)
+        return cls(operator, int(rows), int(width), heads, option, with_backward)
 
     @property
     def name(self) -> str:
@@ -254,17 +259,7 @@ class OperatorInputs:
 def fused(case: OperatorCase) -> OperatorFunction:
     """The operator of this project that a case is of."""
     operator = OPERATORS[case.operator]
-    options = dict(case.semantics) if operator.weights else {}
-    if case.fp8_format:
-        options["fp8_format"] = case.option
-    elif case.operator == "glu":
-        options["activation"] = case.option
-    elif case.operator == "causal_conv1d":
-        options["activation"] = "silu"
-    elif case.operator == "expert_gate" and case.option == "gpt-oss":
-        options |= GPT_OSS_GATE
-    elif case.operator == "gated_rms_norm":
-        options["norm_before_gate"] = case.option != "gate-first"
+    options = {**(case.semantics if operator.weights else {}), **operator.options[case.option]}
     call = partial(getattr(fp8 if case.fp8_format else kernels, case.operator), **options)
     if case.operator in ("qk_norm_rope", "rope"):
         return lambda q, k, *rest: call(q.transpose(1, 2), k.transpose(1, 2), *rest)

@@ -119,9 +119,9 @@ def options(run: Results) -> str:
     """What each option brings to each step that was measured for it."""
     lines = [["step", "", "ms", "time against everything on, 95 %", "GiB"]]
     for step in run.of("features"):
-        if step.ratio is not None and step.ratio.low is not None:
-            interval = "" if step.by == "fused" else f"{step.ratio.low:.3f} to {step.ratio.high:.3f}"
+        if step.ratio and step.ratio.interval:
             time, memory = milliseconds_and_gibibytes(step)
+            interval = "" if step.by == "fused" else step.ratio.interval
             lines.append([step.row, step.by, time, interval, memory])
     return in_markdown(lines)
 

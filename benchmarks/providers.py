@@ -16,9 +16,13 @@ from torch.nn import functional
 
 from fused_norm import kernels
 from fused_norm.kernels import fp8
+from fused_norm.spec import NormSpec
 
 from .benchmark_run import RefusedError
 from .operator_cases import OPERATORS, OperatorCase, OperatorFunction, eager_parts, fused
+
+Norm = Callable[[Tensor, Tensor], Tensor]
+"""From x and w to y."""
 
 OwnParts = Mapping[str, Callable[..., Any]]
 """The parts that a peer has kernels for, by the names of ``Parts``."""
@@ -114,11 +118,13 @@ def _torchao_cast(case: OperatorCase) -> Callable[[Tensor], fp8.Quantized]:
     return cast
 
 
-def _torch(case: OperatorCase) -> OwnParts:
-    eps, centered = case.spec.eps, case.spec.zero_centered
+def torch_norm(spec: NormSpec) -> Norm:
+    """The norm of PyTorch."""
+    return lambda x, w: functional.rms_norm(x, w.shape, 1.0 + w if spec.zero_centered else w, spec.eps)
 
-    def norm(x: Tensor, w: Tensor) -> Tensor:
-        return functional.rms_norm(x, w.shape, 1.0 + w if centered else w, eps)
+
+def _torch(case: OperatorCase) -> OwnParts:
+    norm = torch_norm(case.spec)
 
     def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         s = r + x
@@ -132,24 +138,27 @@ def _compile(case: OperatorCase) -> OperatorFunction:
     return torch.compile(_peer(_stock)(case), dynamic=False)
 
 
+def liger_norm(spec: NormSpec, *, in_place: bool) -> Norm:
+    """The norm of Liger; ``in_place``: its backward writes over the gradient that it is given."""
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    return lambda x, w: LigerRMSNormFunction.apply(x, w, spec.eps, float(spec.zero_centered), spec.casting, in_place)
+
+
 def _liger(case: OperatorCase) -> OwnParts:
     from liger_kernel.ops import (
         LigerFusedAddRMSNormFunction,
         LigerGELUMulFunction,
-        LigerRMSNormFunction,
         LigerRopeFunction,
         LigerSiLUMulFunction,
     )
 
-    spec, offset = case.spec, float(case.spec.zero_centered)
+    spec = case.spec
     # As Liger patches models: in place, which is fastest, unless the gradient that it is given is needed again.
-    in_place = case.operator not in ("norm_add", "norm_add_norm")
-
-    def norm(x: Tensor, w: Tensor) -> Tensor:
-        return LigerRMSNormFunction.apply(x, w, spec.eps, offset, spec.casting, in_place)
+    norm = liger_norm(spec, in_place=case.operator not in ("norm_add", "norm_add_norm"))
 
     def add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return LigerFusedAddRMSNormFunction.apply(x, r, w, spec.eps, offset, spec.casting, False)
+        return LigerFusedAddRMSNormFunction.apply(x, r, w, spec.eps, float(spec.zero_centered), spec.casting, False)
 
     copies: dict[int, Tensor] = {}
 

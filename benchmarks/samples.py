@@ -76,6 +76,11 @@ class PairedRatio:
         return cls(statistics.median(ratios), low, high, rounds)
 
     @property
+    def interval(self) -> str:
+        """The interval in words; empty without one."""
+        return "" if self.low is None else f"{self.low:.3f} to {self.high:.3f}"
+
+    @property
     def verdict(self) -> Literal["faster", "slower", "within noise"]:
         """``faster`` or ``slower`` than the base if the interval excludes 1."""
         if self.high is not None and self.high < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from .loss_providers import PRODUCTS
 from .markdown import in_markdown
@@ -15,9 +16,6 @@ _DATA_SHEETS = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA
 """Bytes per second of the memory of a GPU, as its maker gives them."""
 
 _SMALL = 3e-6  # Cases whose bytes a copy moves in less time are in microseconds: they are bound by launches.
-
-_OF_A_LOSS = ("loss", "dX", "dW")
-"""What the errors of a loss are of."""
 
 Text = Callable[[Result, Sequence[Result]], str]
 """What a cell says of a result, beside all of its row and kind."""
@@ -120,17 +118,29 @@ def _lead(_: Result, rivals: Sequence[Result]) -> str:
     return f"{min(others) / ours[0]:.2f}" if others and ours and ours[0] else ""
 
 
+def _table(rows: Sequence[Result], columns: Mapping[str, Callable[[Result], str]], floor: str = "") -> str:
+    """A line for every result, sorted by case, with its time and these columns; a ``floor`` is not marked."""
+    lines = [["", "", "ms", "quartiles", *columns]]
+    for case in dict.fromkeys(row.row for row in rows):
+        of_case = [row for row in rows if row.row == case]
+        best = _clearly_best([row for row in of_case if row.by != floor])
+        for row in of_case:
+            time = f"{'*' if row is best else ''}{1e3 * row.seconds:.1f}" if row.seconds else row.verdict
+            name = case if row is of_case[0] else ""
+            lines.append([name, row.by, time, _quartiles(row.timing), *(text(row) for text in columns.values())])
+    return aligned(lines)
+
+
 def _loss_table(losses: Sequence[Result]) -> str:
-    lines = [["", "", "ms", "quartiles", "GiB", *(f"error of {name}" for name in _OF_A_LOSS), "rounds"]]
-    for cells, loss in _lines(losses, floor=PRODUCTS.name):
-        errors = loss.errors or {}
-        extra = "" if loss.extra_bytes is None else f"{loss.extra_bytes / 2**30:.1f}"
-        of_each = (_error(errors[name]) if name in errors else "" for name in _OF_A_LOSS)
-        lines.append([*cells, extra, *of_each, str(loss.timing.samples) if loss.timing else ""])
+    columns: dict[str, Callable[[Result], str]] = {
+        "GiB": lambda row: _gibibytes(row.extra_bytes),
+        **{f"error of {name}": partial(_error, name=name) for name in ("loss", "dX", "dW")},
+        "rounds": _rounds,
+    }
     return (
         "Head and loss, forward and backward: time, peak of memory beyond the inputs, relative errors to float64; * is "
         "the fastest where its quartiles are apart from all others'; products: those of matrices alone, which no "
-        f"implementation can do without\n{aligned(lines)}"
+        f"implementation can do without\n{_table(losses, columns, PRODUCTS.name)}"
     )
 
 
@@ -138,48 +148,45 @@ def losses_in_markdown(results: Results) -> str:
     """The table of heads with their loss for a page: ms, GiB and the error of dW, or of dX if the head is frozen."""
 
     def text(result: Result, _: Sequence[Result]) -> str:
-        if result.seconds is None or result.extra_bytes is None:
+        if result.seconds is None:
             return "-" if result.verdict == "refused" else result.verdict
-        cell = f"{1e3 * result.seconds:.1f}, {result.extra_bytes / 2**30:.1f}"
-        errors = result.errors or {}
-        return f"{cell}, {_error(errors.get('dW', errors['dX']))}" if errors else cell
+        cells = (
+            f"{1e3 * result.seconds:.1f}",
+            _gibibytes(result.extra_bytes),
+            _error(result, "dW") or _error(result, "dX"),
+        )
+        return ", ".join(filter(None, cells))
 
     losses = results.of("losses")
     return in_markdown(pivot(losses, text)) if losses else ""
 
 
-def _lines(rows: Sequence[Result], floor: str = "") -> Iterator[tuple[list[str], Result]]:
-    """Every result with the first cells of its line, sorted by case; what is measured as a ``floor`` is not marked."""
-    for case in dict.fromkeys(row.row for row in rows):
-        of_case = [row for row in rows if row.row == case]
-        best = _clearly_best([row for row in of_case if row.by != floor])
-        for index, row in enumerate(of_case):
-            time = f"{'*' if row is best else ''}{1e3 * row.seconds:.1f}" if row.seconds else row.verdict
-            yield ["" if index else case, row.by, time, _quartiles(row.timing)], row
-
-
-def _error(value: float | None) -> str:
+def _error(result: Result, name: str) -> str:
+    errors = result.errors or {}
+    if name not in errors:
+        return ""
+    value = errors[name]
     return "not finite" if value is None else f"{value:.2e}"
 
 
 def _step_table(steps: Sequence[Result]) -> str:
-    lines: list[Sequence[str]] = [
-        ("", "", "ms", "quartiles", "host, ms", "quartiles", "GiB", "reserved", "rounds", "to fused", "95 %", "verdict")
-    ]
-    for cells, step in _lines(steps):
-        ratio = step.ratio
-        host = f"{1e3 * step.host.median:.1f}" if step.host else ""
-        memory = _gibibytes(step.peak_bytes), _gibibytes(step.reserved_bytes)
-        interval = f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio and ratio.low and ratio.high else ""
-        to_fused = (f"{ratio.median:.3f}", interval, ratio.verdict) if ratio else ("", "", "")
-        rounds = str(step.timing.samples) if step.timing else ""
-        lines.append((*cells, host, _quartiles(step.host), *memory, rounds, *to_fused))
-    if not any(step.ratio for step in steps):
-        lines = [line[:-3] for line in lines]
+    columns: dict[str, Callable[[Result], str]] = {
+        "host, ms": lambda row: f"{1e3 * row.host.median:.1f}" if row.host else "",
+        "quartiles": lambda row: _quartiles(row.host),
+        "GiB": lambda row: _gibibytes(row.peak_bytes),
+        "reserved": lambda row: _gibibytes(row.reserved_bytes),
+        "rounds": _rounds,
+    }
+    if any(step.ratio for step in steps):
+        columns |= {
+            "to fused": lambda row: f"{row.ratio.median:.3f}" if row.ratio else "",
+            "95 %": lambda row: row.ratio.interval if row.ratio else "",
+            "verdict": lambda row: row.ratio.verdict if row.ratio else "",
+        }
     return (
         "Steps, and tokens of generations: time, the part of it until the host has launched everything, peak memory; "
         "* is the fastest where its quartiles are apart from all others'; ratios are to fused in the same round: above "
-        f"1, the option that is left out saves time\n{aligned(lines)}"
+        f"1, the option that is left out saves time\n{_table(steps, columns)}"
     )
 
 
@@ -225,6 +232,10 @@ def _clearly_best(steps: Sequence[Result]) -> Result | None:
 
 def _quartiles(timing: Timing | None) -> str:
     return f"{1e3 * timing.low:.1f} to {1e3 * timing.high:.1f}" if timing and timing.samples > 1 else ""
+
+
+def _rounds(result: Result) -> str:
+    return str(result.timing.samples) if result.timing else ""
 
 
 def _gibibytes(count: int | None) -> str:

@@ -12,7 +12,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from fused_norm.kernels.triton.devices import device_props, name_of, use_plans
 
 from . import operator_cases
 from .benchmark_run import in_a_line
-from .kernels import OperatorCall, operator_calls
+from .kernels import operator_calls
 from .operator_cases import DIRECTIONS, Direction, OperatorCase, float64_results, tolerance, worst_error
 from .providers import FUSED
 from .samples import in_turns
@@ -115,8 +114,8 @@ class Prepared:
             exact = float64_results(case, sets[0])[DIRECTIONS.index(task.direction)]
             self._prepared.append((FUSED.build(case), sets, exact))
 
-    def with_calls(self, rule: Rule | None, use: Callable[[Sequence[OperatorCall]], Any]) -> list[Any]:
-        """Hand the calls of each operator to ``use`` while the device plans by ``rule``, and return what it returns.
+    def sampler(self, rule: Rule | None) -> Callable[[], float]:
+        """What takes a sample of the time of all operators together, in seconds, by ``rule`` or by those of today.
 
         Raises:
             ValueError: a result is wrong.
@@ -124,14 +123,14 @@ class Prepared:
         table = device_props(self.device).table
         if rule is not None:
             table = replace(table, rows={self.task.section: (rule,)})
-        results = []
+        samplers = []
         with use_plans(table), torch.set_grad_enabled(self.task.direction == "backward"):
             for function, sets, exact in self._prepared:
                 calls = operator_calls(function, self.task.direction, sets)
                 if not worst_error(calls[0](), exact) <= tolerance(self.dtype):
                     raise ValueError("wrong result")
-                results.append(use(calls))
-        return results
+                samplers.append(sampler(calls, self.device))
+        return lambda: sum(sampler.take() for sampler in samplers)
 
     def fastest(self, candidates: Iterable[Rule]) -> Rule | None:
         """The fastest candidate; None if none can be launched."""
@@ -143,11 +142,6 @@ class Prepared:
             except Exception as error:  # too many registers, too much shared memory; the next may do
                 sys.stderr.write(f"{self.task.section} {rule}: {in_a_line(error)}\n")
         return min(times, key=lambda rule: times[rule]) if times else None
-
-    def sampler(self, rule: Rule | None) -> Callable[[], float]:
-        """What takes a sample of the time of all operators together, in seconds."""
-        samplers = self.with_calls(rule, lambda calls: sampler(calls, self.device))
-        return lambda: sum(sampler.take() for sampler in samplers)
 
 
 def tune(task: Task, device: torch.device) -> str | None:
@@ -161,7 +155,7 @@ def tune(task: Task, device: torch.device) -> str | None:
         # Other numbers of programs and of tiles in flight for the same tile.
         candidates += [replace(best, stages=s, programs=p) for s, p in itertools.product(_STAGES, _PROGRAMS)]
     best = prepared.fastest(candidates) or best
-    Prepared(task, device, torch.float32).with_calls(best, len)  # raises if it is wrong
+    Prepared(task, device, torch.float32).sampler(best)  # raises if it is wrong
     takes = {"today": prepared.sampler(None), "rule": prepared.sampler(best)}
     samples = in_turns(takes, rounds=(_TURNS, _TURNS), seconds=0)
     today, by_row = statistics.median(samples["today"]), statistics.median(samples["rule"])

@@ -1,7 +1,5 @@
 """The interpreter of the tests has the bits of Triton's own."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import numpy as np

@@ -29,7 +29,7 @@ def imported(path: Path) -> Iterator[str]:
             yield from (".".join((*base, *filter(None, [node.module]), alias.name)) for alias in node.names)
 
 
-def test_what_everyone_imports_knows_neither_measurements_nor_peers() -> None:
+def test_what_everyone_imports_knows_neither_measurements_nor_peers():
     own = {path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in MEASURING}
     command = PACKAGE / "cli" / "env_command.py"
     assert "fused_norm.cli.common.UsageError" in set(imported(command)), "relative imports count"
@@ -43,7 +43,7 @@ def test_what_everyone_imports_knows_neither_measurements_nor_peers() -> None:
     assert imports == {("__main__.py", "fused_norm.cli.main")}
 
 
-def test_the_version_is_that_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_is_that_of_what_is_installed(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", {"fused-norm": "1.2.3"}.__getitem__)
     assert fused_norm.__version__ == "1.2.3"
 
@@ -54,7 +54,7 @@ def test_the_version_is_that_of_what_is_installed(monkeypatch: pytest.MonkeyPatc
     assert fused_norm.__version__ == "0.0"
 
 
-def test_links_of_a_readme_are_addresses_of_the_repository_that_builds(tmp_path: Path, monkeypatch) -> None:
+def test_links_of_a_readme_are_addresses_of_the_repository_that_builds(tmp_path, monkeypatch):
     pytest.importorskip("hatchling")
     spec = importlib.util.spec_from_file_location("hatch_build", Path(__file__).parents[1] / "hatch_build.py")
     hook = importlib.util.module_from_spec(spec)

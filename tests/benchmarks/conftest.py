@@ -1,9 +1,5 @@
 """A benchmark run that measures almost nothing and stores its results in a temporary folder."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,5 +8,5 @@ from benchmarks.results import Results
 
 
 @pytest.fixture
-def run(tmp_path: Path, device: str) -> BenchmarkRun:
+def run(tmp_path, device):
     return BenchmarkRun(torch.device(device), Results({}, meaningless=True), tmp_path / "results.json", quick=True)

@@ -1,7 +1,5 @@
 """``python -m benchmarks`` measures what was asked for, stores it, and fails if a GPU is needed."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Host time is measured for calls alone and in a chain, forward and backward, with the gradients of the weights."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Only right results are timed, providers take turns, and an error of one does not stop the others."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from unittest import mock

@@ -1,7 +1,5 @@
 """A head with its loss: the exact result, what every implementation computes, and what is measured."""
 
-from __future__ import annotations
-
 import sys
 import types
 from dataclasses import replace

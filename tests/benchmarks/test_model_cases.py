@@ -1,7 +1,5 @@
 """The rows of whole models have the sizes of published models, and distinct names."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.model_cases import CASES, DEFAULT, FEATURES, OTHERS, ModelCase

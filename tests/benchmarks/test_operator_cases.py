@@ -1,7 +1,5 @@
 """Cases count the bytes that they must move, and tell right results from wrong ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

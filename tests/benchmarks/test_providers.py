@@ -1,7 +1,5 @@
 """Every provider computes what the case says, in forward and backward."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples are taken in turns; a ratio belongs to a round, and its interval has the stated coverage of the median."""
 
-from __future__ import annotations
-
 import random
 from math import comb
 

@@ -1,7 +1,5 @@
 """Results survive a file, and tables and charts show them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

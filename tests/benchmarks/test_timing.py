@@ -31,7 +31,7 @@ class Clock:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def gpu(monkeypatch):
     """The parts of ``torch.cuda`` that ``timing`` uses; a replay takes ``REPLAY``, a call from Python 10 us."""
     clock = Clock()
 

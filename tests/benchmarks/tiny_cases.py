@@ -1,7 +1,5 @@
 """Operators, heads with their loss, and models that are so small that measuring them takes no time."""
 
-from __future__ import annotations
-
 from benchmarks.loss_cases import LossCase
 from benchmarks.model_cases import ModelCase
 from benchmarks.operator_cases import OPERATORS, OperatorCase

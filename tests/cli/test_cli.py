@@ -48,14 +48,14 @@ def process(*arguments: object, cwd: Path | None = None) -> subprocess.Completed
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen3")
     build("qwen3", seed=0).save_pretrained(path)
     return path
 
 
 @pytest.fixture
-def script(tmp_path: Path):
+def script(tmp_path):
     """Return a function that writes a script and returns its path."""
 
     def write(text: str, name: str = "train.py") -> Path:
@@ -468,14 +468,12 @@ def test_check_exits_1_when_the_fused_model_is_wrong(monkeypatch, capsys):
     assert re.search(r"logits .* over\n", capsys.readouterr().out)
 
 
-def test_check_takes_a_model_of_which_head_and_loss_alone_are_fused(tmp_path, capsys):
+def test_check_takes_a_model_of_which_the_loss_alone_is_fused_and_without_it_says_why_there_is_nothing(
+    tmp_path, capsys
+):
     GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=264).save_pretrained(tmp_path)
     assert main(["check", str(tmp_path), "--batch", "1", "--seq", "8", "--dtype", "float32"]) == 0
     assert "verdict: within budget" in capsys.readouterr().out
-
-
-def test_check_says_line_by_line_why_there_is_nothing_to_check(tmp_path, capsys):
-    GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=264).save_pretrained(tmp_path)
     assert main(["check", str(tmp_path), "--no-loss"]) == 2
     first, summary, head, *rows = capsys.readouterr().err.splitlines()[-8:]
     assert first == "fused-norm check: nothing to fuse in GPT2LMHeadModel, so there is nothing to check"

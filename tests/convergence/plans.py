@@ -1,8 +1,6 @@
 """A plan on tiny models that runs in a few seconds, and models of one layer."""
 
-from __future__ import annotations
-
-import dataclasses
+from dataclasses import replace
 
 import torch
 
@@ -24,7 +22,7 @@ def small(family="llama", *, dtype=torch.float32, layers=1, **changes):
 def tiny_plan(comparisons, layers=1, **changes):
     """Return a plan with two steps and three controls for each family that is compared."""
     settings = TIERS["quick"].settings
-    settings = dataclasses.replace(settings, steps=2, warmup_steps=1, controls=3)
+    settings = replace(settings, steps=2, warmup_steps=1, controls=3)
     packed = varied(pack(read_files(standard_library()[:4]), length=settings.length, limit=16))
     plan = Plan(
         comparisons=tuple(comparisons),
@@ -37,4 +35,4 @@ def tiny_plan(comparisons, layers=1, **changes):
         facts={"data": 1},
         cpu=not torch.cuda.is_available(),
     )
-    return dataclasses.replace(plan, **changes)
+    return replace(plan, **changes)

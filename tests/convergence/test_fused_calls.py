@@ -1,5 +1,6 @@
 """Sites that run stock code are reported, in a checked step and in the first forward of a training."""
 
+import contextlib
 import inspect
 
 import pytest
@@ -42,6 +43,14 @@ def call(path, operator):
     return FusedCall(path, len, (path,), inspect.signature(len).bind([]), [operator])
 
 
+def record_of(model, calls, *, fault=None, **options):
+    """Return the record of calls, with a planted fault if one is named."""
+    record = CallRecord()
+    with FAULTS[fault].planted(model) if fault else contextlib.nullcontext():
+        compare(record, model, calls, **options)
+    return record
+
+
 def norms(*paths):
     return [Site(path, "norm", "Norm", None) for path in paths]
 
@@ -73,8 +82,7 @@ def test_a_lora_layer_is_held_to_the_stock_layer_and_so_are_its_adapters(adapted
     assert sites_not_seen(sites, calls) == ()
     layers = [call for call in calls if call.path.endswith("_proj")]
     assert len(layers) == 7
-    record = CallRecord()
-    compare(record, model, layers, mixed=True)
+    record = record_of(model, layers, mixed=True)
     assert max(record.outputs.values()) < 0.01
     down = "model.layers.0.mlp.down_proj"
     places = [f"{down}.lora_{factor}.default.weight" for factor in "AB"]
@@ -88,10 +96,9 @@ def test_a_norm_is_held_to_the_stock_norm_with_a_gradient_for_each_of_its_consum
     calls = [call for call in calls_of_step(model, TOKENS, mixed=True) if "consumer" in call.arguments.arguments]
     # The embeddings are frozen, so the first norm has no gradients to sum.
     assert [call.dtypes for call in calls] == [[torch.bfloat16, torch.bfloat16], [torch.bfloat16] * 5]
-    right, wrong = CallRecord(), CallRecord()
-    compare(right, model, calls[1:], mixed=True)
-    with FAULTS["add_rms_norm_for_consumers-dropped"].planted(model):
-        compare(wrong, model, calls[1:], mixed=True)
+    right, wrong = (
+        record_of(model, calls[1:], fault=fault, mixed=True) for fault in (None, "add_rms_norm_for_consumers-dropped")
+    )
     assert max(right.outputs.values()) == max(wrong.outputs.values()) == 0.0
     assert max(right.gradients.values()) < 1
     assert max(wrong.gradients.values()) > 10
@@ -104,8 +111,7 @@ def test_products_of_an_input_that_a_norm_has_left_in_float32_differ_by_rounding
     apply_fused_norm(model, consumers=False)
     layers = [call for call in calls_of_step(model, TOKENS.repeat(2, 1), mixed=True) if call.path.endswith("gate_proj")]
     assert layers[0].arguments.arguments["x"].dtype == torch.float32
-    record = CallRecord()
-    compare(record, model, layers, mixed=True)
+    record = record_of(model, layers, mixed=True)
     assert max(record.gradients.values()) < 0.1
     assert max(record.slopes.values()) < 1
 
@@ -121,15 +127,11 @@ def test_rows_that_one_rounding_may_have_turned_do_not_count_and_more_of_them_do
 @pytest.mark.slow
 def test_an_adapter_that_drops_and_does_not_cast_is_seen(adapted):
     model, _ = adapted
-    layer = model.model.layers[0].mlp.down_proj
-    layer.lora_dropout["default"] = torch.nn.Dropout(0.05)
-    calls = [call for call in calls_of_step(model, TOKENS, mixed=True) if call.path == "model.layers.0.mlp.down_proj"]
-    right, wrong = CallRecord(), CallRecord()
-    compare(right, model, calls, mixed=True)
-    with FAULTS["adapter-dropout-cast"].planted(model):
-        compare(wrong, model, calls, mixed=True)
-    assert right.outputs["model.layers.0.mlp.down_proj"] < 0.01
-    assert wrong.outputs["model.layers.0.mlp.down_proj"] > 0.1
+    path = "model.layers.0.mlp.down_proj"
+    model.get_submodule(path).lora_dropout["default"] = torch.nn.Dropout(0.05)
+    calls = [call for call in calls_of_step(model, TOKENS, mixed=True) if call.path == path]
+    assert record_of(model, calls, mixed=True).outputs[path] < 0.01
+    assert record_of(model, calls, fault="adapter-dropout-cast", mixed=True).outputs[path] > 0.1
 
 
 def test_adapters_that_run_stock_code_are_seen_unless_they_multiply_in_float32(adapted):
@@ -161,13 +163,6 @@ def test_the_next_forward_is_watched_and_no_other(fused):
     assert recomputed == []
 
 
-def test_a_forward_by_stock_code_is_seen(fused):
-    model, sites = fused
-    with observed(model) as (calls, _), disabled():
-        model(input_ids=TOKENS, labels=TOKENS)
-    assert len(sites_not_seen(sites, calls, may_be_idle=True)) == len(sites)
-
-
 def with_bias():
     """Build a model whose head has a bias; none of its norms is fused."""
     from transformers import PhiConfig
@@ -184,12 +179,6 @@ def head_of(model, **options):
     calls = calls_of_step(model, TOKENS.repeat(2, 1), **options)
     assert sites_not_seen(sites, calls) == ()
     return [call for call in calls if call.path == sites[0].path]
-
-
-def record_of(model, calls, **options):
-    record = CallRecord()
-    compare(record, model, calls, **options)
-    return record
 
 
 @pytest.mark.parametrize(
@@ -272,8 +261,7 @@ def test_a_convolution_and_the_gradients_of_its_filters_are_held_to_stock(form, 
 def test_a_divisor_that_comes_after_a_rounding_is_seen_in_what_is_rounded():
     model = with_bias()
     calls = head_of(model)[:1]
-    with FAULTS["linear_cross_entropy-divided-late"].planted(model):
-        record = record_of(model, calls)
+    record = record_of(model, calls, fault="linear_cross_entropy-divided-late")
     assert max(record.gradients.values()) < 3  # the distance does not show it
     assert min(record.turned[f"{calls[0].name}: gradient of {tensor}"] for tensor in ("x", "lm_head.weight")) > 0.2
 
@@ -290,8 +278,7 @@ def test_packed_sequences_have_angles_of_their_own_and_large_numbers(fused):
         return rotate(q, k, cos, sin, *args, **named)
 
     calls[0].arguments.arguments["rotate"] = noted
-    record = CallRecord()
-    compare(record, model, calls)
+    record = record_of(model, calls)
     (packed,) = {name for name in record.outputs if name.endswith(", packed")}
     assert record.outputs[packed] == 0.0
     q, cos = next((q, cos) for q, cos in rotations if q.shape[-2] == 64)

@@ -33,10 +33,7 @@ def test_every_family_runs_in_every_precision_and_some_run_everything(tier):
     wide = [entry for entry in planned if entry.model == "qwen3"]
     assert {entry.execution for entry in wide} == set(EXECUTIONS)
     assert {entry.feature for entry in wide if entry.precision == "bf16"} == set(FEATURES)
-    assert {entry.execution for entry in wide if entry.precision == "mixed"} == {
-        "eager",
-        *LORA,
-    }
+    assert {entry.execution for entry in wide if entry.precision == "mixed"} == {"eager", *LORA}
     assert len(planned) == len(set(planned)) == len({entry.name for entry in planned})
 
 

@@ -89,20 +89,24 @@ def test_calls_of_layers_that_recompute_are_seen(fused):
         apply_fused_norm(model)
 
 
-def test_compiled_code_needs_a_call_for_every_site():
-    sites = [Site(path, "norm", "Norm") for path in "abc"] + [Site("d", "residual", "Layer"), Site("e", "rope", "A")]
-    add, norm, rope = (f"fused_norm.{name}_forward.default" for name in ("add_rms_norm", "rms_norm", "rope"))
-    assert sites_not_compiled(sites, [[norm, add, norm, rope]]) == ()
-    assert sites_not_compiled(sites, [[norm, add, rope]]) == ("c (norm)",)
-    assert sites_not_compiled(sites, [[norm, norm, norm]]) == ("d (residual)", "e (rope)")
-    operator = "fused_norm.norm_add_norm_forward.default"
-    assert sites_not_compiled(sites[:3], [[operator, operator]]) == ()
-    heads = [Site(path, "qk", "Norm") for path in "ab"] + [Site("c", "rope", "A")]
-    assert sites_not_compiled(heads, [["fused_norm.qk_norm_forward.default"]]) == ()
+ADD, NORM, ROPE, SANDWICH, HEADS = (
+    f"fused_norm.{name}_forward.default" for name in ("add_rms_norm", "rms_norm", "rope", "norm_add_norm", "qk_norm")
+)
 
 
-def test_one_of_several_graphs_may_run_for_many_layers():
-    sites = [Site(path, "norm", "Norm") for path in "abc"] + [Site("d", "rope", "A")]
-    norm = "fused_norm.rms_norm_forward.default"
-    assert sites_not_compiled(sites, [[norm], []]) == ("d (rope)",)
-    assert sites_not_compiled(sites, [[], []]) == ("a (norm)", "b (norm)", "c (norm)", "d (rope)")
+@pytest.mark.parametrize(
+    ("kinds", "graphs", "not_seen"),
+    [
+        ("norm norm norm residual rope", [[NORM, ADD, NORM, ROPE]], ()),
+        ("norm norm norm residual rope", [[NORM, ADD, ROPE]], ("c (norm)",)),
+        ("norm norm norm residual rope", [[NORM, NORM, NORM]], ("d (residual)", "e (rope)")),
+        ("norm norm norm", [[SANDWICH, SANDWICH]], ()),
+        ("qk qk rope", [[HEADS]], ()),
+        # One of several graphs may run for many layers.
+        ("norm norm norm rope", [[NORM], []], ("d (rope)",)),
+        ("norm norm norm rope", [[], []], ("a (norm)", "b (norm)", "c (norm)", "d (rope)")),
+    ],
+)
+def test_compiled_code_needs_a_call_for_every_site(kinds, graphs, not_seen):
+    sites = [Site(path, kind, "Module") for path, kind in zip("abcde", kinds.split(), strict=False)]
+    assert sites_not_compiled(sites, graphs) == not_seen

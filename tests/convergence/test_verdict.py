@@ -1,7 +1,7 @@
 """A run within the noise is green, one that leaves it anywhere is red, a comparison that says nothing is invalid."""
 
-import dataclasses
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -60,8 +60,8 @@ def test_one_place_beyond_its_bound_is_red_and_named(name):
     noise = 1e-2
     bound = MULTIPLE * noise + measure.floor * ROUNDING
     within, beyond = ({**dict.fromkeys(places, noise), places[1]: bound * share + tiny} for share, tiny in LIMITS)
-    assert verdict(dataclasses.replace(CONTROL, **{name: within})).status == "green"
-    result = verdict(dataclasses.replace(CONTROL, **{name: beyond}))
+    assert verdict(replace(CONTROL, **{name: within})).status == "green"
+    result = verdict(replace(CONTROL, **{name: beyond}))
     assert result.status == "red"
     assert len(result.reasons) == 1
     assert places[1] in result.reasons[0]
@@ -72,27 +72,24 @@ LIMITS = ((0.99, 0.0), (1.01, 1e-9))
 
 
 def test_the_worst_control_sets_the_bound_and_lucky_places_get_that_of_the_median_place():
-    assert noise_floor([{"a": 1.0, "b": 0.0, "c": 3.0}, {"a": 2.0, "b": 0.0, "c": 1.0}]) == {
-        "a": 2.0,
-        "b": 2.0,
-        "c": 3.0,
-    }
+    controls = {"a": 1.0, "b": 0.0, "c": 3.0}, {"a": 2.0, "b": 0.0, "c": 1.0}
+    assert noise_floor(controls) == {"a": 2.0, "b": 2.0, "c": 3.0}
 
 
 def test_losses_and_gradient_norms_are_held_to_the_controls():
-    far = dataclasses.replace(CONTROL, losses=(5.001, 4.03, 3.0))
+    far = replace(CONTROL, losses=(5.001, 4.03, 3.0))
     assert "loss" in verdict(far).reasons[0]
-    far = dataclasses.replace(CONTROL, evaluation_loss=3.1)
+    far = replace(CONTROL, evaluation_loss=3.1)
     assert "the evaluation after them" in verdict(far).reasons[0]
     # One step with a spike says nothing about gradients; half of the steps do.
-    assert verdict(dataclasses.replace(CONTROL, gradient_norms=(1.0, 1.0, 99.0))).status == "green"
-    assert "gradient norm" in verdict(dataclasses.replace(CONTROL, gradient_norms=(1.1, 1.1, 2.0))).reasons[0]
+    assert verdict(replace(CONTROL, gradient_norms=(1.0, 1.0, 99.0))).status == "green"
+    assert "gradient norm" in verdict(replace(CONTROL, gradient_norms=(1.1, 1.1, 2.0))).reasons[0]
 
 
 def test_the_first_losses_in_fp32_have_a_bar_of_their_own():
     calm = run_record(1e-7, losses=(5.0, 4.0, 3.0, 2.5))
     late_noise = run_record(1e-7, losses=(5.0, 4.0, 3.0, 2.1))
-    stock = dataclasses.replace(STOCK, losses=(5.0, 4.0, 3.0, 2.0), evaluation_loss=2.5)
+    stock = replace(STOCK, losses=(5.0, 4.0, 3.0, 2.0), evaluation_loss=2.5)
     early = run_record(1e-7, losses=(5.0 * (1 + 2e-6), 4.0, 3.0, 2.5))
     assert verdict(early, "fp32", (late_noise, calm), stock).status == "red"
     assert verdict(early, "bf16", (late_noise, calm), stock).status == "green"
@@ -102,9 +99,9 @@ def test_the_first_losses_in_fp32_have_a_bar_of_their_own():
 
 @pytest.mark.parametrize(("measure", "bar"), CALL_BARS.items())
 def test_fused_calls_are_held_to_the_stock_modules_whatever_the_controls_do(measure, bar):
-    wild = dataclasses.replace(CONTROL, outputs=dict.fromkeys(LAYERS, 0.04))
+    wild = replace(CONTROL, outputs=dict.fromkeys(LAYERS, 0.04))
     name = measure.removeprefix("call_")
-    within, beyond = (dataclasses.replace(CALLS, **{name: {NORMS[1]: value}}) for value in (bar, bar * 1.01 + 1e-9))
+    within, beyond = (replace(CALLS, **{name: {NORMS[1]: value}}) for value in (bar, bar * 1.01 + 1e-9))
     assert verdict(CONTROL, controls=(wild,), calls=within).status == "green"
     result = verdict(CONTROL, controls=(wild,), calls=beyond)
     assert result.status == "red"
@@ -115,21 +112,19 @@ def test_fused_calls_are_held_to_the_stock_modules_whatever_the_controls_do(meas
 @pytest.mark.parametrize("precision", NOISE_CAPS)
 def test_controls_that_are_far_off_themselves_judge_nothing(precision):
     level = 1.01 * NOISE_CAPS[precision]["gradients"]
-    wild = dataclasses.replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, level), outputs=dict.fromkeys(LAYERS, 1e-7))
+    wild = replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, level), outputs=dict.fromkeys(LAYERS, 1e-7))
     result = verdict(CONTROL, precision, controls=(wild,))
     assert result.status == "invalid"
     assert "the controls themselves are" in result.reasons[0]
-    one_place = dataclasses.replace(wild, gradients={**dict.fromkeys(PARAMETERS, 1e-7), PARAMETERS[0]: level})
+    one_place = replace(wild, gradients={**dict.fromkeys(PARAMETERS, 1e-7), PARAMETERS[0]: level})
     assert verdict(CONTROL, precision, controls=(one_place,)).status != "invalid"
 
 
 def test_a_parameter_may_drift_by_roundings_of_its_own():
-    fused = dataclasses.replace(CONTROL, drifts=dict.fromkeys(PARAMETERS, 0.2))
+    fused = replace(CONTROL, drifts=dict.fromkeys(PARAMETERS, 0.2))
     assert verdict(fused).status == "red"
-    assert (
-        verdict(fused, stock=dataclasses.replace(STOCK, drift_roundings=dict.fromkeys(PARAMETERS, 0.4))).status
-        == "green"
-    )
+    stock = replace(STOCK, drift_roundings=dict.fromkeys(PARAMETERS, 0.4))
+    assert verdict(fused, stock=stock).status == "green"
 
 
 @pytest.mark.parametrize(
@@ -139,28 +134,25 @@ def test_a_parameter_may_drift_by_roundings_of_its_own():
         ({"outputs": {LAYERS[0]: 1.0, LAYERS[2]: 1.0}}, "model.layers.0, forward: model.layers.0"),
         # The gradient of layer 0's output is computed in layer 1.
         ({"output_gradients": {LAYERS[0]: 1.0}}, "model.layers.1, backward: gradient of model.layers.0"),
-        (
-            {"gradients": {PARAMETERS[0]: 1.0, PARAMETERS[1]: 1.0}},
-            "model.layers.0, backward: model.layers.0.norm.weight",
-        ),
+        ({"gradients": dict.fromkeys(PARAMETERS[:2], 1.0)}, "model.layers.0, backward: model.layers.0.norm.weight"),
         ({"gradients": {PARAMETERS[0]: 1.0}}, "model.embed_tokens.weight, backward: model.embed_tokens.weight"),
     ],
 )
 def test_the_first_layer_that_diverges_is_named(changes, divergence):
     fields = {name: {**dict.fromkeys(PLACES[name], 0.0), **values} for name, values in changes.items()}
-    assert verdict(dataclasses.replace(CONTROL, **fields)).divergence == divergence
+    assert verdict(replace(CONTROL, **fields)).divergence == divergence
 
 
 def test_a_fused_run_alone_that_is_not_finite_is_red():
-    result = verdict(dataclasses.replace(CONTROL, losses=(5.0, math.nan), gradient_norms=(1.0, 1.0)))
+    result = verdict(replace(CONTROL, losses=(5.0, math.nan), gradient_norms=(1.0, 1.0)))
     assert result.status == "red"
     assert result.reasons == ("the fused run is not finite in step 1, and the stock run is",)
-    lost = dataclasses.replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, math.inf))
+    lost = replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, math.inf))
     assert verdict(lost).status == "red"
-    assert verdict(dataclasses.replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, math.nan))).status == "red"
+    assert verdict(replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, math.nan))).status == "red"
 
 
-BROKEN = dataclasses.replace(STOCK, losses=(5.0, math.nan, 1.0))
+BROKEN = replace(STOCK, losses=(5.0, math.nan, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -169,11 +161,11 @@ BROKEN = dataclasses.replace(STOCK, losses=(5.0, math.nan, 1.0))
         ({"stock": BROKEN}, "the stock run is not finite"),
         ({"controls": (CONTROL, BROKEN)}, "the control 1 run is not finite"),
         ({"controls": ()}, "no noise floor"),
-        ({"stock": dataclasses.replace(STOCK, moved={})}, "no norm weight is trained"),
-        ({"stock": dataclasses.replace(STOCK, constant=("a", "b"))}, "a and 1 other norm weights started as one"),
-        ({"stock": dataclasses.replace(STOCK, moved={"a": 0.0, "b": 1.0})}, "a never moved"),
+        ({"stock": replace(STOCK, moved={})}, "no norm weight is trained"),
+        ({"stock": replace(STOCK, constant=("a", "b"))}, "a and 1 other norm weights started as one"),
+        ({"stock": replace(STOCK, moved={"a": 0.0, "b": 1.0})}, "a never moved"),
         ({"controls": (CONTROL, STOCK)}, "control 1 is the stock run to the last bit"),
-        ({"calls": dataclasses.replace(CALLS, not_seen=NORMS)}, "and 2 other sites ran as stock code does"),
+        ({"calls": replace(CALLS, not_seen=NORMS)}, "and 2 other sites ran as stock code does"),
     ],
 )
 def test_a_comparison_that_says_nothing_is_invalid(arguments, reason):
@@ -184,11 +176,11 @@ def test_a_comparison_that_says_nothing_is_invalid(arguments, reason):
 
 @pytest.mark.parametrize("execution", FROZEN_NORMS)
 def test_norms_need_not_be_trained_where_adapters_are_trained_alone(execution):
-    assert verdict(CONTROL, stock=dataclasses.replace(STOCK, moved={}), execution=execution).status == "green"
+    assert verdict(CONTROL, stock=replace(STOCK, moved={}), execution=execution).status == "green"
 
 
 def test_a_value_that_is_another_the_second_time_is_red():
-    calls = dataclasses.replace(CALLS, bits={PARAMETERS[0]: 1e-3})
+    calls = replace(CALLS, bits={PARAMETERS[0]: 1e-3})
     result = verdict(CONTROL, calls=calls)
     assert (result.status, result.divergence) == ("red", f"{PARAMETERS[0]}, backward: {PARAMETERS[0]}")
     assert "a second time" in result.reasons[0]
@@ -224,7 +216,7 @@ def test_a_run_that_is_red_by_noise_alone_is_held_to_three_times_as_many_control
 
 
 def test_a_call_that_is_wrong_asks_for_no_more_controls():
-    calls = dataclasses.replace(CALLS, outputs=dict.fromkeys(NORMS, 0.5))
+    calls = replace(CALLS, outputs=dict.fromkeys(NORMS, 0.5))
     assert verdict(run_record(0.5)).is_red_by_noise
     assert not verdict(run_record(0.5), calls=calls).is_red_by_noise
     assert not verdict(run_record(1e-2, losses=(5.001, 4.0, 3.0))).is_red_by_noise

@@ -20,7 +20,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -84,13 +84,15 @@ def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
 
     page = path.read_text(encoding="utf-8")
     blocks = [block for block in blocks_of(page) if block.language in ("python", "console")]
+    for name, stand_in in stand_ins.items():
+        blocks = [replace(block, text=block.text.replace(name, stand_in)) for block in blocks]
     # The code is a file with the page's line numbers: tracebacks are right, and Triton and inspect can read it.
     module = ModuleType(f"page_{path.stem.lower()}")
     source = folder / f"{module.__name__}.py"
     lines = [""] * page.count("\n")
     for block in blocks:
         if block.language == "python" and block.runs:
-            code = _with_stand_ins(block.text, stand_ins).splitlines()
+            code = block.text.splitlines()
             lines[block.line - 1 : block.line - 1 + len(code)] = code
     source.write_text("\n".join(lines) + "\n", encoding="utf-8")
     module.__file__ = str(source)
@@ -105,9 +107,14 @@ def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
 
 def _run_block(block: Block, module: ModuleType, source: Path, stand_ins: Mapping[str, str]) -> None:
     if block.language == "python":
-        printed = _run_python(block, module, source, stand_ins)
+        code = compile("\n" * (block.line - 1) + block.text, str(source), "exec", dont_inherit=True)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            if block.runs:
+                exec(code, vars(module))
+        printed = output.getvalue()
     else:
-        printed = "".join(_run_command(command, block.runs, stand_ins) for command in _commands(block.text))
+        lines = [shlex.split(line, comments=True) for line in block.text.replace("\\\n", " ").splitlines()]
+        printed = "".join(_run_command(words, block.runs) for words in lines if words)
     if block.printed is None or not block.runs:
         return
     for name, stand_in in stand_ins.items():
@@ -117,32 +124,8 @@ def _run_block(block: Block, module: ModuleType, source: Path, stand_ins: Mappin
     )
 
 
-def _run_python(block: Block, module: ModuleType, source: Path, stand_ins: Mapping[str, str]) -> str:
-    text = "\n" * (block.line - 1) + _with_stand_ins(block.text, stand_ins)
-    code = compile(text, str(source), "exec", dont_inherit=True)
-    printed = io.StringIO()
-    if block.runs:
-        with contextlib.redirect_stdout(printed):
-            exec(code, vars(module))
-    return printed.getvalue()
-
-
-def _with_stand_ins(text: str, stand_ins: Mapping[str, str]) -> str:
-    for name, stand_in in stand_ins.items():
-        text = text.replace(name, stand_in)
-    return text
-
-
-def _commands(text: str) -> Iterator[str]:
-    """Yield the commands of a console block without comments."""
-    for line in text.replace("\\\n", " ").splitlines():
-        if command := shlex.join(shlex.split(line, comments=True)):
-            yield command
-
-
-def _run_command(command: str, runs: bool, stand_ins: Mapping[str, str]) -> str:
+def _run_command(words: list[str], runs: bool) -> str:
     """Run or parse a command and return what it prints."""
-    words = shlex.split(_with_stand_ins(command, stand_ins))
     program, *arguments = itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words)
     if "fused_norm" in arguments:  # a launcher that runs the command as a module
         program, arguments, runs = "fused-norm", arguments[arguments.index("fused_norm") + 1 :], False
@@ -163,14 +146,13 @@ def _run_command(command: str, runs: bool, stand_ins: Mapping[str, str]) -> str:
         missing = [argument for argument in arguments if argument.endswith(".py") and not (ROOT / argument).exists()]
         assert not missing, f"there is no {missing}"
     else:
-        assert not runs, f"nobody knows how to run {command!r}: mark it as not run, or add a rule here"
+        assert not runs, f"nobody knows how to run {shlex.join(words)!r}: mark it as not run, or add a rule here"
     return ""
 
 
 def _run_fused_norm(arguments: list[str], runs: bool) -> str:
-    printed = io.StringIO()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(printed))
+        printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         if not runs:
             name = f"{cli.__name__}.{arguments[0]}_command"
             stack.enter_context(mock.patch.object(importlib.import_module(name), "run", return_value=0))

@@ -25,7 +25,7 @@ def text_of(name: str) -> str:
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
 
 
-def test_the_package_is_described_in_one_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_package_is_described_in_one_way(capsys):
     description = PROJECT["description"]
     assert fused_norm.__doc__ == f"{description}."
     assert f"site_description: {description}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def supported_releases() -> dict[str, list[str]]:
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
 
 
-def test_the_oldest_releases_are_those_of_the_package() -> None:
+def test_the_oldest_releases_are_those_of_the_package():
     oldest = dict(re.findall(r"^(\w+)>=([\d.]+)", "\n".join(PROJECT["dependencies"]), re.MULTILINE))
     names = {"PyTorch": "torch", "Triton": "triton", "transformers": "transformers"}
     required = {"Python": PROJECT["requires-python"].removeprefix(">=")}
@@ -57,7 +57,7 @@ def test_the_oldest_releases_are_those_of_the_package() -> None:
         assert stated == {name: required[name] for name in stated}, page
 
 
-def test_the_releases_that_tests_are_run_with_are_those_of_the_page() -> None:
+def test_the_releases_that_tests_are_run_with_are_those_of_the_page():
     makefile, constraints = (ROOT / name for name in ("Makefile", "constraints.txt"))
     oldest, newest = re.search(r"^MATRIX := (\S+) (\S+)$", makefile.read_text(), re.MULTILINE).groups()
     pinned = dict(re.findall(r"^(\w+)==(\S+)$", constraints.read_text(), re.MULTILINE))
@@ -66,13 +66,13 @@ def test_the_releases_that_tests_are_run_with_are_those_of_the_page() -> None:
     assert (tested["PyTorch"], tested["Triton"]) == (pinned["torch"], pinned["triton"])
 
 
-def test_the_gpus_that_kernels_are_compiled_for_are_those_of_the_pages() -> None:
+def test_the_gpus_that_kernels_are_compiled_for_are_those_of_the_pages():
     tuned = {"sm_90"}  # the H100's, which is run
     for page in ("docs/supported.md", "docs/faq.md", "docs/tuning.md"):
         assert set(re.findall(r"\b(?:sm_\d+|gfx\d+)\b", text_of(page))) | tuned == {*TARGETS}, page
 
 
-def test_the_commands_that_print_json_are_those_that_are_named() -> None:
+def test_the_commands_that_print_json_are_those_that_are_named():
     printing = []
     for name in cli._COMMANDS:
         parser = argparse.ArgumentParser()
@@ -82,7 +82,7 @@ def test_the_commands_that_print_json_are_those_that_are_named() -> None:
     assert f"{' and '.join(printing)} print JSON under `--json`" in text_of("docs/commands.md")
 
 
-def test_the_page_lists_the_models_that_tests_build_with_their_sites_and_dtypes() -> None:
+def test_the_page_lists_the_models_that_tests_build_with_their_sites_and_dtypes():
     """A block of the page lists the families of the table."""
     sites = {name: family.sites for name, family in OTHERS.items() if name not in FAMILIES}
     page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")

@@ -1,7 +1,5 @@
 """A family that is added to the table as docs/extending.md shows has green tests without other changes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -24,7 +22,7 @@ SUITES = (
 
 
 @pytest.mark.slow
-def test_the_families_of_the_page_pass_the_tests_that_go_over_the_table() -> None:
+def test_the_families_of_the_page_pass_the_tests_that_go_over_the_table():
     source = Path(fused_norm.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(source), str(ROOT)])}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.docs.families_of_the_page", "-p", "no:cacheprovider"]

@@ -1,9 +1,6 @@
 """The code on the pages of the documentation and in the README runs, and prints what they show."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ STAND_INS = {"Qwen/Qwen3-0.6B": ("qwen3", 28), "google/gemma-3-1b-pt": ("gemma3_
 
 
 @pytest.fixture(scope="module")
-def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def stand_ins(tmp_path_factory):
     """Save tiny models and return their folders by the names of models on the hub."""
     folders = {}
     torch.manual_seed(67280421310721)  # PyTorch's own default
@@ -38,14 +35,12 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_run_and_print_what_the_page_shows(
-    page: str, stand_ins: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_run_and_print_what_the_page_shows(page, stand_ins, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_page(ROOT / page, tmp_path, stand_ins)
 
 
-def test_what_the_readme_links_to_is_there() -> None:
+def test_what_the_readme_links_to_is_there():
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert targets
     assert [target for target in targets if "://" not in target and not (ROOT / target).exists()] == []
@@ -73,7 +68,7 @@ fused-norm converge {argument} # words
 """
 
 
-def test_blocks_are_found_with_their_output() -> None:
+def test_blocks_are_found_with_their_output():
     blocks = [(block.language, block.line, block.runs, block.printed) for block in blocks_of(PAGE)]
     assert blocks == [("python", 3, True, "5\n"), ("python", 13, False, None), ("console", 18, False, None)]
 
@@ -82,9 +77,7 @@ def test_blocks_are_found_with_their_output() -> None:
     ("number", "argument", "problem"),
     [("3", "qwen3", None), ("4", "qwen3", AssertionError), ("y", "qwen3", NameError), ("3", "--no", SystemExit)],
 )
-def test_a_page_that_is_wrong_fails(
-    number: str, argument: str, problem: type[BaseException] | None, tmp_path: Path
-) -> None:
+def test_a_page_that_is_wrong_fails(number, argument, problem, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE.format(number=number, argument=argument), encoding="utf-8")
     if problem is None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from .markdown_pages import ROOT
 
-PAGE = ROOT / "docs" / "reasons.md"
+PAGE = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
+ROWS = [message.strip() for message in re.findall(r"^\| ``? ?(.+?) ?``? \|", PAGE, re.MULTILINE)]
+"""The messages in the first column of the tables of the page."""
 PATCHER = ROOT / "src" / "fused_norm" / "patcher"
 KERNELS = ROOT / "src" / "fused_norm" / "kernels"
 
@@ -115,13 +117,6 @@ def all_texts(paths: Iterable[Path]) -> set[str]:
     return {text for path in paths for text in texts_of(ast.parse(path.read_text(encoding="utf-8")))}
 
 
-def messages_in(paths: Iterable[Path]) -> set[str]:
-    """Return the messages in sources, each up to its first line break."""
-    texts = all_texts(paths)
-    code = {text for text in texts if re.search(r"self\.fused_norm_|\bFUSED\b", text)}
-    return {text.partition("\n")[0] for text in texts - code - NOT_SAID}
-
-
 def all_refusals(paths: Iterable[Path]) -> set[str]:
     """Return the strings in operators' functions that return a refusal or its reason."""
     functions = (
@@ -136,34 +131,22 @@ def all_refusals(paths: Iterable[Path]) -> set[str]:
     return {text for function in refusing for text in texts_of(function)}
 
 
-def refusals(paths: Iterable[Path]) -> set[str]:
-    """Return the refusals that calls of a patched model can get."""
-    return all_refusals(paths) - OF_USERS_CALLS
+def test_every_message_of_the_patcher_is_on_the_page_and_no_other():
+    texts = all_texts(PATCHER.rglob("*.py"))
+    code = {text for text in texts if re.search(r"self\.fused_norm_|\bFUSED\b", text)}
+    messages = {text.partition("\n")[0] for text in texts - code - NOT_SAID}
+    messages |= all_refusals(KERNELS.glob("*.py")) - OF_USERS_CALLS
+    assert messages - {*ROWS} == set(), "not on the page"
+    assert {*ROWS} - messages == set(), "on the page, and nowhere in the patcher"
+    assert len(ROWS) == len({*ROWS}), "a message has two rows"
 
 
-def on_page(page: str) -> set[str]:
-    """Return the messages in the first column of the tables of a page."""
-    return {message.strip() for message in re.findall(r"^\| ``? ?(.+?) ?``? \|", page, re.MULTILINE)}
-
-
-def test_every_message_of_the_patcher_is_on_the_page_and_no_other() -> None:
-    messages = messages_in(PATCHER.rglob("*.py")) | refusals(KERNELS.glob("*.py"))
-    entries = on_page(PAGE.read_text(encoding="utf-8"))
-    assert messages - entries == set(), "not on the page"
-    assert entries - messages == set(), "on the page, and nowhere in the patcher"
-
-
-def test_what_the_page_may_leave_out_is_still_in_the_sources() -> None:
+def test_what_the_page_may_leave_out_is_still_in_the_sources():
     assert NOT_SAID - all_texts(PATCHER.rglob("*.py")) == set()
     assert OF_USERS_CALLS - all_refusals(KERNELS.glob("*.py")) == set()
 
 
-def test_no_message_has_two_rows() -> None:
-    rows = re.findall(r"^\| ``? ?(.+?) ?``? \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) == len(set(rows))
-
-
-def test_messages_are_found_in_a_source() -> None:
+def test_messages_are_found_in_a_source():
     source = '''def reason(name):
     """A docstring of several words."""
     if name:

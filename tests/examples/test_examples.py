@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,12 +40,12 @@ def example(name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+def checkpoint(tmp_path_factory):
     return str(save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3")))
 
 
 @pytest.fixture
-def called() -> Iterator[list[str]]:
+def called():
     """Return the operators that are called, backwards included."""
     with called_operators() as names:
         yield names
@@ -56,7 +56,7 @@ def logged(trainer: Any, *names: str) -> torch.Tensor:
     return torch.tensor([[entry[name] for name in names] for entry in trainer.state.log_history if "loss" in entry])
 
 
-def test_a_norm_and_a_layer_of_ones_own_are_fused_by_what_they_compute(called) -> None:
+def test_a_norm_and_a_layer_of_ones_own_are_fused_by_what_they_compute(called):
     report, different = example("own_norm").main()
     assert report.counts == dict.fromkeys(report.counts, 0) | {"norm": 4, "residual": 2, "mlp": 2}
     assert {site.spec for site in report.fused if site.spec} == {NormSpec("gemma", zero_centered=True, eps=1e-6)}
@@ -64,7 +64,7 @@ def test_a_norm_and_a_layer_of_ones_own_are_fused_by_what_they_compute(called) -
     assert different < 0.01
 
 
-def test_the_operators_alone_have_values_and_gradients(called) -> None:
+def test_the_operators_alone_have_values_and_gradients(called):
     x, weight, outputs = example("operators").main()
     assert Counter(called) == {"rms_norm": 2, "add_rms_norm": 1, "norm_add_norm": 1, "qk_norm": 1, "glu": 1}
     for y in outputs.values():
@@ -96,7 +96,7 @@ def assert_trains_as_stock(
 
 
 @pytest.mark.slow
-def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint, called, tmp_path: Path) -> None:
+def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint, called, tmp_path):
     assert_trains_as_stock("train_with_trainer", checkpoint, tmp_path, "16", called)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert saved.state_dict().keys() == AutoModelForCausalLM.from_pretrained(checkpoint).state_dict().keys()
@@ -104,7 +104,7 @@ def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "bits"), [("sft", 16), ("sft", 4), ("dpo", 16)])
-def test_trl_trains_adapters_as_stock_does(method: str, bits: int, checkpoint, called, tmp_path: Path) -> None:
+def test_trl_trains_adapters_as_stock_does(method, bits, checkpoint, called, tmp_path):
     pytest.importorskip("trl", reason="needs trl")
     if bits == 4:
         pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
@@ -116,7 +116,7 @@ def test_trl_trains_adapters_as_stock_does(method: str, bits: int, checkpoint, c
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a rounding may choose another token to sample")
-def test_trl_samples_and_rewards_as_stock_does(checkpoint, called, tmp_path: Path) -> None:
+def test_trl_samples_and_rewards_as_stock_does(checkpoint, called, tmp_path):
     """The loss of such a step is zero except for roundings, whatever its gradient."""
     pytest.importorskip("trl", reason="needs trl")
     names = ("reward", "reward_std", "grad_norm")
@@ -124,7 +124,7 @@ def test_trl_samples_and_rewards_as_stock_does(checkpoint, called, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_loop_with_compiled_layers_takes_the_steps_of_stock(checkpoint, large_graphs) -> None:
+def test_a_loop_with_compiled_layers_takes_the_steps_of_stock(checkpoint, large_graphs):
     main = example("train_loop").main
     arguments = ["--model", checkpoint, "--steps", "3", "--length", "16", "--backend", "aot_eager"]
     fused = main(arguments)
@@ -135,7 +135,7 @@ def test_a_loop_with_compiled_layers_takes_the_steps_of_stock(checkpoint, large_
 
 
 @pytest.mark.slow
-def test_generation_gives_the_text_of_stock(checkpoint, called) -> None:
+def test_generation_gives_the_text_of_stock(checkpoint, called):
     main = example("generate").main
     arguments = ["--model", checkpoint, "--tokens", "5", "--prompt", "a prompt"]
     fused = main(arguments)
@@ -146,7 +146,7 @@ def test_generation_gives_the_text_of_stock(checkpoint, called) -> None:
 
 
 @pytest.mark.slow
-def test_a_vision_language_model_answers_as_stock(called, tmp_path: Path) -> None:
+def test_a_vision_language_model_answers_as_stock(called, tmp_path):
     main = example("vision_language").main
     arguments = ["--model", str(save_vision_language_checkpoint(tmp_path)), "--tokens", "3"]
     fused = main(arguments)
@@ -170,7 +170,7 @@ def stock_losses_of_two_ranks(checkpoint: str, length: int) -> list[float]:
     return losses
 
 
-def test_where_accelerate_would_not_shard_the_example_ends_before_it_trains(checkpoint, monkeypatch) -> None:
+def test_where_accelerate_would_not_shard_the_example_ends_before_it_trains(checkpoint, monkeypatch):
     for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_CPU": "true"}.items():
         monkeypatch.setenv(name, value)
     try:
@@ -180,7 +180,7 @@ def test_where_accelerate_would_not_shard_the_example_ends_before_it_trains(chec
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_the_first_half_of_the_steps_is_stock_and_both_are_timed(monkeypatch, capsys) -> None:
+def test_the_first_half_of_the_steps_is_stock_and_both_are_timed(monkeypatch, capsys):
     module = example("before_and_after")
     times = iter((10.0, 12.0, 20.0, 21.0))
     monkeypatch.setattr(module.BeforeAndAfter, "now", lambda self: next(times))
@@ -196,7 +196,7 @@ def test_the_first_half_of_the_steps_is_stock_and_both_are_timed(monkeypatch, ca
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="accelerate shards on GPUs alone: needs two")
-def test_two_processes_with_fsdp2_take_the_steps_of_stock(checkpoint, tmp_path: Path) -> None:
+def test_two_processes_with_fsdp2_take_the_steps_of_stock(checkpoint, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(fused_norm.__file__).parents[1])}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", EXAMPLES / "fsdp2.yaml"]
     command += ["--mixed_precision", "no", "--main_process_port", "0", EXAMPLES / "train_with_fsdp2.py"]
@@ -212,7 +212,7 @@ def test_two_processes_with_fsdp2_take_the_steps_of_stock(checkpoint, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_is_stored_without_outputs(checkpoint) -> None:
+def test_the_notebook_runs_and_is_stored_without_outputs(checkpoint):
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
     pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel")
     import nbformat

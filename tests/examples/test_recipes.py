@@ -19,14 +19,14 @@ def recipe(name: str) -> dict[str, Any]:
     return yaml.safe_load((EXAMPLES / name).read_text(encoding="utf-8"))
 
 
-def test_the_recipe_for_axolotl_names_the_plugin() -> None:
+def test_the_recipe_for_axolotl_names_the_plugin():
     (path,) = recipe("axolotl.yaml")["plugins"]
     module, _, name = path.rpartition(".")
     source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
     assert f"\nclass {name}(BasePlugin):" in source
 
 
-def test_axolotl_takes_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axolotl_takes_its_recipe(tmp_path, monkeypatch):
     monkeypatch.setenv("AXOLOTL_DO_NOT_TRACK", "1")
     config = pytest.importorskip("axolotl.cli.config", reason="needs axolotl")
     here = {"base_model": str(save_checkpoint("qwen3", tmp_path)), "bf16": False}
@@ -36,7 +36,7 @@ def test_axolotl_takes_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {name: loaded[name] for name in settings} == settings
 
 
-def test_llama_factory_takes_its_recipe(tmp_path: Path) -> None:
+def test_llama_factory_takes_its_recipe(tmp_path):
     hparams = pytest.importorskip("llamafactory.hparams", reason="needs LLaMA-Factory")
     here = {"model_name_or_path": str(save_checkpoint("qwen3", tmp_path)), "bf16": False, "use_cpu": True}
     settings = recipe("llama_factory.yaml")

@@ -1,7 +1,5 @@
 """axolotl's plugin manager loads the plugin, which patches a model with the options of the config."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("axolotl.integrations.base", reason="needs axolotl")
@@ -18,7 +16,7 @@ NAME = "fused_norm.integrations.axolotl.FusedNormPlugin"
 
 
 @pytest.fixture
-def manager(monkeypatch) -> PluginManager:
+def manager(monkeypatch):
     """Return the plugins of a process that has loaded only this plugin."""
     monkeypatch.setattr(PluginManager, "_instance", None)
     manager = PluginManager.get_instance()
@@ -26,21 +24,21 @@ def manager(monkeypatch) -> PluginManager:
     return manager
 
 
-def test_the_manager_finds_the_plugin_and_its_keys(manager) -> None:
+def test_the_manager_finds_the_plugin_and_its_keys(manager):
     assert isinstance(manager.plugins[NAME], BasePlugin)
     assert manager.get_input_args() == ["fused_norm.integrations.axolotl.FusedNormArgs"]
     assert issubclass(FusedNormPlugin, BasePlugin)
 
 
 @pytest.mark.parametrize("options", [None, {"mlp": False, "consumers": False}])
-def test_a_loaded_model_is_patched_with_the_options_of_the_config(options, manager) -> None:
+def test_a_loaded_model_is_patched_with_the_options_of_the_config(options, manager):
     model = build("qwen3", seed=0)
     manager.post_model_load(DictDefault(fused_norm=options), model)
     assert isinstance(model.model.norm, Fused)
     assert isinstance(model.model.layers[0].mlp, Fused) == (options is None)
 
 
-def test_misspelt_options_are_errors_of_the_config() -> None:
+def test_misspelt_options_are_errors_of_the_config():
     assert FusedNormArgs(fused_norm={"recompute": True}).fused_norm == {"recompute": True}
     assert FusedNormArgs().fused_norm is None
     with pytest.raises(ValidationError, match="recomputes"):

@@ -57,7 +57,7 @@ def trainer(model: nn.Module | None, folder: Path, callbacks: list[Any], **argum
     return trainer_of(model, folder, data, WatchedTrainer, **settings)
 
 
-def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path: Path, caplog) -> None:
+def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path, caplog):
     callback = FusedNormCallback(mlp=False)
     assert callback.report is None
     with caplog.at_level(logging.INFO, "fused_norm"):
@@ -76,7 +76,7 @@ def test_the_model_is_patched_before_it_is_wrapped_and_trains_as_stock(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["model_init", "add_callback"])
-def test_a_model_that_comes_later_is_patched_when_training_begins(way: str, tmp_path: Path) -> None:
+def test_a_model_that_comes_later_is_patched_when_training_begins(way, tmp_path):
     callback = FusedNormCallback()
     if way == "model_init":
         hf_trainer = trainer(None, tmp_path, [callback], max_steps=1)
@@ -91,7 +91,7 @@ def test_a_model_that_comes_later_is_patched_when_training_begins(way: str, tmp_
 
 
 @pytest.mark.slow
-def test_it_goes_with_lora_and_checkpointing_and_what_is_saved_is_stock(tmp_path: Path) -> None:
+def test_it_goes_with_lora_and_checkpointing_and_what_is_saved_is_stock(tmp_path):
     config = peft.LoraConfig(
         target_modules=["q_proj", "up_proj"], modules_to_save=["model.norm"], task_type="CAUSAL_LM"
     )
@@ -116,7 +116,7 @@ def test_it_goes_with_lora_and_checkpointing_and_what_is_saved_is_stock(tmp_path
 
 
 @pytest.mark.slow
-def test_a_saved_model_is_loaded_as_stock_and_training_goes_on_from_it(tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_as_stock_and_training_goes_on_from_it(tmp_path):
     first = trainer(llama(), tmp_path, [FusedNormCallback()], save_strategy="steps", save_steps=1)
     first.train()
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
@@ -126,7 +126,7 @@ def test_a_saved_model_is_loaded_as_stock_and_training_goes_on_from_it(tmp_path:
     torch.testing.assert_close(losses_of(again), losses_of(first), rtol=1e-6, atol=1e-6)
 
 
-def test_layers_are_compiled_by_themselves_after_they_are_fused(tmp_path: Path) -> None:
+def test_layers_are_compiled_by_themselves_after_they_are_fused(tmp_path):
     model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
     callback = FusedNormCallback(compile_layers=True)
     trainer(model, tmp_path, [callback])
@@ -141,9 +141,7 @@ def test_layers_are_compiled_by_themselves_after_they_are_fused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_on", [False, True])
-def test_levels_of_recompute_take_the_place_of_checkpointing(
-    is_on: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_levels_of_recompute_take_the_place_of_checkpointing(is_on, tmp_path, caplog):
     losses = []
     for callbacks in ([], [callback := FusedNormCallback(recompute="attention")]):
         model = llama()
@@ -158,13 +156,13 @@ def test_levels_of_recompute_take_the_place_of_checkpointing(
     assert "recompute='attention' takes the place of gradient checkpointing" in caplog.text
 
 
-def test_recompute_true_leaves_checkpointing_as_it_is(tmp_path: Path) -> None:
+def test_recompute_true_leaves_checkpointing_as_it_is(tmp_path):
     run = trainer(model := llama(), tmp_path, [FusedNormCallback(recompute=True)], gradient_checkpointing=True)
     assert run.args.gradient_checkpointing
     run.train()
     assert model.is_gradient_checkpointing
 
 
-def test_misspelt_options_are_errors_before_there_is_a_trainer() -> None:
+def test_misspelt_options_are_errors_before_there_is_a_trainer():
     with pytest.raises(TypeError, match="recomputes"):
         FusedNormCallback(recomputes=True)

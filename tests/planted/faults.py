@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from types import MappingProxyType
 from typing import Any
@@ -79,6 +79,7 @@ _EVERY = (*_IN_MODELS, LINEAR_4BIT, *OF_ADAPTERS)
 OF_ROWS = tuple(operator for operator in _EVERY if operator is not EXPERT_BIAS)
 """Operators whose first tensor has the rows of a batch, and may hold NaN; EXPERT_BIAS begins with a parameter."""
 _IN_4_BITS = (LINEAR_4BIT, LORA_LINEAR_4BIT)
+_WITH_RANKS = (*OF_ADAPTERS, LORA_SUMMANDS_4BIT)
 _OF_QLORA = (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT, GLU_FOR_CONSUMERS)
 _NORM_OF_SUM = (ADD_RMS_NORM, NORM_ADD_NORM)
 _ROTATED = (QK_NORM, ROPE)
@@ -234,10 +235,6 @@ def _of_a_neighbour(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return late(cos), late(sin)
 
 
-def _of_the_first_sequence(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return cos[:1].expand_as(cos).contiguous(), sin[:1].expand_as(sin).contiguous()
-
-
 _rotated_backwards = _with_angles(lambda cos, sin: (cos, -sin))
 
 
@@ -290,10 +287,6 @@ def _wrong_activation(call: Forward) -> Results:
     return call.results(activation="gelu" if call["activation"] == "gelu_tanh" else "gelu_tanh")
 
 
-def _last_rank_lost(call: Forward) -> Results:
-    return call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:])))
-
-
 def _second_summand_lost(call: Forward) -> Results:
     added = call["gate_added"]
     return call.results() if added is None else call.results(gate_added=torch.zeros_like(added))
@@ -314,10 +307,6 @@ def _copy_cut_off(call: Forward) -> Results:
 def _cut_off(x: Tensor) -> Tensor:
     """Truncate the numbers of an fp32 tensor to 16 bits."""
     return (x.view(torch.int32) & -(2**16)).view(torch.float32)
-
-
-def _trains_one_sequence(x: Tensor) -> bool:
-    return len(x) == 1 and torch.is_grad_enabled()
 
 
 # ---- Faults of backwards ----
@@ -416,14 +405,6 @@ def _last_reads_the_norm_before(right: Any, memory: dict[str, Tensor], ys: list[
     return right([*ys[:-1], before] if len(ys) > 1 and before.shape == ys[-1].shape else ys, *others)
 
 
-def _not_joined(right: Any, memory: Any, block: FusedBlock, norm: Any, x: Tensor, consumer: Any = None) -> Any:
-    return norm(x), x
-
-
-def _handed_on_past_the_norm(right: Any, memory: Any, block: FusedBlock, norm: Any, x: Tensor, *consumer: Any) -> Any:
-    return right(block, norm, x, *consumer)[0], x
-
-
 def _detached_input(right: Any, memory: Any, *arguments: Any, **named: Any) -> Any:
     y, x = right(*arguments, **named)
     return y, x.detach()
@@ -441,10 +422,6 @@ def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], layer: F
 # ---- Faults of heads with their losses ----
 
 _ROWS_OF_CHUNK = 16
-
-
-def _all_but_chunk_ends(call: Losses) -> Results:
-    return call.right(target=_labels(call, ~_at_chunk_ends(call)))
 
 
 def _chunk_ends_twice(call: Losses) -> Results:
@@ -572,18 +549,10 @@ def _recomputes_as(**levels: Any) -> Planting:
     )
 
 
-def _no_gradient_of_base(right: Any, memory: Any, *arguments: Any) -> Any:
-    return None, *right(*arguments)[1:]
-
-
 def _in_16_bits(right: Any, memory: Any, operator: Any, *arguments: Any) -> Any:
     y, reason = right(operator, *arguments)
     dtype = arguments[-2]
     return (y.to(dtype) if y is not None and operator is LORA_LINEAR_4BIT else y), reason
-
-
-def _not_cast(right: Any, memory: Any, layer: Any, x: Tensor, dtype: torch.dtype) -> Any:
-    return x
 
 
 def _nothing_dropped(right: Any, memory: Any, dropout: nn.Dropout, x: Tensor) -> Any:
@@ -614,7 +583,8 @@ _IN_LOSSES: tuple[tuple[Any, ...], ...] = (
     ("dw", in_losses(_edited(torch.zeros_like, "dweight"))),  # the gradient of the weight is zero
     ("dbias", in_losses(_edited(torch.zeros_like, "dbias")), "no head has a bias"),  # the gradient of the bias is zero
     ("frozen", in_losses(_dx_where_the_head_is_frozen)),  # dx is wrong if the weight is frozen
-    ("few", in_losses(_all_but_chunk_ends)),  # the last row of a chunk is left out
+    # The last row of a chunk is left out.
+    ("few", in_losses(lambda call: call.right(target=_labels(call, ~_at_chunk_ends(call))))),
     ("many", in_losses(_chunk_ends_twice)),  # dw has the last row of a chunk twice
     ("dw-chunks", in_losses(_rounded_by_chunk)),  # dw is rounded once for each chunk
     ("ignored", in_losses(_ignored_rows_counted)),  # rows without a label have one
@@ -673,10 +643,10 @@ _AMONG_CONSUMERS: tuple[tuple[Any, ...], ...] = (
 
 _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     # The linear's output has no gradient.
-    ("dbase", "lora", replaced_by(LORA_ADD, "compute_grads", _no_gradient_of_base)),
+    ("dbase", "lora", replaced_by(LORA_ADD, "compute_grads", lambda right, _, *call: (None, *right(*call)[1:]))),
     ("fallback", "lora-alone", falls_back(LORA_ADD)),  # runs stock code silently
     # The input is not cast if dropout is on.
-    ("dropout-cast", "lora-dropout", replaced_by(FusedAdapter, "_cast_for_adapter", _not_cast)),
+    ("dropout-cast", "lora-dropout", replaced_by(FusedAdapter, "_cast_for_adapter", lambda right, _, layer, x, to: x)),
     ("dropout-none", "lora-dropout", replaced_by(nn.Dropout, "forward", _nothing_dropped)),  # nothing is dropped
     # All adapters drop the same elements.
     ("dropout-same", "lora-dropout", replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first)),
@@ -722,7 +692,8 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     ("unrounded", (CAUSAL_CONV1D,), _convolution_unrounded, _16_BITS),
     ("bias", (CAUSAL_CONV1D,), lambda call: call.results(bias=None), "no convolution has a bias"),
     ("activation", (CAUSAL_CONV1D,), lambda call: call.results(activation=None), "no convolution has SiLU behind it"),
-    ("packed", _ROTATED, _with_angles(_of_the_first_sequence)),  # all sequences are rotated by the first one's angles
+    # All sequences are rotated by the first one's angles.
+    ("packed", _ROTATED, _with_angles(lambda *angles: tuple(a[:1].expand_as(a).contiguous() for a in angles))),
     # The halves of gate and up are swapped.
     ("halves", (EXPERT_GATE,), lambda call: call.results(x=call["x"].roll(call["x"].shape[-1] // 2, -1))),
     # Rows get the bias of the next expert.
@@ -741,7 +712,8 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     # Gate and up are sums of two terms each, of which the second is lost.
     ("summands", (GLU_FOR_CONSUMERS,), _second_summand_lost, "gate and up come in one piece"),
     ("gate", (GLU_FOR_CONSUMERS,), lambda call: call.results(gate=0.99 * call["gate"])),
-    ("rank", (*OF_ADAPTERS, LORA_SUMMANDS_4BIT), _last_rank_lost),
+    # The last rank is lost.
+    ("rank", _WITH_RANKS, lambda call: call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:])))),
     ("base", (LORA_ADD,), lambda call: call.results(base=torch.zeros_like(call["base"]))),
     ("factor", (LORA_LINEAR_4BIT,), lambda call: call.results(factor=call["factor"] ** 2)),  # it is applied twice
     ("cut", (LORA_LINEAR_4BIT,), lambda call: call.results(adapter_x=_half_nearer_zero(call["adapter_x"]))),
@@ -761,7 +733,7 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dh", (LORA_LINEAR_4BIT,), lambda call: call.results("dadapter_x", "da", factor=1.0)),
     ("absmax-back", _IN_4_BITS, lambda call: call.results(scale=call["scale"].roll(-1))),
     # The gradient of b uses other rows.
-    ("shifted", (*OF_ADAPTERS, LORA_SUMMANDS_4BIT), lambda call: call.results(h=call["h"].roll(1, -2))),
+    ("shifted", _WITH_RANKS, lambda call: call.results(h=call["h"].roll(1, -2))),
     ("dgate", (GLU,), _edited(lambda dgate: dgate * 1.003, "dgate")),  # the gradient of the gate is .3 % too large
     ("square", (GLU,), _slope_without_its_square, "no GELU by tanh"),  # a slope without its square term
     # The gradients of weights are those of another expert.
@@ -830,7 +802,8 @@ def _faults() -> Iterator[Fault]:
         yield Fault(f"recomputed-{name}", planted, *hidden, where="recompute")
     planting = with_changed_table(LinearOutputs, "_READ", lambda nodes: nodes | {"LoraAddBackward": lambda *_: None})
     yield Fault("recomputed-adapters", planting, where="lora-recompute")
-    one_row = falls_back(*_IN_MODELS, where=_trains_one_sequence)
+    passthrough = partial(replaced_by, FusedBlock, "fused_norm_passthrough")
+    one_row = falls_back(*_IN_MODELS, where=lambda x: len(x) == 1 and torch.is_grad_enabled())
     for name, planted in (
         ("fallback-rotated", falls_back(QK_NORM, ROPE, GLU)),  # runs its parts silently
         ("fallback-sandwich", falls_back(NORM_ADD_NORM)),  # runs its parts silently
@@ -840,9 +813,9 @@ def _faults() -> Iterator[Fault]:
         # Linears read one tensor, silently.
         ("consumers-none", replaced_by(fused_block, "consumer_spec", lambda *_: None)),
         # A residual's gradient is added by autograd.
-        ("consumers-unjoined", replaced_by(FusedBlock, "fused_norm_passthrough", _not_joined)),
+        ("consumers-unjoined", passthrough(lambda right, _, block, norm, x, *consumer: (norm(x), x))),
         # The residual connection reads past the norm.
-        ("consumers-past", replaced_by(FusedBlock, "fused_norm_passthrough", _handed_on_past_the_norm)),
+        ("consumers-past", passthrough(lambda right, _, block, *call: (right(block, *call)[0], call[1]))),
         # The loss of a step with counted labels reads logits.
         ("fallback-counted", replaced_by(LossCall, "_loss", _loss_of_real_logits)),
         # Norms write float32 for linears that read 16 bits.

@@ -180,12 +180,11 @@ def _is_caught(result: ComparisonResult) -> bool:
 def tasks_of(args: argparse.Namespace) -> list[tuple[Comparison, list[str]]]:
     """Return the comparisons of a command line with the faults that are planted in each, a few at a time."""
     tasks = []
-    eager = [comparison for comparison in _plan(args).comparisons if comparison.execution == "eager"]
+    plan = plan_for(args, interpret_without_gpu(args.device))
+    eager = [comparison for comparison in plan.comparisons if comparison.execution == "eager"]
     for baseline in dict.fromkeys(comparison.baseline for comparison in eager):
         for execution in EXECUTIONS:
-            names = [
-                name for name, fault in FAULTS.items() if (_EXECUTION_OF.get(fault.where, fault.where)) == execution
-            ]
+            names = [name for name, fault in FAULTS.items() if _EXECUTION_OF.get(fault.where, fault.where) == execution]
             comparison = replace(baseline, execution=execution)
             comparison = replace(comparison, precision=precision_of(comparison))
             tasks += [(comparison, names[at : at + _TOGETHER]) for at in range(0, len(names), _TOGETHER)]
@@ -204,9 +203,4 @@ def precision_of(comparison: Comparison) -> str:
 
 def run_task(args: argparse.Namespace, comparison: Comparison, names: Sequence[str]) -> list[FaultResult]:
     """Call ``run_faults`` for the plan of a command line, in a process of its own."""
-    return list(run_faults(_plan(args), comparison, names))
-
-
-def _plan(args: argparse.Namespace) -> Plan:
-    device = interpret_without_gpu(args.device)
-    return plan_for(args, device)
+    return list(run_faults(plan_for(args, interpret_without_gpu(args.device)), comparison, names))

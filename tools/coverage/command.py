@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,7 @@ def _count(model_type: str) -> Mapping[str, Any]:
     from .type_count import UnbuiltError, count
 
     try:
-        return count(model_type).to_dict()
+        return asdict(count(model_type))
     except UnbuiltError as error:
         return {"failed": str(error)}
 

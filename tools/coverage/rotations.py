@@ -146,45 +146,31 @@ def _layout(
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"), torch.no_grad():
         shape = (3, 2, _WIDTH) if dims == 3 else (1, 2, 3, _WIDTH)
-        heads = [torch.randn(shape, generator=generator) for _ in range(tensors)]
         cos, sin = (torch.rand(3, int(_WIDTH * share), generator=generator) + 0.1 for _ in range(2))
         angles = [angle[None] if cos_dims == 3 else angle for angle in (cos, sin)]
-        rotated = _result(function, heads, *angles)
-        if rotated is None:
-            return None
-        if _are_halves(heads, rotated, cos, sin):
-            return "halves"
-        # What each element of the first row of heads becomes.
-        units = [torch.eye(_WIDTH)[element].expand(shape).contiguous() for element in range(_WIDTH)]
-        outputs = [_result(function, [unit] * tensors, *angles) for unit in units]
-        turned = [None if output is None else output[-1].flatten(0, -2)[0] for output in outputs]
-        if any(output is None for output in turned):
-            return None
-        matrix = torch.stack(turned)  # type: ignore[arg-type]
-        return "neighbours" if _turns_neighbours(matrix, cos[0], sin[0]) else "other"
+        rows = []  # what each element of the first row of heads becomes
+        for unit in torch.eye(_WIDTH):
+            outputs = _result(function, [unit.expand(shape).contiguous()] * tensors, *angles)
+            if outputs is None:
+                return None
+            rows.append(outputs[-1].flatten(0, -2)[0])
+        matrix = torch.stack(rows)
+    if _turns_pairs(matrix.view(2, -1, _WIDTH).transpose(0, 1), cos[0], sin[0]):
+        return "halves"
+    return "neighbours" if _turns_pairs(matrix.view(-1, 2, _WIDTH), cos[0], sin[0]) else "other"
 
 
-def _are_halves(heads: list[Tensor], rotated: list[Tensor], cos: Tensor, sin: Tensor) -> bool:
-    if cos.shape[-1] < _WIDTH:
-        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-    if heads[0].dim() == 3:
-        cos, sin = cos[:, None], sin[:, None]
-    half = _WIDTH // 2
-    expected = [x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin for x in heads]
-    return all(torch.allclose(result, x, atol=1e-5) for result, x in zip(rotated, expected, strict=True))
+def _turns_pairs(pairs: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether the two elements of each pair are rotated, unless they are left alone.
 
-
-def _turns_neighbours(matrix: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether rows 2 i and 2 i + 1 of a map of elements are a rotation, for all that are not left alone.
-
-    ``matrix``: what each element of a head becomes, a row each. ``cos`` and ``sin``: the values that each may be.
+    ``pairs``: what elements of a head become, [pairs, 2, width]. ``cos`` and ``sin``: the values that each may be.
     """
 
     def is_one_of(value: Tensor, angles: Tensor) -> bool:
         return bool((value - angles).abs().min() < 1e-5)
 
     turned = 0
-    for first, second in matrix.view(-1, 2, _WIDTH):
+    for first, second in pairs:
         places = (first.abs() + second.abs()).nonzero().flatten().tolist()
         if len(places) != 2:
             return False

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,9 +61,6 @@ class TypeCount:
     layers: int = 0
     norms_run: tuple[int, int] = (0, 0)
     why_not_run: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass

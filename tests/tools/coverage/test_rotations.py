@@ -33,12 +33,12 @@ LAYOUTS: dict[type[nn.Module], set[Layout]] = {
 
 
 @pytest.mark.parametrize("cls", LAYOUTS, ids=lambda cls: cls.__name__)
-def test_a_class_rotates_as_a_function_does_that_it_calls(cls: type[nn.Module]) -> None:
+def test_a_class_rotates_as_a_function_does_that_it_calls(cls):
     assert layouts_of(object.__new__(cls)) == LAYOUTS[cls]
 
 
 @pytest.mark.parametrize(("interleave", "layout"), [(True, "neighbours"), (False, "halves")])
-def test_a_setting_chooses_between_two_rotations(interleave: bool, layout: str) -> None:
+def test_a_setting_chooses_between_two_rotations(interleave, layout):
     attention = object.__new__(DeepseekV3Attention)
     nn.Module.__init__(attention)
     attention.config = DeepseekV3Config(rope_interleave=interleave)
@@ -61,7 +61,7 @@ class Unlike(nn.Module):
         return of_pairs(q, k, cos, sin)
 
 
-def test_what_is_no_rotation_does_not_count() -> None:
+def test_what_is_no_rotation_does_not_count():
     assert layouts_of(Unlike()) == set()
 
 
@@ -104,5 +104,5 @@ class Choosing(nn.Module):
         ("never", [], False),
     ],
 )
-def test_a_rotation_that_settings_never_reach_does_not_count(mode: str, layers: list[int], expected: bool) -> None:
+def test_a_rotation_that_settings_never_reach_does_not_count(mode, layers, expected):
     assert bool(layouts_of(Choosing(mode, layers))) == expected

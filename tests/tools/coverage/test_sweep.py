@@ -20,7 +20,7 @@ def job(name: str) -> dict:
     return {"name": name}
 
 
-def test_each_job_has_a_result_whatever_another_one_does() -> None:
+def test_each_job_has_a_result_whatever_another_one_does():
     names = ["dies", "first", "raises", "sleeps", "swells", "last"]
     results = dict(sweep(job, names, jobs=3, seconds=1, gigabytes=2))
     assert results.pop("swells")["failed"].startswith("MemoryError")
@@ -33,7 +33,7 @@ def test_each_job_has_a_result_whatever_another_one_does() -> None:
     }
 
 
-def test_no_more_processes_run_than_are_allowed() -> None:
+def test_no_more_processes_run_than_are_allowed():
     def note(name: str) -> dict:
         began = time.time()
         time.sleep(0.1)

@@ -76,13 +76,13 @@ def traced(block: nn.Module, norms: set[str]) -> TracedSums:
         *((form, False) for form in ("written", "broadcast", "product", "earlier call")),
     ],
 )
-def test_a_norm_is_fed_by_an_add_of_the_same_call(form: str, fed: bool) -> None:
+def test_a_norm_is_fed_by_an_add_of_the_same_call(form, fed):
     sums = traced(Block(form), {"0.norms.0"})
     assert sums.called == {"0.norms.0"}
     assert bool(sums.fed) == fed
 
 
-def test_a_norm_is_not_fed_by_an_add_of_a_module_that_does_not_hold_it() -> None:
+def test_a_norm_is_not_fed_by_an_add_of_a_module_that_does_not_hold_it():
     sums = traced(Reaching(), {"0.block.norms.0"})
     assert (sums.called, sums.fed) == ({"0.block.norms.0"}, set())
 
@@ -91,7 +91,7 @@ def test_a_norm_is_not_fed_by_an_add_of_a_module_that_does_not_hold_it() -> None
     ("form", "gated"),
     [("module", True), ("function", True), *((form, False) for form in ("tanh", "scaled", "squared"))],
 )
-def test_a_product_with_a_silu_or_a_gelu_is_a_gate(form: str, gated: bool) -> None:
+def test_a_product_with_a_silu_or_a_gelu_is_a_gate(form, gated):
     assert traced(Gated(form), set()).gated == ({"0"} if gated else set())
 
 
@@ -121,5 +121,5 @@ class Convolving(nn.Module):
     ],
     ids=str,
 )
-def test_a_short_depthwise_convolution_counts_if_it_sees_no_later_token(changed: dict[str, int], counts: bool) -> None:
+def test_a_short_depthwise_convolution_counts_if_it_sees_no_later_token(changed, counts):
     assert traced(Convolving(**changed), set()).convolved == ({"0"} if counts else set())

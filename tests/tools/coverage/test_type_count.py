@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -26,15 +27,15 @@ SLOW = (
 
 
 @pytest.fixture(scope="module")
-def stored() -> Summary:
+def stored():
     if not STORED.exists():
         pytest.skip(f"there is no summary of transformers {transformers.__version__}")
     return Summary.load(STORED)
 
 
 @pytest.mark.parametrize("model_type", [*QUICK, *slow(*SLOW)])
-def test_a_type_has_what_the_stored_summary_says(model_type: str, stored: Summary) -> None:
-    result = json.loads(json.dumps(count(model_type).to_dict()))
+def test_a_type_has_what_the_stored_summary_says(model_type, stored):
+    result = json.loads(json.dumps(asdict(count(model_type))))
     summary = summarise(stored.transformers, {model_type: result})
     assert summary.types.get(model_type) == stored.types.get(model_type)
     assert summary.classes == {name: stored.classes.get(name) for name in summary.classes}
@@ -42,7 +43,7 @@ def test_a_type_has_what_the_stored_summary_says(model_type: str, stored: Summar
 
 
 @pytest.mark.slow
-def test_what_the_patcher_leaves_out_is_counted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_patcher_leaves_out_is_counted_all_the_same(monkeypatch):
     monkeypatch.setattr(survey, "looks_like_norm", lambda module: False)
     result = count("llama")
     assert (result.found["norm"], result.fused["norm"]) == (65, 0)
@@ -51,14 +52,14 @@ def test_what_the_patcher_leaves_out_is_counted_all_the_same(monkeypatch: pytest
     assert ("residual", "llama.LlamaDecoderLayer post_attention_layernorm", "no row", 2) in result.kept
 
 
-def test_a_row_on_an_add_that_is_not_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_on_an_add_that_is_not_made_is_told(monkeypatch):
     monkeypatch.setattr(type_count.TracedSums, "_is_sum_of", lambda *_: False)
     result = count("llama")
     assert result.found["residual"] == 0
     assert result.unfounded == [("residual", "llama.LlamaDecoderLayer", 2)]
 
 
-def test_a_type_of_which_no_model_is_built_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_type_of_which_no_model_is_built_says_why(monkeypatch):
     def refuse(*_: object) -> nn.Module:
         raise RuntimeError("no\nmodel")
 
