@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import reference
 from .arguments import ACTIVATIONS, Activation, Unsupported, check_choice, check_flag
 from .operator import BackwardCall, Operator
 from .reference import CLAMP_HAS_GRADIENT_AT_LIMIT
@@ -103,6 +104,10 @@ class ExpertPermute(Operator):
             launch_expert_sum(dy, None, position, absent, dx, dy.dtype)
         return (dx,)
 
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (position, absent) = call.incoming, call.saved
+        return (reference.present_rows(dy, absent)[position].sum(1),)
+
 
 class ExpertUnpermute(Operator):
     """``expert_unpermute`` as an operator."""
@@ -176,6 +181,12 @@ class ExpertBias(Operator):
         if launch:
             launch_expert_bias_backward(dy, ends, dbias)
         return (dbias,)
+
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (expert, ends) = call.incoming, call.saved
+        # A bias is added: its gradient does not depend on it.
+        bias = torch.zeros((len(ends), dy.shape[1]), dtype=dy.dtype, device=dy.device)
+        return reference.gradients_of(reference.expert_bias, (bias, expert, ends), (dy,), (True,))
 
 
 EXPERT_BIAS = ExpertBias()

@@ -132,11 +132,6 @@ class GluForConsumers(Glu):
             launch_glu(tensors, call.saved_scalars[0], wide=True, backward=True)
         return dgate, dup, None, None
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (gate, up, *added) = call.incoming, call.saved
-        dgate, dup = reference.glu_backward(dy, *_sums(gate, up, *added), call.saved_scalars[0])
-        return dgate.to(gate.dtype), None if dup is None else dup.to(up.dtype), None, None
-
 
 def _sums(gate: Tensor, up: Tensor, gate_added: Tensor | None, up_added: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gate and up in float32, with their second summands if they have them."""

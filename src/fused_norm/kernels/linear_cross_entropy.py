@@ -55,6 +55,7 @@ class LinearCrossEntropy(Operator):
         " Tensor? x_grad, Tensor? weight_grad, Tensor? bias_grad"
     )
     saved_scalars = options
+    has_products = True
     gradients = ("dx", "dweight", "dbias")
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
@@ -121,20 +122,6 @@ class LinearCrossEntropy(Operator):
             # Not in place: whoever has traced this may run it once more.
             return tuple(_times(grad, dloss) if need else None for grad, need in zip(grads, call.needed, strict=True))
         return _gradients((x, weight, bias, target, num_items, *call.saved_scalars), dloss, call.needed)
-
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dloss,), (*tensors, _, _, _) = call.incoming, call.saved
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            # Other tensors, because x may depend on the weight: a tied one is that of the embedding.
-            leaves = [
-                (t.view_as(t) if t.requires_grad else t.detach().requires_grad_()) if need else t
-                for t, need in zip(tensors, call.needed, strict=False)
-            ]
-            loss = self.reference(*leaves, *tensors[len(leaves) :], *call.saved_scalars)
-            needed = [t for t, need in zip(leaves, call.needed, strict=True) if need]
-            grads = iter(torch.autograd.grad(loss, needed, dloss, create_graph=again))
-        return tuple(next(grads) if need else None for need in call.needed)
 
 
 class _Eager(torch.autograd.Function):

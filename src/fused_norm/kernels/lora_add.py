@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from . import reference
 from .arguments import Unsupported, check_rows, check_scale, other_dtype
 from .operator import BackwardCall, BackwardImpl, Operator
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
@@ -27,6 +28,7 @@ class LoraAdd(Operator):
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"a": ("x",), "b": ("x", "a")}
     saved = "Tensor x, Tensor a, Tensor b, Tensor h"
     saved_scalars = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
+    has_products = True
     gradients = ("dbase", "dx", "da", "db")
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
@@ -125,6 +127,12 @@ class LoraAddDropped(LoraAdd):
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
         return super().needs_reference(*arguments) if arguments[4].is_contiguous() else Unsupported("")
+
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (x, mask, *others), (scale, factor, factor_back, *dtypes) = call.saved, call.saved_scalars
+        saved = reference.dropped(x, mask, factor), *others
+        _, dx, da, db = LORA_ADD.reference_backward(call._replace(saved=saved, saved_scalars=(scale, *dtypes)))
+        return None, None if dx is None else reference.dropped(dx, mask, factor_back), da, db
 
 
 def _with_dropout(rest: Sequence[Any]) -> tuple[Tensor | None, float, float, float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import reference
 from .arguments import Unsupported, check_scale
 from .linear_4bit import WEIGHT, WEIGHT_SCHEMA, layout_obstacle, product_obstacle, weight_obstacle
-from .lora_add import adapter_obstacle, check_mask
+from .lora_add import LORA_ADD, adapter_obstacle, check_mask
 from .operator import BackwardCall, BackwardImpl, Operator, Scalars, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 from .triton.lora_kernels import launch_narrow, launch_weights, launch_widen
@@ -195,14 +195,14 @@ class LoraLinear4bit(Operator):
                 " fused_norm.disabled() for that"
             )
         w = reference.dequantize(weight, block, (len(b), a.shape[1]), dtype)
-        dy, dadded = dy.to(dtype), (others[0] if others else dy).to(dtype)
-        inputs = dadded, adapter_x.to(dtype), a, b, h, factor, a_dtype, b_dtype
-        _, dadapter, da, db = reference.lora_add_backward(*inputs)
+        saved, scalars = (adapter_x.to(dtype), a, b, h), (factor, a_dtype, b_dtype)
+        adapter_call = BackwardCall((others[0] if others else dy,), saved, scalars, (False, True, *call.needed[2:]))
+        _, dadapter, da, db = LORA_ADD.reference_backward(adapter_call)
         assert dadapter is not None
         dadapter = dadapter.to(given_dtype)
         if mask is not None:
             dadapter = reference.dropped(dadapter, mask, drop_factor_back)
-        dx = (dy @ w).to(x_dtype)
+        dx = (dy.to(dtype) @ w).to(x_dtype)
         if has_one_gradient:
             return dx + dadapter, None, da, db
         return dx, dadapter, da, db

@@ -137,20 +137,23 @@ class Operator(ABC):
     """The schema of what else it takes: first ``NormSpec spec``, if the operator has a norm."""
     gradients: ClassVar[tuple[str, ...]]
     """The names of the gradients, which are those of the first tensors in their order."""
+    has_products: ClassVar[bool] = False
+    """The operator contains products of matrices, which ``reference_backward`` rounds as stock code does; it computes
+    the gradients of all other operators in float32, and rounds them once."""
     recomputed_by_itself: ClassVar[bool] = False
     """The backward saves all arguments, and the same call recomputes the outputs."""
 
     def __init__(self) -> None:
         """Register the operator with PyTorch."""
-        self.tensor_names, option_names = _names(self.tensors), _names(self.options)
+        self.tensor_names, self._option_names = _names(self.tensors), _names(self.options)
         self._saved_names, self._scalar_names = _names(self.saved), _names(self.saved_scalars)
-        self.tensor_count, self.option_count = len(self.tensor_names), len(option_names)
-        self.takes_spec = option_names[:1] == ["spec"]
+        self.tensor_count, self.option_count = len(self.tensor_names), len(self._option_names)
+        self.takes_spec = self._option_names[:1] == ["spec"]
         self.rules = TensorRules(self.tensor_names, self.tensors, self.same_shape, self.other_shapes, self.other_rules)
         self._copied = [name for name in self.copies if name in self.tensor_names]
         copies = [f"{name}_copy" for name in self._copied]
         self.result_names = (*self.outputs, *self.extra_saved, *copies, *self.further_results)
-        self._forward_names = (*self.tensor_names, *option_names, *self.result_names)
+        self._forward_names = (*self.tensor_names, *self._option_names, *self.result_names)
         incoming, needed = [f"d{name}" for name in self.outputs], [f"need_{name}" for name in self.gradients]
         self._backward_names = (*incoming, *self._saved_names, *self._scalar_names, *needed)
         self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
@@ -282,10 +285,16 @@ class Operator(ABC):
     def reference_backward(self, call: BackwardCall) -> Grads:
         """Compute ``gradients`` by PyTorch's own operators, so that they can be differentiated again.
 
-        By the formula ``..._backward`` in ``reference``, unless overridden. It may return some that are not needed.
+        By the autograd of ``reference``, unless overridden; arguments that are not saved are None. Gradients may have
+        another dtype than their tensors, to which autograd casts them, and some may not be needed.
         """
-        grads: Grads = getattr(reference, f"{self.name}_backward")(*call.incoming, *call.saved, *call.saved_scalars)
-        return grads
+        args = self.backward_by_name(call)
+        tensors, options = ([args.get(name) for name in names] for names in (self.tensor_names, self._option_names))
+
+        def formula(*tensors: Tensor | None) -> Any:
+            return self.reference(*(tensors if self.has_products else map(reference.widened, tensors)), *options)
+
+        return reference.gradients_of(formula, tensors, call.incoming, call.needed)
 
     def owns(self, node: Any) -> bool:
         """Return whether a node of the autograd graph is that of a call of this operator."""

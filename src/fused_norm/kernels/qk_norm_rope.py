@@ -114,21 +114,6 @@ class QKNorm(HeadsOperator):
             launch_qk_backward(spec, tuple(call.saved), (dq_out, dk_out), dx, dw, unsqueeze_dim)
         return *dx, *dw
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (*inputs, cos, sin), (spec, unsqueeze_dim) = call.saved, call.saved_scalars
-        dx: list[Tensor | None] = [None, None]
-        dw: list[Tensor | None] = [None, None]
-        for side, d in enumerate(call.incoming):
-            if d is None:
-                continue
-            x, weight = inputs[side::2]
-            if cos is not None:
-                angles = [reference.broadcast_angles(a, unsqueeze_dim) for a in (cos, sin)]
-                d = reference.rope_backward(d, angles[0], angles[1])
-            grad, dw[side] = reference.rms_norm_backward(spec, d, x, weight)
-            dx[side] = grad.to(x.dtype)
-        return *dx, *dw
-
 
 class Rope(HeadsOperator):
     """``rope`` as an operator.
@@ -195,12 +180,20 @@ class Rope(HeadsOperator):
         return tuple(dx)
 
     def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        unsqueeze_dim, layout, angles_by_pair, *dtypes = call.saved_scalars[:5]
+        unsqueeze_dim, layout, angles_by_pair, *_ = call.saved_scalars
         cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in call.saved)
-        return tuple(
-            None if d is None else reference.rope_backward(d, cos, sin, layout, angles_by_pair).to(dtype)
-            for d, dtype in zip(call.incoming, dtypes, strict=True)
-        )
+
+        def rotated(x: Tensor) -> Tensor:
+            return reference.rope(x, cos, sin, True, layout, angles_by_pair)
+
+        # A rotation is linear: its gradient does not depend on what is rotated.
+        zeros = partial(torch.zeros, dtype=torch.float32, device=cos.device)
+        sides = [None if d is None else (zeros(d.shape),) for d in call.incoming]
+        grads = [
+            (None,) if x is None else reference.gradients_of(rotated, x, (d,), (True,))
+            for x, d in zip(sides, call.incoming, strict=True)
+        ]
+        return grads[0][0], grads[1][0]
 
 
 QK_NORM, ROPE = QKNorm(), Rope()
