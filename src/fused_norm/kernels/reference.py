@@ -368,12 +368,16 @@ def linear_4bit(x: Tensor, *rest: Any) -> Tensor:
     return torch.nn.functional.linear(x.to(dtype), w, bias).to(y_dtype)
 
 
-def lora_linear_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    *weight, bias, mask, block, factor, drop_factor, _, dtype, y_dtype = rest
+def lora_summands_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *weight, bias, mask, block, factor, drop_factor, _, dtype, _ = rest
     w = dequantize(weight, block, (len(b), a.shape[1]), dtype)
-    base = torch.nn.functional.linear(x.to(dtype), w, bias)
     adapter_x = adapter_x if mask is None else dropped(adapter_x, mask, drop_factor)
-    return lora_add(base.to(y_dtype), adapter_x.to(dtype), a, b, factor)
+    return torch.nn.functional.linear(x.to(dtype), w, bias), lora_add(None, adapter_x.to(dtype), a, b, factor)
+
+
+def lora_linear_4bit(*arguments: Any) -> Tensor:
+    base, added = lora_summands_4bit(*arguments)
+    return base.to(arguments[-1]) + added
 
 
 def _clamp_has_gradient_at_limit() -> bool:
