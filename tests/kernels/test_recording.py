@@ -108,7 +108,7 @@ def assert_same(actual: list[Tensor | None], expected: list[Tensor | None], is_e
 
 
 def recordings(name: str) -> list[recording.Recording]:
-    return [entry for entries in OPERATORS[name].cache.by_shape.values() for entry in entries]
+    return [entry for entries in OPERATORS[name].recordings.values() for entry in entries]
 
 
 def straight(entry: recording.Recording) -> bool:
@@ -592,7 +592,7 @@ def test_recordings_are_bounded_and_hold_no_tensor(device: str, monkeypatch: pyt
             for stride in (1, 2, 3):
                 y = rms_norm(x, w)
                 y.backward(torch.ones(length, 16 * stride, device=device, dtype=y.dtype)[:, :16])
-    assert len(RMS_NORM.cache.by_shape) <= 3
+    assert len(RMS_NORM.recordings) <= 3
     assert all(len(entry.backwards) <= 2 for entry in recordings("rms_norm"))
     assert len(recordings("rms_norm")) <= 6
     reference = weakref.ref(x)

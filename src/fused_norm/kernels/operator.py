@@ -18,7 +18,7 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import TensorRules, Unsupported, check_eps, check_flag
 from .autocast import autocast_dtype
-from .recording import CallCache, Recording, SingleCall, appended, record
+from .recording import Recording, SingleCall, appended, caches, record, remember
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import Interceptors, launches
@@ -166,7 +166,9 @@ class Operator(ABC):
         OPERATORS[self.name] = self
         self.function, in_eager = _function_of_arguments(self), _function_of_recording(self)
         self._nodes = self.function._backward_cls, in_eager._backward_cls
-        self.cache = CallCache()
+        self.recordings: dict[Any, tuple[Recording, ...]] = {}
+        """The recordings of calls, by the shape of their first tensor."""
+        caches.append(self.recordings)
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply = super(torch.autograd.Function, in_eager).apply  # type: ignore[misc]
 
@@ -420,8 +422,13 @@ class Operator(ABC):
         if reason is None:
             refusal = self.unsupported(*arguments)
             reason = None if refusal is None else refusal.reason
+        # Tensors may have a behaviour of their own, which stock code respects.
+        for name, tensor in zip(self.tensor_names if reason is None else (), arguments, strict=False):
+            if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
+                reason = f"{name} is a {type(tensor).__name__}"
+                break
         if reason is None:
-            reason = self._differs_from_eager(*arguments)
+            reason = self.differs_from_eager(*arguments)
         if reason is None and unless is not None:
             reason = unless(*arguments)
         if reason is not None:
@@ -431,17 +438,10 @@ class Operator(ABC):
             return None, ""
         outputs = self(*arguments)
         if is_plain_call(arguments[: self.tensor_count]):
-            for recording in self.cache.by_shape.get(arguments[0].shape, ()):
+            for recording in self.recordings.get(arguments[0].shape, ()):
                 if recording.fits(*arguments):
                     recording.may_replace.add(replaces)
         return outputs, None
-
-    def _differs_from_eager(self, *arguments: Any) -> str | None:
-        """``differs_from_eager``, and tensors with a behaviour of their own, which stock code respects."""
-        for name, tensor in zip(self.tensor_names, arguments, strict=False):
-            if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
-                return f"{name} is a {type(tensor).__name__}"
-        return self.differs_from_eager(*arguments)
 
     def run_cached(self, replaces: Any, *arguments: Any) -> Any:
         """The outputs of a call that is recorded, so that its arguments were checked before; None for all others.
@@ -452,7 +452,7 @@ class Operator(ABC):
         if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
             return None
         try:
-            recordings = self.cache.by_shape.get(arguments[0].shape, ())
+            recordings = self.recordings.get(arguments[0].shape, ())
         except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
             return None
         if Interceptors.active and (launches.interceptor is not None or calls.interceptor is not None):
@@ -488,7 +488,7 @@ class Operator(ABC):
         if not is_plain_call(tensors):
             return self._registered(*arguments)
         if launches.interceptor is None:
-            for recording in self.cache.by_shape.get(tensors[0].shape, ()):
+            for recording in self.recordings.get(tensors[0].shape, ()):
                 outputs = recording.call(*arguments)
                 if outputs is not None:
                     return outputs
@@ -505,7 +505,7 @@ class Operator(ABC):
         if recorded is None:
             return None
         recording, outputs = recorded
-        self.cache.add(tensors[0].shape, recording)
+        remember(self.recordings, tensors[0].shape, recording)
         return outputs
 
     def _launched(self, *arguments: Any) -> Any:
@@ -708,7 +708,7 @@ def _function_of_arguments(operator: Operator) -> Any:
         scalars, _, copied = ctx.state
         saved = (*ctx.saved_tensors, *ctx.sources[len(copied) :])
         if copied and torch.is_grad_enabled():
-            saved = _with_sources(saved, copied, ctx.sources[: len(copied)])
+            saved = _with_sources(saved, copied, ctx.sources)
         call = BackwardCall(incoming, saved, scalars, ctx.needs_input_grad[:differentiated])
         return *operator.compute_grads(backward_impl(call), call), *others
 
@@ -745,7 +745,7 @@ def _function_of_recording(operator: Operator) -> Any:
                     return grads
         scalars, _, copied = recording.backward_state
         if copied and torch.is_grad_enabled():
-            saved = _with_sources(saved, copied, ctx.sources[: len(copied)])
+            saved = _with_sources(saved, copied, ctx.sources)
         needed, count = ctx.needs_input_grad[1 : 1 + differentiated], len(saved)
         call = BackwardCall(incoming, saved, scalars, needed)
         impl = backward_impl(call)
@@ -787,9 +787,9 @@ class _CopyOfWeight(torch.autograd.Function):
 
 
 def _with_sources(saved: Tensors, copied: Sequence[int], sources: Sequence[Tensor]) -> Grads:
-    """The saved tensors, with copies of weights, at indices ``copied``, as functions of ``sources``, the weights."""
+    """The saved tensors, with copies of weights, at indices ``copied``, as functions of the first ``sources``."""
     linked: list[Any] = list(saved)
-    for at, source in zip(copied, sources, strict=True):
+    for at, source in zip(copied, sources, strict=False):
         linked[at] = _CopyOfWeight.apply(source, linked[at])
     return tuple(linked)
 

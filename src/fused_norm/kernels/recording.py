@@ -13,7 +13,6 @@ mode (added separately when relevant), forward-mode AD, FakeTensorMode or make_f
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -134,50 +133,6 @@ class Recorder(TorchDispatchMode):
             launch.run()
 
 
-class Recording:
-    """The launches and allocations of one call, which repeat for calls like it.
-
-    Attributes:
-        call: repeats it and returns the results; returns None for arguments that are not like those of the call.
-        forward: of a call that has a backward, what ``call`` hands to autograd: takes the context and the tensors.
-        backwards: the recordings of the backward of this forward.
-        backward_state: what else the backward needs.
-        may_replace: the keys of the stock code that the call may replace; see ``Operator.try_fused``.
-    """
-
-    __slots__ = ("_guard", "backward_state", "backwards", "call", "forward", "may_replace")
-
-    def __init__(
-        self,
-        guard: Guard,
-        function: Callable[..., Any],
-        apply: Callable[..., Any] | None,
-        generated: tuple[list[str], dict[str, Any]] | None,
-    ) -> None:
-        self._guard = guard
-        self.backwards: tuple[Recording, ...] = ()
-        self.backward_state: Any = None
-        self.may_replace: set[Any] = set()
-        tensors = ", ".join(guard.tensors)
-        if apply is None:
-            lines, names = generated or ([f"return repeat({tensors})"], {})
-            self.call = guard.function(lines, {"repeat": function, **names})
-            return
-
-        def repeat(ctx: Any, *tensors: Tensor | None) -> Any:
-            outputs, ctx.to_save, ctx.sources, self.backward_state = function(*tensors)
-            return outputs
-
-        lines, names = generated or ([f"return repeat(ctx, {tensors})"], {})
-        self.forward = function_of(["ctx", *guard.tensors], lines, {"repeat": repeat, **names})
-        self.call = guard.function([f"return apply(recording, {tensors})"], {"apply": apply, "recording": self})
-
-    def fits(self, *arguments: Any) -> bool:
-        """Return whether arguments are like those of the call."""
-        fits: bool = self._guard.function(["return True"], {}, otherwise=False)(*arguments)
-        return fits
-
-
 class SingleCall:
     """Stands for a recording in a call that is not recorded; ``function`` is as in ``record``."""
 
@@ -193,27 +148,59 @@ class SingleCall:
         return outputs
 
 
-class CallCache:
-    """The recordings of an operator's calls, by the shape of their first tensor."""
+class Recording(SingleCall):
+    """The launches and allocations of one call, which repeat for calls like it.
 
-    def __init__(self) -> None:
-        self.by_shape: dict[Any, tuple[Recording, ...]] = {}
-        _caches.add(self)
+    Attributes:
+        call: repeats it and returns the results; returns None for arguments that are not like those of the call.
+        forward: of a call that has a backward, what ``call`` hands to autograd: takes the context and the tensors.
+        backwards: the recordings of the backward of this forward.
+        backward_state: what else the backward needs.
+        may_replace: the keys of the stock code that the call may replace; see ``Operator.try_fused``.
+    """
 
-    def add(self, shape: Any, recording: Recording) -> None:
-        """Remember a recording of a call whose first tensor has this shape."""
-        if shape not in self.by_shape and len(self.by_shape) >= SHAPES:
-            self.by_shape.clear()
-        self.by_shape[shape] = appended(self.by_shape.get(shape, ()), recording)
+    forward: Callable[..., Any]
+
+    def __init__(
+        self,
+        guard: Guard,
+        function: Callable[..., Any],
+        apply: Callable[..., Any] | None,
+        generated: tuple[list[str], dict[str, Any]] | None,
+    ) -> None:
+        super().__init__(function)
+        self._guard = guard
+        self.may_replace: set[Any] = set()
+        tensors = ", ".join(guard.tensors)
+        if apply is None:
+            lines, names = generated or ([f"return repeat({tensors})"], {})
+            self.call = guard.function(lines, {"repeat": function, **names})
+            return
+        lines, names = generated or ([f"return repeat(ctx, {tensors})"], {})
+        self.forward = function_of(["ctx", *guard.tensors], lines, {"repeat": super().forward, **names})
+        self.call = guard.function([f"return apply(recording, {tensors})"], {"apply": apply, "recording": self})
+
+    def fits(self, *arguments: Any) -> bool:
+        """Return whether arguments are like those of the call."""
+        fits: bool = self._guard.function(["return True"], {}, otherwise=False)(*arguments)
+        return fits
 
 
-_caches: weakref.WeakSet[CallCache] = weakref.WeakSet()
+caches: list[dict[Any, tuple[Recording, ...]]] = []
+"""The recordings of each operator, by the shape of the first tensor of their calls."""
+
+
+def remember(cache: dict[Any, tuple[Recording, ...]], shape: Any, recording: Recording) -> None:
+    """Add a recording of a call whose first tensor has this shape to the others of its operator."""
+    if shape not in cache and len(cache) >= SHAPES:
+        cache.clear()
+    cache[shape] = appended(cache.get(shape, ()), recording)
 
 
 def forget_all() -> None:
     """Forget every recording."""
-    for cache in list(_caches):
-        cache.by_shape.clear()
+    for cache in caches:
+        cache.clear()
 
 
 when_plans_change.append(forget_all)
