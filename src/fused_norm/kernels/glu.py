@@ -91,9 +91,10 @@ class GluForConsumers(Glu):
         return None if share_dtype and gate.dtype.itemsize <= (4 if added[0] is None else 2) else ""
 
     def reference(self, *arguments: Any) -> Any:
-        gate, up, *added, activation, _, dtype, wide = arguments
-        y = reference.glu(*_sums(gate, up, *added), activation)
-        return y if wide else y.to(dtype)
+        *summands, activation, _, dtype, wide = arguments
+        gate, up, gate_added, up_added = map(reference.widened, summands)
+        gate, up = (gate, up) if gate_added is None else (gate + gate_added, up + up_added)
+        return reference.cast_output(reference.glu(gate, up, activation), None if wide else dtype)
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
         gate, up, *added, activation, _, dtype, wide = arguments
@@ -131,12 +132,6 @@ class GluForConsumers(Glu):
             tensors = gate, up, *dys, *added, dgate, dup
             launch_glu(tensors, call.saved_scalars[0], wide=True, backward=True)
         return dgate, dup, None, None
-
-
-def _sums(gate: Tensor, up: Tensor, gate_added: Tensor | None, up_added: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gate and up in float32, with their second summands if they have them."""
-    gate, up = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (gate, up))
-    return (gate, up) if gate_added is None or up_added is None else (gate + gate_added, up + up_added)
 
 
 GLU, GLU_FOR_CONSUMERS = Glu(), GluForConsumers()

@@ -6,6 +6,7 @@ Given float64 tensors the formulas compute in float64 throughout, which is what 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def widened(x: Tensor | None) -> Tensor | None:
+def widened(x: Tensor | None) -> Any:
     """Numbers of 16 bits in float32; any other tensor as it is."""
     return x.to(_wide(x.dtype)) if x is not None and x.is_floating_point() else x
 
@@ -133,9 +134,10 @@ def rope(
 
     ``single_rounding``: computed in fp32, and nothing but the result is rounded, to x's dtype.
     """
-    rotary, dtype = cos.shape[-1], x.dtype
+    rotary, dtype, side_by_side = cos.shape[-1], x.dtype, layout == "interleaved"
     if angles_by_pair:
-        cos, sin = (_of_each_element(angles, layout) for angles in (cos, sin))
+        firsts = [angles[..., : rotary // 2] for angles in (cos, sin)]
+        cos, sin = (_join_pairs(first, first, side_by_side=side_by_side) for first in firsts)
     if single_rounding:
         wide = _wide(dtype)
         x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
@@ -143,23 +145,9 @@ def rope(
     a, b = _split_pairs(front, side_by_side=layout != "half")
     if layout == "deinterleaved":
         front = torch.cat((a, b), dim=-1)
-    rotated = front * cos + _join_pairs(-b, a, side_by_side=layout == "interleaved") * sin
+    rotated = front * cos + _join_pairs(-b, a, side_by_side=side_by_side) * sin
     y = rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
     return y.to(dtype) if single_rounding else y
-
-
-def _of_each_element(angles: Tensor, layout: RotaryLayout) -> Tensor:
-    """The angles of pairs, which are the first half of ``angles``, for both elements of each in the output."""
-    first = angles[..., : angles.shape[-1] // 2]
-    return first.repeat_interleave(2, dim=-1) if layout == "interleaved" else torch.cat((first, first), dim=-1)
-
-
-def _split_pairs(x: Tensor, *, side_by_side: bool) -> tuple[Tensor, Tensor]:
-    """The first and the second elements of pairs, which lie side by side, or in the two halves of x."""
-    if side_by_side:
-        return x[..., ::2], x[..., 1::2]
-    a, b = x.chunk(2, dim=-1)
-    return a, b
 
 
 def _join_pairs(a: Tensor, b: Tensor, *, side_by_side: bool) -> Tensor:
@@ -168,6 +156,14 @@ def _join_pairs(a: Tensor, b: Tensor, *, side_by_side: bool) -> Tensor:
         # Not by `flatten`, which gradients in batches do not know.
         return torch.stack((a, b), dim=-1).reshape(*a.shape[:-1], 2 * a.shape[-1])
     return torch.cat((a, b), dim=-1)
+
+
+def _split_pairs(x: Tensor, *, side_by_side: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second elements of pairs, which lie side by side, or in the two halves of x."""
+    if side_by_side:
+        return x[..., ::2], x[..., 1::2]
+    a, b = x.chunk(2, dim=-1)
+    return a, b
 
 
 def cast_output(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -238,20 +234,13 @@ def gradients_of(
 def rms_norm_backward(
     spec: NormSpec, dy: Tensor, x: Tensor, weight: Tensor | None, ds: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients ``(dx, dw)`` that kernels compute, by operators that can be differentiated again.
+    """The gradients ``(dx, dw)`` of ``rms_norm``, which can be differentiated again.
 
     dx is not yet rounded; ``ds`` is added to it. dw has the weight's dtype.
     """
-    wide = _wide(x.dtype)
-    x, g = x.to(wide), dy.to(wide)
-    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + spec.eps)
-    x_hat = x * rstd
-    dw = None
-    if weight is not None:
-        dw = (g * x_hat).sum_to_size(weight.shape).to(weight.dtype)
-        g = g * gamma(weight.to(wide) if spec.casting == "gemma" else weight, spec.zero_centered).to(wide)
-    dx = rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
-    return dx if ds is None else dx + ds.to(wide), dw
+    dx, dw = gradients_of(partial(rms_norm, spec), (widened(x), weight), (dy,), (True, weight is not None))
+    assert dx is not None
+    return dx if ds is None else dx + ds.to(dx.dtype), dw
 
 
 def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
