@@ -32,9 +32,10 @@ class LoraAdd(Operator):
     gradients = ("dbase", "dx", "da", "db")
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
-        base, x, a, b, *_ = arguments
-        scale = arguments[self.tensor_count]
-        refusal = check_rows("x", x) or check_scale(scale)
+        base, x, a, b, *rest = arguments
+        mask, scale, _, _ = _with_dropout(rest)
+        refusal = check_mask(mask, x) if len(rest) == 4 else None
+        refusal = refusal or check_rows("x", x) or check_scale(scale)
         have_same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
         if refusal is not None or (
             have_same_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a))
@@ -47,11 +48,12 @@ class LoraAdd(Operator):
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
         _, x, a, b = tensors = arguments[:4]
-        if not all(t.numel() for t in tensors):
+        mask, scale, _, _ = _with_dropout(arguments[4:])
+        if not all(t.numel() for t in tensors) or not (mask is None or mask.is_contiguous()):
             return Unsupported("")
         if x.dtype == torch.float32:
             return Unsupported("x is torch.float32, products of which are left to PyTorch")
-        return adapter_obstacle(a, b, arguments[self.tensor_count])
+        return adapter_obstacle(a, b, scale)
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         base, x, *_ = arguments
@@ -120,13 +122,6 @@ class LoraAddDropped(LoraAdd):
     other_rules = ("mask",)
     saved = "Tensor x, Tensor mask, Tensor a, Tensor b, Tensor h"
     saved_scalars = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
-
-    def check_options(self, *arguments: Any) -> Unsupported | None:
-        _, x, _, _, mask, *_ = arguments
-        return check_mask(mask, x) or super().check_options(*arguments)
-
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
-        return super().needs_reference(*arguments) if arguments[4].is_contiguous() else Unsupported("")
 
     def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         (x, mask, *others), (scale, factor, factor_back, *dtypes) = call.saved, call.saved_scalars

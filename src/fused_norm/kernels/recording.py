@@ -6,7 +6,7 @@ straight-line Python, compiled once for each sequence of steps: allocate, gather
 that does anything else to a tensor, such as a copy, has a recording that runs the operator's code every time.
 
 A guard tells whether a call is like the recorded one. The properties of tensors are verified by the guard that Dynamo
-uses for compiled code, one call into C++, or by plain comparisons if PyTorch has no such guard. It does not check grad
+uses for compiled code, one call into C++; a PyTorch that has no such guard gets no recordings. It does not check grad
 mode (added separately when relevant), forward-mode AD, FakeTensorMode or make_fx; the caller must check these.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .codegen import NotRecordableError, function_of, generated_lines, launch_backend
@@ -70,7 +69,9 @@ class Guard:
                 if len(distinct) > 1:
                     # The caller has read the first one's sizes; to read those of a nested tensor ends the process.
                     conditions.append(f"not getattr({name}, 'is_nested', False)")
-        self._globals["check"] = _tensor_check(distinct)
+        sizes, strides = [list(t.shape) for t in distinct], [list(t.stride()) for t in distinct]
+        guards = TensorGuards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self._globals["check"] = guards.check
         conditions.append(f"check({', '.join(first_names.values())})")
         if not in_any_grad_mode and any(tensor.requires_grad for tensor in distinct):
             self._globals["grad_mode"] = torch.is_grad_enabled
@@ -81,22 +82,6 @@ class Guard:
         """A function of all arguments that runs the lines if the guard holds, and returns ``otherwise`` if not."""
         guarded = [f"if not ({self._condition}):", f"    return {otherwise}", *lines]
         return function_of(self.names, guarded, {**self._globals, **names})
-
-
-def _tensor_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function of distinct tensors that tells whether they, and the state of the thread, are like these."""
-    if TensorGuards is not None:
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    expected = list(map(_tensor_key, tensors))
-    return lambda *others: len(set(map(id, others))) == len(others) and list(map(_tensor_key, others)) == expected
-
-
-def _tensor_key(tensor: Any) -> Any:
-    if type(tensor) not in (Tensor, Parameter) or torch._C._functorch.peek_interpreter_stack() is not None:
-        return None
-    layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-    return type(tensor), *layout, tensor.is_neg(), tensor.is_inference(), torch.is_inference_mode_enabled()
 
 
 class Recorder(TorchDispatchMode):
@@ -234,6 +219,8 @@ def record(
         in_any_grad_mode: leave grad mode out of the guard; the caller checks it.
     """
     present = [t for t in tensors if t is not None]
+    if TensorGuards is None:
+        return None
     if any(isinstance(option, float) and (option != option or option == 0.0) for option in options):
         return None
     if any(t.data_ptr() % 16 for t in present):
