@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import GLU_ACTIVATIONS, Activation, Unsupported, check_choice
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, joined_grads
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Results, for_each_consumer, joined_grads
 from .triton.glu_kernels import launch_glu
 from .triton.memory import empty_rows_like, promoted
 
@@ -41,7 +41,7 @@ class Glu(Operator):
     def is_elementwise(self, *tensors: Any) -> bool:
         return tensors[1] is not None
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         gate, up, activation = arguments
         if up is None:
             y = empty_rows_like(gate, width=gate.shape[-1] // 2)
@@ -96,7 +96,7 @@ class GluForConsumers(Glu):
         gate, up = (gate, up) if gate_added is None else (gate + gate_added, up + up_added)
         return reference.cast_output(reference.glu(gate, up, activation), None if wide else dtype)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         gate, up, *added, activation, _, dtype, wide = arguments
         y = empty_rows_like(gate, torch.float32 if wide else dtype)
         narrow = empty_rows_like(gate, dtype) if wide else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import reference
 from .arguments import Unsupported, check_scale
 from .lora_add import LORA_ADD, adapter_obstacle, check_mask
-from .operator import BackwardCall, BackwardImpl, Operator, Scalars, Tensors
+from .operator import BackwardCall, BackwardImpl, Operator, Results, Scalars, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 from .triton.lora_kernels import launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_weight_like
@@ -58,7 +58,7 @@ class Linear4bit(Operator):
     def differs_from_eager(self, *arguments: Any) -> str | None:
         return None if arguments[0].is_contiguous() else "x is not contiguous"
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, *weight, bias, features, block, dtype, y_dtype = arguments
         narrow = _cast(x, dtype, launch=launch)
         return (self.output_of(narrow, weight, bias, features, block, y_dtype, launch=launch),)
@@ -160,9 +160,7 @@ class LoraLinear4bit(Operator):
         x, adapter_x, *_ = arguments
         return (saved, (*facts[:4], None, *facts[5:])) if adapter_x is x else (saved, facts)
 
-    def forward(
-        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
-    ) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
         x, adapter_x, a, b, *weight, bias, mask, block, factor, drop_factor, _, dtype, y_dtype = arguments
         h = x.new_empty((*x.shape[:-1], len(a)), dtype=dtype)
         copies = [empty_weight_like(w, name in copied, dtype) for name, w in (("a", a), ("b", b))]

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import reference
 from .arguments import Unsupported, check_choice, check_tensor
 from .autocast import autocast_dtype, set_autocast
-from .operator import BackwardCall, Operator, backward_impl, kernel_backward
+from .operator import BackwardCall, Operator, Results, backward_impl, kernel_backward
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
 from .triton.memory import empty_weight_like
 
@@ -103,7 +103,7 @@ class LinearCrossEntropy(Operator):
             return _apply_eager(*arguments)
         return super()._launched(*arguments)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, weight, bias, target, num_items, reduction, ignored, *_, trained = arguments
         if not training or x.dtype == torch.float16:  # whose gradients need the scale that the backward brings
             trained = (False,) * 3

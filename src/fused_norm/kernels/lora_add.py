@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, check_rows, check_scale, other_dtype
-from .operator import BackwardCall, BackwardImpl, Operator
+from .operator import BackwardCall, BackwardImpl, Operator, Results
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_weight_like, is_long, promoted
 
@@ -65,9 +65,7 @@ class LoraAdd(Operator):
         x = arguments[1]
         return x is not None and weight.dtype != x.dtype
 
-    def forward(
-        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
-    ) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
         base, x, a, b, *rest = arguments
         mask, scale, factor, _ = _with_dropout(rest)
         h = x.new_empty((*x.shape[:-1], len(a)))

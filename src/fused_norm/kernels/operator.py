@@ -30,6 +30,7 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 Tensors = Sequence[Tensor | None]
 Grads = tuple[Tensor | None, ...]
 Scalars = tuple[Any, ...]
+Results = tuple[Any, ...]
 
 _NAMESPACE = __name__.partition(".")[0]
 """The namespace of the registered operators: the name of this package, or of a copy of it under another name."""
@@ -189,7 +190,7 @@ class Operator(ABC):
         return getattr(reference, self.name)(*arguments)
 
     @abstractmethod
-    def forward(self, *arguments: Any, **how: Any) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, **how: Any) -> Results:
         """Launch the forward, and return ``outputs``, ``extra_saved``, ``copies`` and ``further_results``.
 
         ``how``: ``training``, without which all ``extra_saved`` is None, ``launch``, without which nothing is computed,
@@ -774,23 +775,11 @@ def _autograd_function(operator: Operator, forward: Callable[..., Any], backward
     return make(type(operator).__name__, (torch.autograd.Function,), methods)
 
 
-class _CopyOfWeight(torch.autograd.Function):
-    """The copy of a weight that was saved, as a function of the weight, for a gradient that is differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
-        return copy.to(weight.dtype, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 def _with_sources(saved: Tensors, copied: Sequence[int], sources: Sequence[Tensor]) -> Grads:
     """The saved tensors, with copies of weights, at indices ``copied``, as functions of the first ``sources``."""
     linked: list[Any] = list(saved)
     for at, source in zip(copied, sources, strict=False):
-        linked[at] = _CopyOfWeight.apply(source, linked[at])
+        linked[at] = reference.with_gradient_to(linked[at].to(source.dtype), source)
     return tuple(linked)
 
 

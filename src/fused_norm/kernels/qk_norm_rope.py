@@ -19,7 +19,7 @@ from .arguments import (
     check_pair,
     other_dtype,
 )
-from .operator import BackwardCall, BackwardImpl, Operator, norm_spec
+from .operator import BackwardCall, BackwardImpl, Operator, Results, norm_spec
 from .sharded import are_angles_of
 from .triton.memory import empty_in_order, empty_rows_like, empty_weight_like, heads_dim_of, norm_dtype
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
@@ -92,9 +92,7 @@ class QKNorm(HeadsOperator):
         q_out, k_out = reference.qk_norm_rope(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim)
         return reference.cast_output(q_out, dtype), reference.cast_output(k_out, dtype)
 
-    def forward(
-        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
-    ) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
         *inputs, spec, unsqueeze_dim, dtype = arguments
         q, k, q_weight, k_weight, cos, _ = inputs
         normed = norm_dtype(spec, q.dtype, q_weight), norm_dtype(spec, k.dtype, k_weight)
@@ -156,7 +154,7 @@ class Rope(HeadsOperator):
         q_out, k_out = super().run(*arguments, training=training)
         return q_out, None if arguments[1] is None else k_out
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         q, k, cos, sin, unsqueeze_dim, single_rounding, layout, angles_by_pair, dtype = arguments
         empty = partial(empty_heads, cos=cos, narrow_dtype=dtype, single_rounding=single_rounding, layout=layout)
         outputs = empty(q, q.dtype), None if k is None else empty(k, k.dtype)

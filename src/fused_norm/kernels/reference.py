@@ -231,6 +231,30 @@ def gradients_of(
     return tuple(next(grads) if need else None for need in needed)
 
 
+class _WithGradientTo(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, source: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.dtype = output.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, grads[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[1].to(ctx.dtype)
+
+
+with_gradient_to: Any = _WithGradientTo.apply
+"""``with_gradient_to(values, source)``: the values of one tensor whose gradient goes to another one."""
+
+
 def rms_norm_backward(
     spec: NormSpec, dy: Tensor, x: Tensor, weight: Tensor | None, ds: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
