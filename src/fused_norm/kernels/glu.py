@@ -52,12 +52,15 @@ class Glu(Operator):
         return (y,)
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (gate, up), (need_dgate, need_dup) = call.incoming, call.saved, call.needed
+        """Only gate and up have gradients of their own; ``dy`` may be a pair of gradients."""
+        (dy,), (gate, up, *added), (need_dgate, need_dup, *_) = call.incoming, call.saved, call.needed
         dgate = empty_rows_like(gate) if need_dgate else None
         dup = empty_rows_like(gate, up.dtype) if need_dup else None
         if launch:
-            launch_glu((gate, up, dy, None, None, None, dgate, dup), call.saved_scalars[0], backward=True)
-        return dgate, dup
+            dys, wide = dy if type(dy) is tuple else (dy, None), bool(added)
+            tensors = gate, up, *dys, *(added or (None, None)), dgate, dup
+            launch_glu(tensors, call.saved_scalars[0], wide=wide, backward=True)
+        return dgate, dup, *(None for _ in added)
 
 
 class GluForConsumers(Glu):
@@ -123,15 +126,6 @@ class GluForConsumers(Glu):
         dgate, dup, *_ = super().compute_grads(impl, call._replace(incoming=(dy,), needed=needed))
         added_grads = [d if is_needed else None for d, is_needed in zip((dgate, dup), need_added, strict=True)]
         return dgate if need_dgate else None, dup if need_dup else None, *added_grads
-
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (gate, up, *added), (need_dgate, need_dup, *_) = call.incoming, call.saved, call.needed
-        dgate, dup = (empty_rows_like(gate) if is_needed else None for is_needed in (need_dgate, need_dup))
-        if launch:
-            dys = dy if type(dy) is tuple else (dy, None)
-            tensors = gate, up, *dys, *added, dgate, dup
-            launch_glu(tensors, call.saved_scalars[0], wide=True, backward=True)
-        return dgate, dup, None, None
 
 
 GLU, GLU_FOR_CONSUMERS = Glu(), GluForConsumers()

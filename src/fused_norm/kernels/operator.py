@@ -293,11 +293,11 @@ class Operator(ABC):
         """
         args = self.backward_by_name(call)
         tensors, options = ([args.get(name) for name in names] for names in (self.tensor_names, self._option_names))
-
-        def formula(*tensors: Tensor | None) -> Any:
-            return self.reference(*(tensors if self.has_products else map(reference.widened, tensors)), *options)
-
-        return reference.gradients_of(formula, tensors, call.incoming, call.needed)
+        if not self.has_products:
+            tensors = [*map(reference.widened, tensors)]
+        return reference.gradients_of(
+            lambda *tensors: self.reference(*tensors, *options), tensors, call.incoming, call.needed
+        )
 
     def owns(self, node: Any) -> bool:
         """Return whether a node of the autograd graph is that of a call of this operator."""

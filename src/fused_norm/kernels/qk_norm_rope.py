@@ -180,18 +180,14 @@ class Rope(HeadsOperator):
     def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
         unsqueeze_dim, layout, angles_by_pair, *_ = call.saved_scalars
         cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in call.saved)
-
-        def rotated(x: Tensor) -> Tensor:
-            return reference.rope(x, cos, sin, True, layout, angles_by_pair)
-
-        # A rotation is linear: its gradient does not depend on what is rotated.
-        zeros = partial(torch.zeros, dtype=torch.float32, device=cos.device)
-        sides = [None if d is None else (zeros(d.shape),) for d in call.incoming]
-        grads = [
-            (None,) if x is None else reference.gradients_of(rotated, x, (d,), (True,))
-            for x, d in zip(sides, call.incoming, strict=True)
-        ]
-        return grads[0][0], grads[1][0]
+        how = {"cos": cos, "sin": sin, "layout": layout, "angles_by_pair": angles_by_pair}
+        rotated = partial(reference.rope, single_rounding=True, **how)
+        grads: list[Tensor | None] = []
+        for d in call.incoming:
+            # A rotation is linear: its gradient does not depend on what is rotated.
+            zeros = None if d is None else (torch.zeros(d.shape, dtype=torch.float32, device=d.device),)
+            grads += [None] if zeros is None else reference.gradients_of(rotated, zeros, (d,), (True,))
+        return tuple(grads)
 
 
 QK_NORM, ROPE = QKNorm(), Rope()
