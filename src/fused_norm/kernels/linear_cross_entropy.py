@@ -17,7 +17,7 @@ from torch import Tensor
 from . import reference
 from .arguments import Unsupported, check_choice, check_tensor
 from .autocast import autocast_dtype, set_autocast
-from .operator import BackwardCall, Operator, Results, backward_impl, kernel_backward
+from .operator import BackwardCall, Operator, Results, backward_impl, is_grad_needed, kernel_backward
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
 from .triton.memory import empty_weight_like
 
@@ -34,8 +34,6 @@ _MULTIPLE = 128
 _ALIGNED = 64
 """Elements that rows of logits begin at multiples of: cuBLAS and kernels read 16 bytes at a time."""
 
-REDUCTIONS = ("mean", "sum")
-
 
 class LinearCrossEntropy(Operator):
     """``linear_cross_entropy`` as an operator."""
@@ -50,10 +48,7 @@ class LinearCrossEntropy(Operator):
     other_rules = ("weight", "bias", "target", "num_items")
     takes_dtensors = False
     extra_saved = ("x_grad", "weight_grad", "bias_grad")
-    saved = (
-        "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? num_items,"
-        " Tensor? x_grad, Tensor? weight_grad, Tensor? bias_grad"
-    )
+    saved = f"{tensors}, Tensor? x_grad, Tensor? weight_grad, Tensor? bias_grad"
     saved_scalars = options
     has_products = True
     gradients = ("dx", "dweight", "dbias")
@@ -63,7 +58,7 @@ class LinearCrossEntropy(Operator):
         for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
             if tensor is not None and (refusal := check_tensor(name, tensor, ("input", x))) is not None:
                 return refusal
-        refusal = _check_target(x, weight, bias, target) or check_choice("reduction", reduction, REDUCTIONS)
+        refusal = _check_target(x, weight, bias, target) or check_choice("reduction", reduction, ("mean", "sum"))
         if refusal is not None:
             return refusal
         if num_items is not None:
@@ -99,9 +94,8 @@ class LinearCrossEntropy(Operator):
         return None  # products and checks of labels are steps that a recording cannot repeat
 
     def _launched(self, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments[: self.tensor_count]):
-            return _apply_eager(*arguments)
-        return super()._launched(*arguments)
+        is_trained = is_grad_needed(arguments[: self.tensor_count])
+        return _apply_eager(*arguments) if is_trained else super()._launched(*arguments)
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, weight, bias, target, num_items, reduction, ignored, *_, trained = arguments
@@ -119,8 +113,10 @@ class LinearCrossEntropy(Operator):
         if not launch:
             return tuple(map(empty_weight_like, (x, weight, bias), call.needed))
         if all(grad is not None and grad.numel() for grad, need in zip(grads, call.needed, strict=True) if need):
-            # Not in place: whoever has traced this may run it once more.
-            return tuple(_times(grad, dloss) if need else None for grad, need in zip(grads, call.needed, strict=True))
+            # Not in place: whoever has traced this may run it once more. 0 stays 0: rows without a label have no
+            # gradient of a loss that is NaN or infinite.
+            pairs = zip(grads, call.needed, strict=True)
+            return tuple((grad * dloss).masked_fill(grad == 0, 0.0) if need else None for grad, need in pairs)
         return _gradients((x, weight, bias, target, num_items, *call.saved_scalars), dloss, call.needed)
 
 
@@ -158,11 +154,6 @@ class _Eager(torch.autograd.Function):
 
 _apply_eager: Any = super(torch.autograd.Function, _Eager).apply
 LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
-
-
-def _times(grad: Any, factor: Tensor) -> Tensor:
-    """``grad * factor``, but 0 stays 0: rows without a label have no gradient of a loss that is NaN or infinite."""
-    return (grad * factor).masked_fill(grad == 0, 0.0)
 
 
 def _divisor(target: Tensor, num_items: Tensor | None, reduction: str, ignored: int) -> Tensor | None:

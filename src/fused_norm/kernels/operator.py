@@ -381,7 +381,7 @@ class Operator(ABC):
     def _inference_tensor(self, arguments: Sequence[Any]) -> str | None:
         """Return the reason that autograd cannot save a tensor that the kernels would save; None if it can."""
         tensors = arguments[: self.tensor_count]
-        if _is_trained(tensors):
+        if is_grad_needed(tensors):
             copied = self.copied(arguments)
             for name, t in zip(self.tensor_names, tensors, strict=True):
                 if t is not None and t.is_inference() and name not in copied and self.saves_input(name, tensors):
@@ -517,7 +517,7 @@ class Operator(ABC):
 
     def _launching(self, tensors: Tensors, options: Sequence[Any]) -> tuple[Callable[..., Any], bool]:
         """A function of a plain call's tensors that launches it, as ``record`` takes it; and whether it is trained."""
-        trained = _is_trained(tensors)
+        trained = is_grad_needed(tensors)
         needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]
         nondiff = self.without_gradient(needed) if trained else ()
 
@@ -549,7 +549,7 @@ class Operator(ABC):
         tensors, options = arguments[: self.tensor_count], arguments[self.tensor_count :]
         if is_sharded(tensors[0]):
             return call_on_parts(lambda *parts: self.results_of(*parts, *options), tensors, self.rules.is_shared)
-        if _is_trained(tensors):
+        if is_grad_needed(tensors):
             return self.function.apply(*arguments)
         return self.pack_outputs(arguments, self.run(*arguments, training=False), trained=False)
 
@@ -676,7 +676,7 @@ def backward_impl(call: BackwardCall) -> BackwardImpl:
     tensors = (*call.incoming, *call.saved)
     if not torch.compiler.is_compiling():
         batched = any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in call.incoming)
-        if _is_trained(tensors) or batched or is_transformed():
+        if is_grad_needed(tensors) or batched or is_transformed():
             return lambda operator, call: operator.reference_backward(call)
     return kernel_backward if is_plain_call(tensors) else _registered_backward
 
@@ -805,7 +805,8 @@ def is_plain_call(tensors: Tensors) -> bool:
     )
 
 
-def _is_trained(tensors: Tensors) -> bool:
+def is_grad_needed(tensors: Tensors) -> bool:
+    """Return whether autograd has to know of a call of these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
