@@ -217,7 +217,7 @@ def gradients_of(
     with torch.enable_grad(), set_autocast(device, None):
         # Other tensors, because x may depend on the weight: a tied one is that of the embedding. The product requires a
         # gradient; ``requires_grad_`` is refused inside of ``torch.func.vmap``.
-        one = torch.ones((), requires_grad=True)
+        one = torch.ones((), device="cpu", requires_grad=True)
         leaves = [
             (t.view_as(t) if t.requires_grad else t * one) if need and t is not None else t
             for t, need in zip(tensors, needed, strict=False)
