@@ -29,14 +29,15 @@ class Glu(Operator):
     recomputed_by_itself = True
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
-        gate, up, activation = arguments
-        if up is None and gate.shape[-1] % 2:
+        args = self.by_name(arguments)
+        gate = args["gate"]
+        if args["up"] is None and gate.shape[-1] % 2:
             return Unsupported(
                 "without up, gate must have an even last dimension, whose halves are gate and up, not shape"
                 f" {tuple(gate.shape)}",
                 ValueError,
             )
-        return check_choice("activation", activation, GLU_ACTIVATIONS)
+        return check_choice("activation", args["activation"], GLU_ACTIVATIONS)
 
     def is_elementwise(self, *tensors: Any) -> bool:
         return tensors[1] is not None
@@ -82,10 +83,6 @@ class GluForConsumers(Glu):
     same_shape: ClassVar[tuple[str, ...]] = ("up", "gate_added", "up_added")
     saved = tensors
     gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup", "dgate_added", "dup_added")
-
-    def check_options(self, *arguments: Any) -> Unsupported | None:
-        *_, activation, _, _, _ = arguments
-        return check_choice("activation", activation, GLU_ACTIVATIONS)
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         gate, up, *added, _, _, _, _ = arguments

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, check_choice, check_tensor
+from .arguments import Unsupported, check_choice, check_tensor, other_dtype
 from .autocast import autocast_dtype, set_autocast
 from .operator import BackwardCall, Operator, Results, backward_impl, is_grad_needed, kernel_backward
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
@@ -82,10 +82,8 @@ class LinearCrossEntropy(Operator):
         x, weight, bias, target, *_ = arguments
         if not all(t.numel() for t in (x, weight, target)):
             return Unsupported("")
-        for name, tensor in (("weight", weight), ("bias", bias)):
-            if tensor is not None and tensor.dtype != x.dtype:
-                return Unsupported(f"{name} is {tensor.dtype} and x {x.dtype}")
-        return None
+        reason = other_dtype("weight", "x", weight, x) or other_dtype("bias", "x", x if bias is None else bias, x)
+        return None if reason is None else Unsupported(reason)
 
     def reference(self, *arguments: Any) -> Tensor:
         return reference.linear_cross_entropy(*arguments[:-2])

@@ -34,7 +34,7 @@ class LoraAdd(Operator):
     def check_options(self, *arguments: Any) -> Unsupported | None:
         base, x, a, b, *rest = arguments
         mask, scale, _, _ = _with_dropout(rest)
-        refusal = check_mask(mask, x) if len(rest) == 4 else None
+        refusal = check_mask(mask, x) if "mask" in self.tensor_names else None
         refusal = refusal or check_rows("x", x) or check_scale(scale)
         have_same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
         if refusal is not None or (
