@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -56,7 +56,7 @@ class Linear4bit(Operator):
         return _obstacle(dtype, {"x": x}, block, (*weight, bias))
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
-        return None if arguments[0].is_contiguous() else "x is not contiguous"
+        return _copied_first([("x", arguments[0])])
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, *weight, bias, features, block, dtype, y_dtype = arguments
@@ -139,10 +139,7 @@ class LoraLinear4bit(Operator):
         return _obstacle(dtype, factors, block, (*weight, bias)) or adapter_obstacle(a, b, factor)
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
-        x, adapter_x, *_ = arguments
-        if not x.is_contiguous():
-            return "x is not contiguous"
-        return None if adapter_x.is_contiguous() else "adapter_x is not contiguous"
+        return _copied_first(zip(("x", "adapter_x"), arguments, strict=False))
 
     def reads_copy(self, weight: Tensor, arguments: Sequence[Any]) -> bool:
         _, adapter_x, *_, mask, _, _, _, _, _, _ = arguments
@@ -290,6 +287,11 @@ class LoraSummands4bit(LoraLinear4bit):
 
 
 LINEAR_4BIT, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT = Linear4bit(), LoraLinear4bit(), LoraSummands4bit()
+
+
+def _copied_first(factors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return why a product would differ from stock code's: one of its factors is copied first; or None."""
+    return next((f"{name} is not contiguous" for name, tensor in factors if not tensor.is_contiguous()), None)
 
 
 def _obstacle(dtype: torch.dtype, factors: dict[str, Tensor], block: int, linear: Tensors) -> Unsupported | None:

@@ -423,13 +423,8 @@ class Operator(ABC):
         if reason is None:
             refusal = self.unsupported(*arguments)
             reason = None if refusal is None else refusal.reason
-        # Tensors may have a behaviour of their own, which stock code respects.
-        for name, tensor in zip(self.tensor_names if reason is None else (), arguments, strict=False):
-            if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
-                reason = f"{name} is a {type(tensor).__name__}"
-                break
         if reason is None:
-            reason = self.differs_from_eager(*arguments)
+            reason = self._differs_from_eager(*arguments)
         if reason is None and unless is not None:
             reason = unless(*arguments)
         if reason is not None:
@@ -443,6 +438,13 @@ class Operator(ABC):
                 if recording.fits(*arguments):
                     recording.may_replace.add(replaces)
         return outputs, None
+
+    def _differs_from_eager(self, *arguments: Any) -> str | None:
+        """``differs_from_eager``, and tensors with a behaviour of their own, which stock code respects."""
+        for name, tensor in zip(self.tensor_names, arguments, strict=False):
+            if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
+                return f"{name} is a {type(tensor).__name__}"
+        return self.differs_from_eager(*arguments)
 
     def run_cached(self, replaces: Any, *arguments: Any) -> Any:
         """The outputs of a call that is recorded, so that its arguments were checked before; None for all others.
