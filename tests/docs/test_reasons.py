@@ -66,7 +66,6 @@ OF_USERS_CALLS = {
     "softcap must be positive, not …",
     "target is on … and input on …; move them to one device",
     "target must be a tensor of int64, not …",
-    "… is … and x …",
     "… must be a Python number, not …",
     "… must be an int, not …",
     "x, adapter_x, a, b and packed must have shapes [..., K], [..., K], [r, K], [N, r] and N K / 2 elements, not …",

@@ -22,7 +22,7 @@ import triton
 from compiled_launches import TARGETS, Noted, Target, compiled
 
 import fused_norm.kernels.fp8
-import fused_norm.kernels.lora_linear_4bit  # noqa: F401 -- registers operators that no public function loads
+import fused_norm.kernels.linear_4bit  # noqa: F401 -- registers operators that no public function loads
 from fused_norm.kernels.arguments import ACTIVATIONS, GLU_ACTIVATIONS
 from fused_norm.kernels.causal_conv1d import WIDTHS as TAPS
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator, norm_spec

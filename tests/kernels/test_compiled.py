@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import fused_norm.kernels.lora_linear_4bit  # noqa: F401 -- registers operators that no public function loads
+import fused_norm.kernels.linear_4bit  # noqa: F401 -- registers operators that no public function loads
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.operator import OPERATORS
 

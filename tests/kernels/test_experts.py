@@ -256,7 +256,9 @@ def test_kernels_and_formula_agree_in_every_form_of_a_call(name: str, device: st
         first = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
         second = torch.autograd.grad(sum(grad.square().sum() for grad in first), leaves)
         repeated = torch.autograd.grad(call(*args).sin().sum(), leaves)
-        results.append([y, *first, *second, *repeated])
+        incoming = torch.stack([y.detach().sin(), y.detach().cos()])
+        batched = torch.autograd.grad(call(*args), leaves, incoming, is_grads_batched=True)
+        results.append([y, *first, *second, *repeated, *batched])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     exact = tuple(

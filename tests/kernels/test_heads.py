@@ -336,7 +336,7 @@ def test_offsets_are_64_bits_wide_where_any_tensor_needs_it(far: str | None, mon
     assert [bool(launch.constants["SHAPE"].LONG) for launch in _both_ways(inputs, outputs)] == [far is not None] * 2
 
 
-def _both_ways(inputs: qk_launch.NormedInputs, outputs: qk_launch.Sides) -> list[Launch]:
+def _both_ways(inputs: qk_launch.Inputs, outputs: qk_launch.Sides) -> list[Launch]:
     """Return the launches of a forward and of a backward without gradients of weights."""
     forward = partial(qk_launch.launch_qk_forward, NormSpec("llama"), inputs, outputs, 1)
     backward = partial(qk_launch.launch_qk_backward, NormSpec("llama"), inputs, outputs, outputs, (None, None), 1)

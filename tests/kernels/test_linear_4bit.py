@@ -16,9 +16,8 @@ from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
 from fused_norm.kernels import reference
-from fused_norm.kernels.linear_4bit import LINEAR_4BIT
+from fused_norm.kernels.linear_4bit import LINEAR_4BIT, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.operator import Operator
 
 from ..conftest import slow_rows

@@ -108,12 +108,12 @@ def assert_same(actual: list[Tensor | None], expected: list[Tensor | None], is_e
 
 
 def recordings(name: str) -> list[recording.Recording]:
-    return [entry for entries in OPERATORS[name].cache.by_shape.values() for entry in entries]
+    return [entry for entries in OPERATORS[name].recordings.values() for entry in entries]
 
 
 def straight(entry: recording.Recording) -> bool:
     """Return whether it runs generated code, and not Triton's own launches."""
-    return "stream_of" in getattr(getattr(entry, "forward", entry.call), "__globals__", {})
+    return "stream_of" in vars(entry).get("forward", entry.call).__globals__
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -592,7 +592,7 @@ def test_recordings_are_bounded_and_hold_no_tensor(device: str, monkeypatch: pyt
             for stride in (1, 2, 3):
                 y = rms_norm(x, w)
                 y.backward(torch.ones(length, 16 * stride, device=device, dtype=y.dtype)[:, :16])
-    assert len(RMS_NORM.cache.by_shape) <= 3
+    assert len(RMS_NORM.recordings) <= 3
     assert all(len(entry.backwards) <= 2 for entry in recordings("rms_norm"))
     assert len(recordings("rms_norm")) <= 6
     reference = weakref.ref(x)
@@ -663,7 +663,8 @@ def test_without_parts_of_pytorch_that_are_not_public(
     expected = step(RMS_NORM._launched, (x, w, LLAMA, None), (True,))
     for _ in range(3):
         assert_same(step(RMS_NORM, (x, w, LLAMA, None), (True,)), expected)
-    assert RMS_NORM.run_cached(None, x, w, LLAMA, None) is not None
+    is_recorded = RMS_NORM.run_cached(None, x, w, LLAMA, None) is not None
+    assert is_recorded == (without[0] is codegen), "without guards nothing is recorded"
     assert RMS_NORM.run_cached(None, x.detach(), w, LLAMA, None) is None
 
 

@@ -103,6 +103,13 @@ def gradients_in_batches(case: Case, function: Function) -> Sequence[Tensor]:
     return torch.autograd.grad(outputs, leaves, incoming, is_grads_batched=True)
 
 
+def gradients_of_mapped_incoming_gradients(case: Case, function: Function) -> Sequence[Tensor]:
+    leaves = _differentiable(case)
+    outputs = function(*leaves)
+    incoming = [torch.stack([output.detach().sin(), output.detach().cos()]) for output in outputs]
+    return torch.func.vmap(lambda *grads: torch.autograd.grad(outputs, leaves, grads))(*incoming)
+
+
 def functional_transforms(case: Case, function: Function) -> Sequence[Tensor]:
     places = tuple(range(len(case.inputs)))
 
@@ -164,6 +171,7 @@ TRANSFORMED = (
     second_derivatives_with_respect_to_an_incoming_gradient,
     gradients_of_a_dual_incoming_gradient_with_their_tangents,
     gradients_in_batches,
+    gradients_of_mapped_incoming_gradients,
     functional_transforms,
 )
 

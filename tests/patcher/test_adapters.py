@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fused_norm
+from fused_norm.kernels.linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
-from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModel
 
 import fused_norm
-from fused_norm.kernels.lora_linear_4bit import LORA_SUMMANDS_4BIT
+from fused_norm.kernels.linear_4bit import LORA_SUMMANDS_4BIT
 from fused_norm.kernels.operator import Operator, calls
 from fused_norm.patcher import adapters, four_bit, recompute_linears
 

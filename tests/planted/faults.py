@@ -24,10 +24,9 @@ from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE,
 from fused_norm.kernels.fp8.operators import NORM_FP8
 from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
-from fused_norm.kernels.linear_4bit import LINEAR_4BIT
+from fused_norm.kernels.linear_4bit import LINEAR_4BIT, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
-from fused_norm.kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.norm import (
     ADD_RMS_NORM,
     ADD_RMS_NORM_FOR_CONSUMERS,

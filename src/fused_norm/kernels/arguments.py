@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -55,26 +56,24 @@ def check_tensor(name: str, value: Any, first: Named | None = None) -> Unsupport
     return None
 
 
+@dataclass
 class TensorRules:
     """The checks of tensors that follow from an operator's schema.
 
     Attributes:
-        names: the names of the tensors.
+        names: the names of the tensors; the other fields are as in ``Operator``.
         is_shared: which of them every row needs: weights, cos and sin.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        schema: str,
-        same_shape: Sequence[str],
-        other_shapes: Sequence[str],
-        other_rules: Sequence[str],
-    ) -> None:
-        """Read the schema; the last three are as in ``Operator``."""
-        self.names, self._same_shape = names, same_shape
-        self._other_shapes, self._other_rules = other_shapes, other_rules
-        self._is_optional = ["?" in part for part in schema.split(",")]
+    names: Sequence[str]
+    schema: str
+    same_shape: Sequence[str]
+    other_shapes: Sequence[str]
+    other_rules: Sequence[str]
+
+    def __post_init__(self) -> None:
+        names = self.names
+        self._is_optional = ["?" in part for part in self.schema.split(",")]
         self._is_weight = [name.endswith("weight") for name in names]
         self.is_shared = [name.endswith("weight") or name in ("cos", "sin") for name in names]
         self._rows_of = [names.index(name[0]) if name[1:] == "_weight" else 0 for name in names]  # k's of k_weight
@@ -87,11 +86,11 @@ class TensorRules:
         """Refuse a tensor of a wrong type, layout, dtype, device or shape, and a zero-centered norm without weights."""
         first_name, first = self.names[0], tensors[0]
         for place, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
-            if name in self._other_rules or (tensor is None and self._is_optional[place]):
+            if name in self.other_rules or (tensor is None and self._is_optional[place]):
                 continue
             if (refusal := check_tensor(name, tensor, (first_name, first))) is not None:
                 return refusal
-            if name in self._other_shapes:
+            if name in self.other_shapes:
                 continue
             if self._is_weight[place]:
                 rows_name, width = self.names[self._rows_of[place]], tensors[self._rows_of[place]].shape[-1]
@@ -101,7 +100,7 @@ class TensorRules:
                         f" {tuple(tensor.shape)}",
                         ValueError,
                     )
-            elif name in self._same_shape:
+            elif name in self.same_shape:
                 if tensor.shape != first.shape:
                     return Unsupported(
                         f"{name} must have {first_name}'s shape {tuple(first.shape)}, not {tuple(tensor.shape)}; expand"

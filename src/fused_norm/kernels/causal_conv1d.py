@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from .arguments import Unsupported, check_choice, other_dtype
-from .operator import BackwardCall, Operator
+from .operator import BackwardCall, Operator, Results
 from .triton.conv_kernels import launch_conv_backward, launch_conv_forward
 from .triton.memory import empty_rows_like, empty_weight_like
 
@@ -50,7 +50,7 @@ class CausalConv1d(Operator):
             return None
         return Unsupported(f"a convolution of {weight.shape[1]} taps, kernels have {', '.join(map(str, WIDTHS))}")
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, weight, bias, activation = arguments
         y = empty_rows_like(x)
         if launch:

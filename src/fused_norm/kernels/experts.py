@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import reference
 from .arguments import ACTIVATIONS, Activation, Unsupported, check_choice, check_flag
-from .operator import BackwardCall, Operator
+from .operator import BackwardCall, Operator, Results
 from .reference import CLAMP_HAS_GRADIENT_AT_LIMIT
 from .triton.experts_kernels import (
     launch_expert_bias_backward,
@@ -56,7 +57,7 @@ class ExpertGate(Operator):
             or _check_absent(absent, x.shape[0], x.device)
         )
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, absent, *gate = arguments
         y = empty_rows_like(x, width=x.shape[-1] // 2)
         if launch:
@@ -89,7 +90,7 @@ class ExpertPermute(Operator):
         refusal = _check_index("position", position, torch.int64, (x.shape[0], "K"), x.device)
         return refusal or _check_absent(absent, position.numel(), x.device)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, position, absent = arguments
         y = x.new_empty((position.shape[0] * position.shape[1], x.shape[1]))
         if launch:
@@ -102,6 +103,10 @@ class ExpertPermute(Operator):
         if launch:
             launch_expert_sum(dy, None, position, absent, dx, dy.dtype)
         return (dx,)
+
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (position, absent) = call.incoming, call.saved
+        return (reference.present_rows(dy, absent)[position].sum(1),)
 
 
 class ExpertUnpermute(Operator):
@@ -129,7 +134,7 @@ class ExpertUnpermute(Operator):
         refusal = _check_index("position", position, torch.int64, (weights.shape[0], "K"), weights.device)
         return refusal or _check_absent(absent, x.shape[0], x.device)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, weights, position, absent, dtype = arguments
         y = x.new_empty((position.shape[0], x.shape[1]), dtype=dtype)
         if launch:
@@ -163,7 +168,7 @@ class ExpertBias(Operator):
         refusal = _check_index("expert", expert, torch.int64, ("rows",), bias.device)
         return refusal or _check_index("ends", ends, torch.int32, bias.shape[:1], bias.device)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         bias, expert, ends = arguments
         y = bias.new_empty((len(expert), bias.shape[1]))
         if launch:
@@ -176,6 +181,12 @@ class ExpertBias(Operator):
         if launch:
             launch_expert_bias_backward(dy, ends, dbias)
         return (dbias,)
+
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (dy,), (expert, ends) = call.incoming, call.saved
+        # A bias is added: its gradient does not depend on it.
+        bias = torch.zeros((len(ends), dy.shape[1]), dtype=dy.dtype, device=dy.device)
+        return reference.gradients_of(reference.expert_bias, (bias, expert, ends), (dy,), (True,))
 
 
 EXPERT_BIAS = ExpertBias()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..spec import Casting
 from . import reference
 from .arguments import GATES, Unsupported, check_choice, check_flag
-from .operator import BackwardCall, Operator, norm_spec
+from .operator import BackwardCall, Operator, Results, norm_spec
 from .plans import WIDEST_GATED
 from .triton.gated_kernels import Gating, launch_gated_backward, launch_gated_forward
 from .triton.memory import empty_rows_like, empty_weight_like, norm_dtype
@@ -59,9 +59,7 @@ class GatedRMSNorm(Operator):
         x, gate, weight, spec, *how = arguments
         return reference.gated_rms_norm(spec, x, gate, weight, *how)
 
-    def forward(
-        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
-    ) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
         x, gate, weight, spec, *how = arguments
         gating = Gating(*how)
         y = empty_rows_like(x, x.dtype if gating.norm_first else norm_dtype(spec, x.dtype, weight))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import GLU_ACTIVATIONS, Activation, Unsupported, check_choice
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, joined_grads
+from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Results, for_each_consumer, joined_grads
 from .triton.glu_kernels import launch_glu
 from .triton.memory import empty_rows_like, promoted
 
@@ -29,19 +29,20 @@ class Glu(Operator):
     recomputed_by_itself = True
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
-        gate, up, activation = arguments
-        if up is None and gate.shape[-1] % 2:
+        args = self.by_name(arguments)
+        gate = args["gate"]
+        if args["up"] is None and gate.shape[-1] % 2:
             return Unsupported(
                 "without up, gate must have an even last dimension, whose halves are gate and up, not shape"
                 f" {tuple(gate.shape)}",
                 ValueError,
             )
-        return check_choice("activation", activation, GLU_ACTIVATIONS)
+        return check_choice("activation", args["activation"], GLU_ACTIVATIONS)
 
     def is_elementwise(self, *tensors: Any) -> bool:
         return tensors[1] is not None
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         gate, up, activation = arguments
         if up is None:
             y = empty_rows_like(gate, width=gate.shape[-1] // 2)
@@ -52,12 +53,15 @@ class Glu(Operator):
         return (y,)
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (gate, up), (need_dgate, need_dup) = call.incoming, call.saved, call.needed
+        """Only gate and up have gradients of their own; ``dy`` may be a pair of gradients."""
+        (dy,), (gate, up, *added), (need_dgate, need_dup, *_) = call.incoming, call.saved, call.needed
         dgate = empty_rows_like(gate) if need_dgate else None
         dup = empty_rows_like(gate, up.dtype) if need_dup else None
         if launch:
-            launch_glu((gate, up, dy, None, None, None, dgate, dup), call.saved_scalars[0], backward=True)
-        return dgate, dup
+            dys, wide = dy if type(dy) is tuple else (dy, None), bool(added)
+            tensors = gate, up, *dys, *(added or (None, None)), dgate, dup
+            launch_glu(tensors, call.saved_scalars[0], wide=wide, backward=True)
+        return dgate, dup, *(None for _ in added)
 
 
 class GluForConsumers(Glu):
@@ -80,10 +84,6 @@ class GluForConsumers(Glu):
     saved = tensors
     gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup", "dgate_added", "dup_added")
 
-    def check_options(self, *arguments: Any) -> Unsupported | None:
-        *_, activation, _, _, _ = arguments
-        return check_choice("activation", activation, GLU_ACTIVATIONS)
-
     def differs_from_eager(self, *arguments: Any) -> str | None:
         gate, up, *added, _, _, _, _ = arguments
         share_dtype = all(tensor is None or tensor.dtype == gate.dtype for tensor in (gate, up, *added))
@@ -91,11 +91,12 @@ class GluForConsumers(Glu):
         return None if share_dtype and gate.dtype.itemsize <= (4 if added[0] is None else 2) else ""
 
     def reference(self, *arguments: Any) -> Any:
-        gate, up, *added, activation, _, dtype, wide = arguments
-        y = reference.glu(*_sums(gate, up, *added), activation)
-        return y if wide else y.to(dtype)
+        *summands, activation, _, dtype, wide = arguments
+        gate, up, gate_added, up_added = map(reference.widened, summands)
+        gate, up = (gate, up) if gate_added is None else (gate + gate_added, up + up_added)
+        return reference.cast_output(reference.glu(gate, up, activation), None if wide else dtype)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         gate, up, *added, activation, _, dtype, wide = arguments
         y = empty_rows_like(gate, torch.float32 if wide else dtype)
         narrow = empty_rows_like(gate, dtype) if wide else None
@@ -122,26 +123,6 @@ class GluForConsumers(Glu):
         dgate, dup, *_ = super().compute_grads(impl, call._replace(incoming=(dy,), needed=needed))
         added_grads = [d if is_needed else None for d, is_needed in zip((dgate, dup), need_added, strict=True)]
         return dgate if need_dgate else None, dup if need_dup else None, *added_grads
-
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (gate, up, *added), (need_dgate, need_dup, *_) = call.incoming, call.saved, call.needed
-        dgate, dup = (empty_rows_like(gate) if is_needed else None for is_needed in (need_dgate, need_dup))
-        if launch:
-            dys = dy if type(dy) is tuple else (dy, None)
-            tensors = gate, up, *dys, *added, dgate, dup
-            launch_glu(tensors, call.saved_scalars[0], wide=True, backward=True)
-        return dgate, dup, None, None
-
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (gate, up, *added) = call.incoming, call.saved
-        dgate, dup = reference.glu_backward(dy, *_sums(gate, up, *added), call.saved_scalars[0])
-        return dgate.to(gate.dtype), None if dup is None else dup.to(up.dtype), None, None
-
-
-def _sums(gate: Tensor, up: Tensor, gate_added: Tensor | None, up_added: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gate and up in float32, with their second summands if they have them."""
-    gate, up = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (gate, up))
-    return (gate, up) if gate_added is None or up_added is None else (gate + gate_added, up + up_added)
 
 
 GLU, GLU_FOR_CONSUMERS = Glu(), GluForConsumers()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, check_choice, check_tensor
+from .arguments import Unsupported, check_choice, check_tensor, other_dtype
 from .autocast import autocast_dtype, set_autocast
-from .operator import BackwardCall, Operator, backward_impl, kernel_backward
+from .operator import BackwardCall, Operator, Results, backward_impl, is_grad_needed, kernel_backward
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
 from .triton.memory import empty_weight_like
 
@@ -34,8 +34,6 @@ _MULTIPLE = 128
 _ALIGNED = 64
 """Elements that rows of logits begin at multiples of: cuBLAS and kernels read 16 bytes at a time."""
 
-REDUCTIONS = ("mean", "sum")
-
 
 class LinearCrossEntropy(Operator):
     """``linear_cross_entropy`` as an operator."""
@@ -50,11 +48,9 @@ class LinearCrossEntropy(Operator):
     other_rules = ("weight", "bias", "target", "num_items")
     takes_dtensors = False
     extra_saved = ("x_grad", "weight_grad", "bias_grad")
-    saved = (
-        "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? num_items,"
-        " Tensor? x_grad, Tensor? weight_grad, Tensor? bias_grad"
-    )
+    saved = f"{tensors}, Tensor? x_grad, Tensor? weight_grad, Tensor? bias_grad"
     saved_scalars = options
+    has_products = True
     gradients = ("dx", "dweight", "dbias")
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
@@ -62,7 +58,7 @@ class LinearCrossEntropy(Operator):
         for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
             if tensor is not None and (refusal := check_tensor(name, tensor, ("input", x))) is not None:
                 return refusal
-        refusal = _check_target(x, weight, bias, target) or check_choice("reduction", reduction, REDUCTIONS)
+        refusal = _check_target(x, weight, bias, target) or check_choice("reduction", reduction, ("mean", "sum"))
         if refusal is not None:
             return refusal
         if num_items is not None:
@@ -86,10 +82,8 @@ class LinearCrossEntropy(Operator):
         x, weight, bias, target, *_ = arguments
         if not all(t.numel() for t in (x, weight, target)):
             return Unsupported("")
-        for name, tensor in (("weight", weight), ("bias", bias)):
-            if tensor is not None and tensor.dtype != x.dtype:
-                return Unsupported(f"{name} is {tensor.dtype} and x {x.dtype}")
-        return None
+        reason = other_dtype("weight", "x", weight, x) or other_dtype("bias", "x", x if bias is None else bias, x)
+        return None if reason is None else Unsupported(reason)
 
     def reference(self, *arguments: Any) -> Tensor:
         return reference.linear_cross_entropy(*arguments[:-2])
@@ -98,11 +92,10 @@ class LinearCrossEntropy(Operator):
         return None  # products and checks of labels are steps that a recording cannot repeat
 
     def _launched(self, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments[: self.tensor_count]):
-            return _apply_eager(*arguments)
-        return super()._launched(*arguments)
+        is_trained = is_grad_needed(arguments[: self.tensor_count])
+        return _apply_eager(*arguments) if is_trained else super()._launched(*arguments)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, weight, bias, target, num_items, reduction, ignored, *_, trained = arguments
         if not training or x.dtype == torch.float16:  # whose gradients need the scale that the backward brings
             trained = (False,) * 3
@@ -118,23 +111,11 @@ class LinearCrossEntropy(Operator):
         if not launch:
             return tuple(map(empty_weight_like, (x, weight, bias), call.needed))
         if all(grad is not None and grad.numel() for grad, need in zip(grads, call.needed, strict=True) if need):
-            # Not in place: whoever has traced this may run it once more.
-            return tuple(_times(grad, dloss) if need else None for grad, need in zip(grads, call.needed, strict=True))
+            # Not in place: whoever has traced this may run it once more. 0 stays 0: rows without a label have no
+            # gradient of a loss that is NaN or infinite.
+            pairs = zip(grads, call.needed, strict=True)
+            return tuple((grad * dloss).masked_fill(grad == 0, 0.0) if need else None for grad, need in pairs)
         return _gradients((x, weight, bias, target, num_items, *call.saved_scalars), dloss, call.needed)
-
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dloss,), (*tensors, _, _, _) = call.incoming, call.saved
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            # Other tensors, because x may depend on the weight: a tied one is that of the embedding.
-            leaves = [
-                (t.view_as(t) if t.requires_grad else t.detach().requires_grad_()) if need else t
-                for t, need in zip(tensors, call.needed, strict=False)
-            ]
-            loss = self.reference(*leaves, *tensors[len(leaves) :], *call.saved_scalars)
-            needed = [t for t, need in zip(leaves, call.needed, strict=True) if need]
-            grads = iter(torch.autograd.grad(loss, needed, dloss, create_graph=again))
-        return tuple(next(grads) if need else None for need in call.needed)
 
 
 class _Eager(torch.autograd.Function):
@@ -171,11 +152,6 @@ class _Eager(torch.autograd.Function):
 
 _apply_eager: Any = super(torch.autograd.Function, _Eager).apply
 LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
-
-
-def _times(grad: Any, factor: Tensor) -> Tensor:
-    """``grad * factor``, but 0 stays 0: rows without a label have no gradient of a loss that is NaN or infinite."""
-    return (grad * factor).masked_fill(grad == 0, 0.0)
 
 
 def _divisor(target: Tensor, num_items: Tensor | None, reduction: str, ignored: int) -> Tensor | None:

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from . import reference
 from .arguments import Unsupported, check_rows, check_scale, other_dtype
-from .operator import BackwardCall, BackwardImpl, Operator
+from .operator import BackwardCall, BackwardImpl, Operator, Results
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_weight_like, is_long, promoted
 
@@ -27,12 +28,14 @@ class LoraAdd(Operator):
     copies: ClassVar[Mapping[str, Sequence[str]]] = {"a": ("x",), "b": ("x", "a")}
     saved = "Tensor x, Tensor a, Tensor b, Tensor h"
     saved_scalars = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
+    has_products = True
     gradients = ("dbase", "dx", "da", "db")
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
-        base, x, a, b, *_ = arguments
-        scale = arguments[self.tensor_count]
-        refusal = check_rows("x", x) or check_scale(scale)
+        base, x, a, b, *rest = arguments
+        mask, scale, _, _ = _with_dropout(rest)
+        refusal = check_mask(mask, x) if "mask" in self.tensor_names else None
+        refusal = refusal or check_rows("x", x) or check_scale(scale)
         have_same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
         if refusal is not None or (
             have_same_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a))
@@ -45,11 +48,12 @@ class LoraAdd(Operator):
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
         _, x, a, b = tensors = arguments[:4]
-        if not all(t.numel() for t in tensors):
+        mask, scale, _, _ = _with_dropout(arguments[4:])
+        if not all(t.numel() for t in tensors) or not (mask is None or mask.is_contiguous()):
             return Unsupported("")
         if x.dtype == torch.float32:
             return Unsupported("x is torch.float32, products of which are left to PyTorch")
-        return adapter_obstacle(a, b, arguments[self.tensor_count])
+        return adapter_obstacle(a, b, scale)
 
     def differs_from_eager(self, *arguments: Any) -> str | None:
         base, x, *_ = arguments
@@ -61,9 +65,7 @@ class LoraAdd(Operator):
         x = arguments[1]
         return x is not None and weight.dtype != x.dtype
 
-    def forward(
-        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
-    ) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
         base, x, a, b, *rest = arguments
         mask, scale, factor, _ = _with_dropout(rest)
         h = x.new_empty((*x.shape[:-1], len(a)))
@@ -119,12 +121,11 @@ class LoraAddDropped(LoraAdd):
     saved = "Tensor x, Tensor mask, Tensor a, Tensor b, Tensor h"
     saved_scalars = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
 
-    def check_options(self, *arguments: Any) -> Unsupported | None:
-        _, x, _, _, mask, *_ = arguments
-        return check_mask(mask, x) or super().check_options(*arguments)
-
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
-        return super().needs_reference(*arguments) if arguments[4].is_contiguous() else Unsupported("")
+    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
+        (x, mask, *others), (scale, factor, factor_back, *dtypes) = call.saved, call.saved_scalars
+        saved = reference.dropped(x, mask, factor), *others
+        _, dx, da, db = LORA_ADD.reference_backward(call._replace(saved=saved, saved_scalars=(scale, *dtypes)))
+        return None, None if dx is None else reference.dropped(dx, mask, factor_back), da, db
 
 
 def _with_dropout(rest: Sequence[Any]) -> tuple[Tensor | None, float, float, float]:

@@ -18,7 +18,16 @@ from torch import Tensor
 from ..spec import Casting
 from . import reference
 from .arguments import Unsupported, check_scale
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, for_each_consumer, joined_grads, norm_spec
+from .operator import (
+    BackwardCall,
+    BackwardImpl,
+    Operator,
+    Recompute,
+    Results,
+    for_each_consumer,
+    joined_grads,
+    norm_spec,
+)
 from .plans import forward_plan
 from .sharded import is_plain
 from .triton.memory import empty_rows_like, empty_weight_like, memory_order, norm_dtype, out_dtype
@@ -80,9 +89,7 @@ class NormOperator(Operator):
         y, s = outputs if self._adds else (outputs, args["x"])
         return y if args["wide"] else reference.cast_output(y, args["dtype"]), s
 
-    def forward(
-        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
-    ) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
         args = self.by_name(arguments)
         inner_weight, weight = self._weights_of(args)
         added = args.get("residual"), args.get("scale", 1.0)
@@ -307,7 +314,7 @@ class RecomputedNorm(Operator):
         x, weight, _, spec, dtype = arguments
         return reference.cast_output(reference.rms_norm(spec, x, weight), dtype)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, weight, rstd, spec, dtype = arguments
         y = empty_rows_like(x, out_dtype(norm_dtype(spec, x.dtype, weight), dtype))
         if launch:

@@ -18,7 +18,7 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import TensorRules, Unsupported, check_eps, check_flag
 from .autocast import autocast_dtype
-from .recording import CallCache, Recording, SingleCall, appended, record
+from .recording import Recording, SingleCall, appended, caches, record, remember
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import Interceptors, launches
@@ -30,6 +30,7 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 Tensors = Sequence[Tensor | None]
 Grads = tuple[Tensor | None, ...]
 Scalars = tuple[Any, ...]
+Results = tuple[Any, ...]
 
 _NAMESPACE = __name__.partition(".")[0]
 """The namespace of the registered operators: the name of this package, or of a copy of it under another name."""
@@ -137,20 +138,23 @@ class Operator(ABC):
     """The schema of what else it takes: first ``NormSpec spec``, if the operator has a norm."""
     gradients: ClassVar[tuple[str, ...]]
     """The names of the gradients, which are those of the first tensors in their order."""
+    has_products: ClassVar[bool] = False
+    """The operator contains products of matrices, which ``reference_backward`` rounds as stock code does; it computes
+    the gradients of all other operators in float32, and rounds them once."""
     recomputed_by_itself: ClassVar[bool] = False
     """The backward saves all arguments, and the same call recomputes the outputs."""
 
     def __init__(self) -> None:
         """Register the operator with PyTorch."""
-        self.tensor_names, option_names = _names(self.tensors), _names(self.options)
+        self.tensor_names, self._option_names = _names(self.tensors), _names(self.options)
         self._saved_names, self._scalar_names = _names(self.saved), _names(self.saved_scalars)
-        self.tensor_count, self.option_count = len(self.tensor_names), len(option_names)
-        self.takes_spec = option_names[:1] == ["spec"]
+        self.tensor_count, self.option_count = len(self.tensor_names), len(self._option_names)
+        self.takes_spec = self._option_names[:1] == ["spec"]
         self.rules = TensorRules(self.tensor_names, self.tensors, self.same_shape, self.other_shapes, self.other_rules)
         self._copied = [name for name in self.copies if name in self.tensor_names]
         copies = [f"{name}_copy" for name in self._copied]
         self.result_names = (*self.outputs, *self.extra_saved, *copies, *self.further_results)
-        self._forward_names = (*self.tensor_names, *option_names, *self.result_names)
+        self._forward_names = (*self.tensor_names, *self._option_names, *self.result_names)
         incoming, needed = [f"d{name}" for name in self.outputs], [f"need_{name}" for name in self.gradients]
         self._backward_names = (*incoming, *self._saved_names, *self._scalar_names, *needed)
         self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
@@ -163,7 +167,9 @@ class Operator(ABC):
         OPERATORS[self.name] = self
         self.function, in_eager = _function_of_arguments(self), _function_of_recording(self)
         self._nodes = self.function._backward_cls, in_eager._backward_cls
-        self.cache = CallCache()
+        self.recordings: dict[Any, tuple[Recording, ...]] = {}
+        """The recordings of calls, by the shape of their first tensor."""
+        caches.append(self.recordings)
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply = super(torch.autograd.Function, in_eager).apply  # type: ignore[misc]
 
@@ -184,7 +190,7 @@ class Operator(ABC):
         return getattr(reference, self.name)(*arguments)
 
     @abstractmethod
-    def forward(self, *arguments: Any, **how: Any) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, **how: Any) -> Results:
         """Launch the forward, and return ``outputs``, ``extra_saved``, ``copies`` and ``further_results``.
 
         ``how``: ``training``, without which all ``extra_saved`` is None, ``launch``, without which nothing is computed,
@@ -282,10 +288,16 @@ class Operator(ABC):
     def reference_backward(self, call: BackwardCall) -> Grads:
         """Compute ``gradients`` by PyTorch's own operators, so that they can be differentiated again.
 
-        By the formula ``..._backward`` in ``reference``, unless overridden. It may return some that are not needed.
+        By the autograd of ``reference``, unless overridden; arguments that are not saved are None. Gradients may have
+        another dtype than their tensors, to which autograd casts them, and some may not be needed.
         """
-        grads: Grads = getattr(reference, f"{self.name}_backward")(*call.incoming, *call.saved, *call.saved_scalars)
-        return grads
+        args = self.backward_by_name(call)
+        tensors, options = ([args.get(name) for name in names] for names in (self.tensor_names, self._option_names))
+        if not self.has_products:
+            tensors = [*map(reference.widened, tensors)]
+        return reference.gradients_of(
+            lambda *tensors: self.reference(*tensors, *options), tensors, call.incoming, call.needed
+        )
 
     def owns(self, node: Any) -> bool:
         """Return whether a node of the autograd graph is that of a call of this operator."""
@@ -369,7 +381,7 @@ class Operator(ABC):
     def _inference_tensor(self, arguments: Sequence[Any]) -> str | None:
         """Return the reason that autograd cannot save a tensor that the kernels would save; None if it can."""
         tensors = arguments[: self.tensor_count]
-        if _is_trained(tensors):
+        if is_grad_needed(tensors):
             copied = self.copied(arguments)
             for name, t in zip(self.tensor_names, tensors, strict=True):
                 if t is not None and t.is_inference() and name not in copied and self.saves_input(name, tensors):
@@ -422,7 +434,7 @@ class Operator(ABC):
             return None, ""
         outputs = self(*arguments)
         if is_plain_call(arguments[: self.tensor_count]):
-            for recording in self.cache.by_shape.get(arguments[0].shape, ()):
+            for recording in self.recordings.get(arguments[0].shape, ()):
                 if recording.fits(*arguments):
                     recording.may_replace.add(replaces)
         return outputs, None
@@ -443,7 +455,7 @@ class Operator(ABC):
         if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
             return None
         try:
-            recordings = self.cache.by_shape.get(arguments[0].shape, ())
+            recordings = self.recordings.get(arguments[0].shape, ())
         except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
             return None
         if Interceptors.active and (launches.interceptor is not None or calls.interceptor is not None):
@@ -479,7 +491,7 @@ class Operator(ABC):
         if not is_plain_call(tensors):
             return self._registered(*arguments)
         if launches.interceptor is None:
-            for recording in self.cache.by_shape.get(tensors[0].shape, ()):
+            for recording in self.recordings.get(tensors[0].shape, ()):
                 outputs = recording.call(*arguments)
                 if outputs is not None:
                     return outputs
@@ -496,7 +508,7 @@ class Operator(ABC):
         if recorded is None:
             return None
         recording, outputs = recorded
-        self.cache.add(tensors[0].shape, recording)
+        remember(self.recordings, tensors[0].shape, recording)
         return outputs
 
     def _launched(self, *arguments: Any) -> Any:
@@ -507,7 +519,7 @@ class Operator(ABC):
 
     def _launching(self, tensors: Tensors, options: Sequence[Any]) -> tuple[Callable[..., Any], bool]:
         """A function of a plain call's tensors that launches it, as ``record`` takes it; and whether it is trained."""
-        trained = _is_trained(tensors)
+        trained = is_grad_needed(tensors)
         needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]
         nondiff = self.without_gradient(needed) if trained else ()
 
@@ -539,7 +551,7 @@ class Operator(ABC):
         tensors, options = arguments[: self.tensor_count], arguments[self.tensor_count :]
         if is_sharded(tensors[0]):
             return call_on_parts(lambda *parts: self.results_of(*parts, *options), tensors, self.rules.is_shared)
-        if _is_trained(tensors):
+        if is_grad_needed(tensors):
             return self.function.apply(*arguments)
         return self.pack_outputs(arguments, self.run(*arguments, training=False), trained=False)
 
@@ -666,7 +678,7 @@ def backward_impl(call: BackwardCall) -> BackwardImpl:
     tensors = (*call.incoming, *call.saved)
     if not torch.compiler.is_compiling():
         batched = any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in call.incoming)
-        if _is_trained(tensors) or batched or is_transformed():
+        if is_grad_needed(tensors) or batched or is_transformed():
             return lambda operator, call: operator.reference_backward(call)
     return kernel_backward if is_plain_call(tensors) else _registered_backward
 
@@ -699,7 +711,7 @@ def _function_of_arguments(operator: Operator) -> Any:
         scalars, _, copied = ctx.state
         saved = (*ctx.saved_tensors, *ctx.sources[len(copied) :])
         if copied and torch.is_grad_enabled():
-            saved = _with_sources(saved, copied, ctx.sources[: len(copied)])
+            saved = _with_sources(saved, copied, ctx.sources)
         call = BackwardCall(incoming, saved, scalars, ctx.needs_input_grad[:differentiated])
         return *operator.compute_grads(backward_impl(call), call), *others
 
@@ -736,7 +748,7 @@ def _function_of_recording(operator: Operator) -> Any:
                     return grads
         scalars, _, copied = recording.backward_state
         if copied and torch.is_grad_enabled():
-            saved = _with_sources(saved, copied, ctx.sources[: len(copied)])
+            saved = _with_sources(saved, copied, ctx.sources)
         needed, count = ctx.needs_input_grad[1 : 1 + differentiated], len(saved)
         call = BackwardCall(incoming, saved, scalars, needed)
         impl = backward_impl(call)
@@ -765,23 +777,11 @@ def _autograd_function(operator: Operator, forward: Callable[..., Any], backward
     return make(type(operator).__name__, (torch.autograd.Function,), methods)
 
 
-class _CopyOfWeight(torch.autograd.Function):
-    """The copy of a weight that was saved, as a function of the weight, for a gradient that is differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
-        return copy.to(weight.dtype, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 def _with_sources(saved: Tensors, copied: Sequence[int], sources: Sequence[Tensor]) -> Grads:
-    """The saved tensors, with copies of weights, at indices ``copied``, as functions of ``sources``, the weights."""
+    """The saved tensors, with copies of weights, at indices ``copied``, as functions of the first ``sources``."""
     linked: list[Any] = list(saved)
-    for at, source in zip(copied, sources, strict=True):
-        linked[at] = _CopyOfWeight.apply(source, linked[at])
+    for at, source in zip(copied, sources, strict=False):
+        linked[at] = reference.with_gradient_to(linked[at].to(source.dtype), source)
     return tuple(linked)
 
 
@@ -807,7 +807,8 @@ def is_plain_call(tensors: Tensors) -> bool:
     )
 
 
-def _is_trained(tensors: Tensors) -> bool:
+def is_grad_needed(tensors: Tensors) -> bool:
+    """Return whether autograd has to know of a call of these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 

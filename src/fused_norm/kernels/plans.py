@@ -446,24 +446,22 @@ def conv_plan(channels: int, width: int, backward: bool = False, device: Device 
     return TilePlan(rows, block, device.warps(rule.warps), max(1, min(programs, _MOST_CONV_PROGRAMS)))
 
 
+TILES = {
+    "norm_from_rstd": (2048, 2048),  # 16 elements a lane: no row is summed
+    "fp8_cast": (2048, 2048),  # as before
+    "expert_gate": (1024, 256),  # narrow because experts are: of 768, 1408 and 2880 columns few lanes stay idle
+    "expert_rows": (1024, 512),  # copies or sums the rows of each token's experts
+    "expert_products": (1, 4096),  # a program sums over all columns of a row, in chunks
+}
+"""Elements of a tile, and its columns at most, of kernels that have one way for all widths."""
+
+
 @lru_cache(maxsize=1024)
-def expert_gate_plan(width: int, device: Device = Device()) -> TilePlan:
-    """The launch of a gate between the products of experts, of ``width`` columns, in either direction.
-
-    Blocks are narrow because experts are: of 768 columns, 1408 and 2880 few lanes stay idle.
-    """
-    block = min(256, next_power_of_2(width))
-    return TilePlan(max(1, 1024 // block), block, device.warps(4))
-
-
-@lru_cache(maxsize=1024)
-def expert_rows_plan(width: int, device: Device = Device(), reduces: bool = False) -> TilePlan:
-    """The launch of what copies or sums the rows of each token's experts, ``width`` columns wide.
-
-    ``reduces``: a program sums over all columns of a row, in chunks.
-    """
-    block = min(4096 if reduces else 512, next_power_of_2(width))
-    return TilePlan(1 if reduces else max(1, 1024 // block), block, device.warps(4))
+def tile_plan(kind: str, width: int, device: Device = Device()) -> TilePlan:
+    """The launch of a kind of ``TILES`` over rows of ``width`` elements."""
+    elements, widest = TILES[kind]
+    block = min(widest, next_power_of_2(width))
+    return TilePlan(max(1, elements // block), block, device.warps(4))
 
 
 LoraProduct = Literal["narrow", "widen", "gradients"]

@@ -19,7 +19,7 @@ from .arguments import (
     check_pair,
     other_dtype,
 )
-from .operator import BackwardCall, BackwardImpl, Operator, norm_spec
+from .operator import BackwardCall, BackwardImpl, Operator, Results, norm_spec
 from .sharded import are_angles_of
 from .triton.memory import empty_in_order, empty_rows_like, empty_weight_like, heads_dim_of, norm_dtype
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
@@ -92,9 +92,7 @@ class QKNorm(HeadsOperator):
         q_out, k_out = reference.qk_norm_rope(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim)
         return reference.cast_output(q_out, dtype), reference.cast_output(k_out, dtype)
 
-    def forward(
-        self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()
-    ) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
         *inputs, spec, unsqueeze_dim, dtype = arguments
         q, k, q_weight, k_weight, cos, _ = inputs
         normed = norm_dtype(spec, q.dtype, q_weight), norm_dtype(spec, k.dtype, k_weight)
@@ -112,21 +110,6 @@ class QKNorm(HeadsOperator):
         if launch:
             dq_out, dk_out = call.incoming
             launch_qk_backward(spec, tuple(call.saved), (dq_out, dk_out), dx, dw, unsqueeze_dim)
-        return *dx, *dw
-
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (*inputs, cos, sin), (spec, unsqueeze_dim) = call.saved, call.saved_scalars
-        dx: list[Tensor | None] = [None, None]
-        dw: list[Tensor | None] = [None, None]
-        for side, d in enumerate(call.incoming):
-            if d is None:
-                continue
-            x, weight = inputs[side::2]
-            if cos is not None:
-                angles = [reference.broadcast_angles(a, unsqueeze_dim) for a in (cos, sin)]
-                d = reference.rope_backward(d, angles[0], angles[1])
-            grad, dw[side] = reference.rms_norm_backward(spec, d, x, weight)
-            dx[side] = grad.to(x.dtype)
         return *dx, *dw
 
 
@@ -171,7 +154,7 @@ class Rope(HeadsOperator):
         q_out, k_out = super().run(*arguments, training=training)
         return q_out, None if arguments[1] is None else k_out
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         q, k, cos, sin, unsqueeze_dim, single_rounding, layout, angles_by_pair, dtype = arguments
         empty = partial(empty_heads, cos=cos, narrow_dtype=dtype, single_rounding=single_rounding, layout=layout)
         outputs = empty(q, q.dtype), None if k is None else empty(k, k.dtype)
@@ -195,12 +178,16 @@ class Rope(HeadsOperator):
         return tuple(dx)
 
     def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        unsqueeze_dim, layout, angles_by_pair, *dtypes = call.saved_scalars[:5]
+        unsqueeze_dim, layout, angles_by_pair, *_ = call.saved_scalars
         cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in call.saved)
-        return tuple(
-            None if d is None else reference.rope_backward(d, cos, sin, layout, angles_by_pair).to(dtype)
-            for d, dtype in zip(call.incoming, dtypes, strict=True)
-        )
+        how = {"cos": cos, "sin": sin, "layout": layout, "angles_by_pair": angles_by_pair}
+        rotated = partial(reference.rope, single_rounding=True, **how)
+        grads: list[Tensor | None] = []
+        for d in call.incoming:
+            # A rotation is linear: its gradient does not depend on what is rotated.
+            zeros = None if d is None else (torch.zeros(d.shape, dtype=torch.float32, device=d.device),)
+            grads += [None] if zeros is None else reference.gradients_of(rotated, zeros, (d,), (True,))
+        return tuple(grads)
 
 
 QK_NORM, ROPE = QKNorm(), Rope()

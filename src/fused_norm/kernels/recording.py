@@ -6,20 +6,18 @@ straight-line Python, compiled once for each sequence of steps: allocate, gather
 that does anything else to a tensor, such as a copy, has a recording that runs the operator's code every time.
 
 A guard tells whether a call is like the recorded one. The properties of tensors are verified by the guard that Dynamo
-uses for compiled code, one call into C++, or by plain comparisons if PyTorch has no such guard. It does not check grad
+uses for compiled code, one call into C++; a PyTorch that has no such guard gets no recordings. It does not check grad
 mode (added separately when relevant), forward-mode AD, FakeTensorMode or make_fx; the caller must check these.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .codegen import NotRecordableError, function_of, generated_lines, launch_backend
@@ -71,7 +69,9 @@ class Guard:
                 if len(distinct) > 1:
                     # The caller has read the first one's sizes; to read those of a nested tensor ends the process.
                     conditions.append(f"not getattr({name}, 'is_nested', False)")
-        self._globals["check"] = _tensor_check(distinct)
+        sizes, strides = [list(t.shape) for t in distinct], [list(t.stride()) for t in distinct]
+        guards = TensorGuards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self._globals["check"] = guards.check
         conditions.append(f"check({', '.join(first_names.values())})")
         if not in_any_grad_mode and any(tensor.requires_grad for tensor in distinct):
             self._globals["grad_mode"] = torch.is_grad_enabled
@@ -82,22 +82,6 @@ class Guard:
         """A function of all arguments that runs the lines if the guard holds, and returns ``otherwise`` if not."""
         guarded = [f"if not ({self._condition}):", f"    return {otherwise}", *lines]
         return function_of(self.names, guarded, {**self._globals, **names})
-
-
-def _tensor_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function of distinct tensors that tells whether they, and the state of the thread, are like these."""
-    if TensorGuards is not None:
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    expected = list(map(_tensor_key, tensors))
-    return lambda *others: len(set(map(id, others))) == len(others) and list(map(_tensor_key, others)) == expected
-
-
-def _tensor_key(tensor: Any) -> Any:
-    if type(tensor) not in (Tensor, Parameter) or torch._C._functorch.peek_interpreter_stack() is not None:
-        return None
-    layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-    return type(tensor), *layout, tensor.is_neg(), tensor.is_inference(), torch.is_inference_mode_enabled()
 
 
 class Recorder(TorchDispatchMode):
@@ -134,50 +118,6 @@ class Recorder(TorchDispatchMode):
             launch.run()
 
 
-class Recording:
-    """The launches and allocations of one call, which repeat for calls like it.
-
-    Attributes:
-        call: repeats it and returns the results; returns None for arguments that are not like those of the call.
-        forward: of a call that has a backward, what ``call`` hands to autograd: takes the context and the tensors.
-        backwards: the recordings of the backward of this forward.
-        backward_state: what else the backward needs.
-        may_replace: the keys of the stock code that the call may replace; see ``Operator.try_fused``.
-    """
-
-    __slots__ = ("_guard", "backward_state", "backwards", "call", "forward", "may_replace")
-
-    def __init__(
-        self,
-        guard: Guard,
-        function: Callable[..., Any],
-        apply: Callable[..., Any] | None,
-        generated: tuple[list[str], dict[str, Any]] | None,
-    ) -> None:
-        self._guard = guard
-        self.backwards: tuple[Recording, ...] = ()
-        self.backward_state: Any = None
-        self.may_replace: set[Any] = set()
-        tensors = ", ".join(guard.tensors)
-        if apply is None:
-            lines, names = generated or ([f"return repeat({tensors})"], {})
-            self.call = guard.function(lines, {"repeat": function, **names})
-            return
-
-        def repeat(ctx: Any, *tensors: Tensor | None) -> Any:
-            outputs, ctx.to_save, ctx.sources, self.backward_state = function(*tensors)
-            return outputs
-
-        lines, names = generated or ([f"return repeat(ctx, {tensors})"], {})
-        self.forward = function_of(["ctx", *guard.tensors], lines, {"repeat": repeat, **names})
-        self.call = guard.function([f"return apply(recording, {tensors})"], {"apply": apply, "recording": self})
-
-    def fits(self, *arguments: Any) -> bool:
-        """Return whether arguments are like those of the call."""
-        fits: bool = self._guard.function(["return True"], {}, otherwise=False)(*arguments)
-        return fits
-
-
 class SingleCall:
     """Stands for a recording in a call that is not recorded; ``function`` is as in ``record``."""
 
@@ -193,27 +133,59 @@ class SingleCall:
         return outputs
 
 
-class CallCache:
-    """The recordings of an operator's calls, by the shape of their first tensor."""
+class Recording(SingleCall):
+    """The launches and allocations of one call, which repeat for calls like it.
 
-    def __init__(self) -> None:
-        self.by_shape: dict[Any, tuple[Recording, ...]] = {}
-        _caches.add(self)
+    Attributes:
+        call: repeats it and returns the results; returns None for arguments that are not like those of the call.
+        forward: of a call that has a backward, what ``call`` hands to autograd: takes the context and the tensors.
+        backwards: the recordings of the backward of this forward.
+        backward_state: what else the backward needs.
+        may_replace: the keys of the stock code that the call may replace; see ``Operator.try_fused``.
+    """
 
-    def add(self, shape: Any, recording: Recording) -> None:
-        """Remember a recording of a call whose first tensor has this shape."""
-        if shape not in self.by_shape and len(self.by_shape) >= SHAPES:
-            self.by_shape.clear()
-        self.by_shape[shape] = appended(self.by_shape.get(shape, ()), recording)
+    forward: Callable[..., Any]
+
+    def __init__(
+        self,
+        guard: Guard,
+        function: Callable[..., Any],
+        apply: Callable[..., Any] | None,
+        generated: tuple[list[str], dict[str, Any]] | None,
+    ) -> None:
+        super().__init__(function)
+        self._guard = guard
+        self.may_replace: set[Any] = set()
+        tensors = ", ".join(guard.tensors)
+        if apply is None:
+            lines, names = generated or ([f"return repeat({tensors})"], {})
+            self.call = guard.function(lines, {"repeat": function, **names})
+            return
+        lines, names = generated or ([f"return repeat(ctx, {tensors})"], {})
+        self.forward = function_of(["ctx", *guard.tensors], lines, {"repeat": super().forward, **names})
+        self.call = guard.function([f"return apply(recording, {tensors})"], {"apply": apply, "recording": self})
+
+    def fits(self, *arguments: Any) -> bool:
+        """Return whether arguments are like those of the call."""
+        fits: bool = self._guard.function(["return True"], {}, otherwise=False)(*arguments)
+        return fits
 
 
-_caches: weakref.WeakSet[CallCache] = weakref.WeakSet()
+caches: list[dict[Any, tuple[Recording, ...]]] = []
+"""The recordings of each operator, by the shape of the first tensor of their calls."""
+
+
+def remember(cache: dict[Any, tuple[Recording, ...]], shape: Any, recording: Recording) -> None:
+    """Add a recording of a call whose first tensor has this shape to the others of its operator."""
+    if shape not in cache and len(cache) >= SHAPES:
+        cache.clear()
+    cache[shape] = appended(cache.get(shape, ()), recording)
 
 
 def forget_all() -> None:
     """Forget every recording."""
-    for cache in list(_caches):
-        cache.by_shape.clear()
+    for cache in caches:
+        cache.clear()
 
 
 when_plans_change.append(forget_all)
@@ -247,6 +219,8 @@ def record(
         in_any_grad_mode: leave grad mode out of the guard; the caller checks it.
     """
     present = [t for t in tensors if t is not None]
+    if TensorGuards is None:
+        return None
     if any(isinstance(option, float) and (option != option or option == 0.0) for option in options):
         return None
     if any(t.data_ptr() % 16 for t in present):

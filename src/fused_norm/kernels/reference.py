@@ -5,19 +5,27 @@ Given float64 tensors the formulas compute in float64 throughout, which is what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..spec import NormSpec, RotaryLayout
+from .autocast import set_autocast
 from .triton.memory import out_dtype
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def widened(x: Tensor | None) -> Any:
+    """Numbers of 16 bits in float32; any other tensor as it is."""
+    return x.to(_wide(x.dtype)) if x is not None and x.is_floating_point() else x
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -126,9 +134,10 @@ def rope(
 
     ``single_rounding``: computed in fp32, and nothing but the result is rounded, to x's dtype.
     """
-    rotary, dtype = cos.shape[-1], x.dtype
+    rotary, dtype, side_by_side = cos.shape[-1], x.dtype, layout == "interleaved"
     if angles_by_pair:
-        cos, sin = (_of_each_element(angles, layout) for angles in (cos, sin))
+        firsts = [angles[..., : rotary // 2] for angles in (cos, sin)]
+        cos, sin = (_join_pairs(first, first, side_by_side=side_by_side) for first in firsts)
     if single_rounding:
         wide = _wide(dtype)
         x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
@@ -136,23 +145,9 @@ def rope(
     a, b = _split_pairs(front, side_by_side=layout != "half")
     if layout == "deinterleaved":
         front = torch.cat((a, b), dim=-1)
-    rotated = front * cos + _join_pairs(-b, a, side_by_side=layout == "interleaved") * sin
+    rotated = front * cos + _join_pairs(-b, a, side_by_side=side_by_side) * sin
     y = rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
     return y.to(dtype) if single_rounding else y
-
-
-def _of_each_element(angles: Tensor, layout: RotaryLayout) -> Tensor:
-    """The angles of pairs, which are the first half of ``angles``, for both elements of each in the output."""
-    first = angles[..., : angles.shape[-1] // 2]
-    return first.repeat_interleave(2, dim=-1) if layout == "interleaved" else torch.cat((first, first), dim=-1)
-
-
-def _split_pairs(x: Tensor, *, side_by_side: bool) -> tuple[Tensor, Tensor]:
-    """The first and the second elements of pairs, which lie side by side, or in the two halves of x."""
-    if side_by_side:
-        return x[..., ::2], x[..., 1::2]
-    a, b = x.chunk(2, dim=-1)
-    return a, b
 
 
 def _join_pairs(a: Tensor, b: Tensor, *, side_by_side: bool) -> Tensor:
@@ -161,6 +156,14 @@ def _join_pairs(a: Tensor, b: Tensor, *, side_by_side: bool) -> Tensor:
         # Not by `flatten`, which gradients in batches do not know.
         return torch.stack((a, b), dim=-1).reshape(*a.shape[:-1], 2 * a.shape[-1])
     return torch.cat((a, b), dim=-1)
+
+
+def _split_pairs(x: Tensor, *, side_by_side: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second elements of pairs, which lie side by side, or in the two halves of x."""
+    if side_by_side:
+        return x[..., ::2], x[..., 1::2]
+    a, b = x.chunk(2, dim=-1)
+    return a, b
 
 
 def cast_output(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -196,70 +199,72 @@ def _grouped(rows: Tensor, groups: int) -> Tensor:
     return rows.reshape(*rows.shape[:-1], groups, rows.shape[-1] // groups)
 
 
+def gradients_of(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor | None],
+    incoming: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a function's first tensors by PyTorch's autograd, which can be differentiated again.
+
+    Args:
+        function: takes ``tensors``, and returns a tensor or several.
+        tensors: None for absent ones.
+        incoming: the gradients of what the function returns, None for those that nothing depends on.
+        needed: for each of the first tensors, whether to compute its gradient, which is None otherwise.
+    """
+    again, device = torch.is_grad_enabled(), next(d.device.type for d in incoming if d is not None)
+    with torch.enable_grad(), set_autocast(device, None):
+        # Other tensors, because x may depend on the weight: a tied one is that of the embedding. The product requires a
+        # gradient; ``requires_grad_`` is refused inside of ``torch.func.vmap``.
+        one = torch.ones((), device="cpu", requires_grad=True)
+        leaves = [
+            (t.view_as(t) if t.requires_grad else t * one) if need and t is not None else t
+            for t, need in zip(tensors, needed, strict=False)
+        ]
+        outputs = function(*leaves, *tensors[len(leaves) :])
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [(y, d.to(y.dtype)) for y, d in zip(outputs, incoming, strict=True) if d is not None]
+        ys, dys = zip(*pairs, strict=True)
+        differentiated = [leaf for leaf, need in zip(leaves, needed, strict=True) if need and leaf is not None]
+        grads = iter(torch.autograd.grad(ys, differentiated, dys, create_graph=again))
+    return tuple(next(grads) if need else None for need in needed)
+
+
+class _WithGradientTo(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, source: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.dtype = output.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, grads[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[1].to(ctx.dtype)
+
+
+with_gradient_to: Any = _WithGradientTo.apply
+"""``with_gradient_to(values, source)``: the values of one tensor whose gradient goes to another one."""
+
+
 def rms_norm_backward(
     spec: NormSpec, dy: Tensor, x: Tensor, weight: Tensor | None, ds: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients ``(dx, dw)`` that kernels compute, by operators that can be differentiated again.
+    """The gradients ``(dx, dw)`` of ``rms_norm``, which can be differentiated again.
 
     dx is not yet rounded; ``ds`` is added to it. dw has the weight's dtype.
     """
-    wide = _wide(x.dtype)
-    x, g = x.to(wide), dy.to(wide)
-    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + spec.eps)
-    x_hat = x * rstd
-    dw = None
-    if weight is not None:
-        dw = (g * x_hat).sum_to_size(weight.shape).to(weight.dtype)
-        g = g * gamma(weight.to(wide) if spec.casting == "gemma" else weight, spec.zero_centered).to(wide)
-    dx = rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
-    return dx if ds is None else dx + ds.to(wide), dw
-
-
-def gated_rms_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    spec: NormSpec,
-    activation: str,
-    norm_before_gate: bool,
-    groups: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of what ``gated_rms_norm`` takes, each rounded once to the dtype of its own tensor.
-
-    The rstd, through which gradients are differentiated, is computed again.
-    """
-    wide = _wide(x.dtype)
-    rows, z, d = x.to(wide), gate.to(wide), dy.to(wide)
-    share = torch.sigmoid(z)
-    change = share * (1 - share)
-    act, slope = (z * share, share + z * change) if activation == "silu" else (share, change)
-    total, d_norm = (rows, d * act) if norm_before_gate else (rows * act, d)
-    gammas = None if weight is None else _grouped(weight, groups)
-    d_total, dw = rms_norm_backward(spec, _grouped(d_norm, groups), _grouped(total, groups), gammas)
-    d_total = d_total.reshape(rows.shape)
-    if norm_before_gate:
-        dx, d_act = d_total, d * rms_norm(spec, _grouped(rows, groups), gammas).reshape(rows.shape)
-    else:
-        dx, d_act = d_total * act, d_total * rows
-    dw = None if dw is None or weight is None else dw.reshape(weight.shape)
-    return dx.to(x.dtype), (d_act * slope).to(gate.dtype), dw
-
-
-def rope_backward(
-    d: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout = "half", angles_by_pair: bool = False
-) -> Tensor:
-    """The gradient of what ``rope`` rotates, in fp32 at least."""
-    rotary, wide = cos.shape[-1], _wide(d.dtype)
-    if angles_by_pair:
-        cos, sin = (_of_each_element(angles, layout) for angles in (cos, sin))
-    d, cos, sin = d.to(wide), cos.to(wide), sin.to(wide)
-    front = d.narrow(-1, 0, rotary)
-    a, b = _split_pairs(front * cos, side_by_side=layout == "interleaved")
-    across_a, across_b = _split_pairs(front * sin, side_by_side=layout == "interleaved")
-    turned = _join_pairs(a + across_b, b - across_a, side_by_side=layout != "half")
-    return turned if rotary == d.shape[-1] else torch.cat((turned, d[..., rotary:]), dim=-1)
+    dx, dw = gradients_of(partial(rms_norm, spec), (widened(x), weight), (dy,), (True, weight is not None))
+    assert dx is not None
+    return dx if ds is None else dx + ds.to(dx.dtype), dw
 
 
 def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
@@ -277,30 +282,6 @@ def gelu_new(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh((2.0 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-def glu_backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
-    """The gradients of what ``glu`` takes, each rounded once to the dtype of its own tensor."""
-    packed = up is None
-    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    wide = _wide(torch.promote_types(gate.dtype, up.dtype))
-    x, d = gate.to(wide), dy.to(wide)
-    # act(x) = x * share, and the derivative of share
-    if activation == "silu":
-        share = torch.sigmoid(x)
-        change = share * (1 - share)
-    elif activation == "gelu":
-        share = 0.5 * (1 + torch.erf(x * 0.5**0.5))
-        change = torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5
-    else:
-        # (1 + tanh(u)) / 2
-        factor = (2 / torch.pi) ** 0.5
-        share = torch.sigmoid(2 * factor * (x + 0.044715 * x * x * x))
-        change = share * (1 - share) * 2 * factor * (1 + 3 * 0.044715 * x * x)
-    activated = gelu_new(gate) if activation == "gelu_new" else (x * share).to(gate.dtype)
-    dup = (d * activated.to(wide)).to(up.dtype)
-    dgate = (d * up.to(wide) * (share + x * change)).to(gate.dtype)
-    return (torch.cat((dgate, dup), dim=-1), None) if packed else (dgate, dup)
-
-
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """The depthwise convolution of x [batch, length, channels] as an ``nn.Conv1d`` computes it, then the activation."""
     width, length = weight.shape[1], x.shape[1]
@@ -308,26 +289,11 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: st
         x.transpose(1, 2), weight.unsqueeze(1), bias, padding=width - 1, groups=len(weight)
     )
     y = padded[..., :length]
-    return (y if activation is None else torch.nn.functional.silu(y)).transpose(1, 2)
-
-
-def causal_conv1d_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
-) -> tuple[Tensor, ...]:
-    """The gradients of what ``causal_conv1d`` takes, each rounded once to the dtype of its own tensor."""
-    width, length, wide = weight.shape[1], x.shape[1], _wide(x.dtype)
-    before = torch.nn.functional.pad(x.to(wide), (0, 0, width - 1, 0))
-    windows = before.unfold(1, length, 1).transpose(2, 3) if length else before[:, None, :0].expand(-1, width, -1, -1)
-    taps, g = weight.to(wide).t()[:, None], dy.to(wide)
     if activation is not None:
-        c = (windows * taps).sum(1) if bias is None else (windows * taps).sum(1) + bias.to(wide)
-        c = c.to(x.dtype).to(wide)
-        share = torch.sigmoid(c)
-        g = g * (share + c * share * (1 - share))
-    behind = torch.nn.functional.pad(g, (0, 0, 0, width - 1))
-    dx = torch.stack([behind.narrow(1, width - 1 - tap, length) for tap in range(width)], dim=1)
-    dweight = (g[:, None] * windows).sum((0, 2)).t()
-    return (dx * taps).sum(1).to(x.dtype), dweight.to(weight.dtype), g.sum((0, 1)).to(x.dtype)
+        # PyTorch's own, whose bits stock code has, has no derivative of its gradient in forward mode.
+        is_dual = forward_ad._current_level >= 0
+        y = _silu(y.to(_wide(y.dtype))).to(y.dtype) if is_dual else torch.nn.functional.silu(y)
+    return y.transpose(1, 2)
 
 
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
@@ -352,41 +318,16 @@ def _round_in_range(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(rounded.isinf(), value, rounded)
 
 
-def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return base + (x @ a.to(x.dtype).t()) @ b.to(x.dtype).t() * scale
-
-
-def lora_add_backward(
-    dy: Tensor, x: Tensor, a: Tensor, b: Tensor, h: Tensor, scale: float, a_dtype: torch.dtype, b_dtype: torch.dtype
-) -> tuple[Tensor | None, ...]:
-    """The gradients of base, which is dy and left out, of x, and of a and b in their dtypes; h is computed again."""
-    rows, first, second = x.reshape(-1, x.shape[-1]), a.to(x.dtype), b.to(x.dtype)
-    du = dy.to(x.dtype).reshape(len(rows), dy.shape[-1]) * scale
-    dh = du @ second
-    da, db = dh.t() @ rows, du.t() @ (rows @ first.t())
-    return None, (dh @ first).view(x.shape), da.to(a_dtype), db.to(b_dtype)
+def lora_add(base: Tensor | None, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """The output of an adapter, added to ``base`` if there is one."""
+    added = (x @ a.to(x.dtype).t()) @ b.to(x.dtype).t() * scale
+    return added if base is None else base + added
 
 
 def lora_add_dropped(
     base: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor, scale: float, factor: float, factor_back: float
 ) -> Tensor:
     return lora_add(base, dropped(x, mask, factor), a, b, scale)
-
-
-def lora_add_dropped_backward(
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor,
-    a: Tensor,
-    b: Tensor,
-    h: Tensor,
-    scale: float,
-    factor: float,
-    factor_back: float,
-    *dtypes: torch.dtype,
-) -> tuple[Tensor | None, ...]:
-    _, dx, da, db = lora_add_backward(dy, dropped(x, mask, factor), a, b, h, scale, *dtypes)
-    return None, None if dx is None else dropped(dx, mask, factor_back), da, db
 
 
 def dropped(x: Tensor, mask: Tensor, factor: float) -> Tensor:
@@ -440,12 +381,16 @@ def linear_4bit(x: Tensor, *rest: Any) -> Tensor:
     return torch.nn.functional.linear(x.to(dtype), w, bias).to(y_dtype)
 
 
-def lora_linear_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    *weight, bias, mask, block, factor, drop_factor, _, dtype, y_dtype = rest
+def lora_summands_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *weight, bias, mask, block, factor, drop_factor, _, dtype, _ = rest
     w = dequantize(weight, block, (len(b), a.shape[1]), dtype)
-    base = torch.nn.functional.linear(x.to(dtype), w, bias)
     adapter_x = adapter_x if mask is None else dropped(adapter_x, mask, drop_factor)
-    return lora_add(base.to(y_dtype), adapter_x.to(dtype), a, b, factor)
+    return torch.nn.functional.linear(x.to(dtype), w, bias), lora_add(None, adapter_x.to(dtype), a, b, factor)
+
+
+def lora_linear_4bit(*arguments: Any) -> Tensor:
+    base, added = lora_summands_4bit(*arguments)
+    return base.to(arguments[-1]) + added
 
 
 def _clamp_has_gradient_at_limit() -> bool:
@@ -473,7 +418,7 @@ def expert_gate(
 
     ``act``: the activation as a function, in place of the one of that name.
     """
-    gate, up = _split_pairs(_present_rows(x, absent), side_by_side=interleaved)
+    gate, up = _split_pairs(present_rows(x, absent), side_by_side=interleaved)
     if limit is not None:
         gate, up = gate.clamp(min=None, max=limit), up.clamp(min=-limit, max=limit)
     if alpha is None:
@@ -481,80 +426,24 @@ def expert_gate(
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
-def expert_gate_backward(
-    dy: Tensor,
-    x: Tensor,
-    absent: Tensor | None,
-    activation: str,
-    interleaved: bool,
-    limit: float | None,
-    alpha: float | None,
-) -> tuple[Tensor]:
-    """The gradient of ``x``, rounded once."""
-    given_gate, given_up = gate, up = _split_pairs(_present_rows(x, absent), side_by_side=interleaved)
-    dy = _present_rows(dy, absent)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    if alpha is None:
-        dgate, dup = glu_backward(dy, gate, up, activation)
-        assert dup is not None
-    else:
-        wide = _wide(x.dtype)
-        d, g = dy.to(wide), gate.to(wide)
-        share = torch.sigmoid(g * alpha)
-        dgate = (d * (up.to(wide) + 1) * (share + g * alpha * share * (1 - share))).to(x.dtype)
-        dup = (d * (g * share).to(x.dtype).to(wide)).to(x.dtype)
-    if limit is not None:
-        is_below = torch.le if CLAMP_HAS_GRADIENT_AT_LIMIT else torch.lt
-        dgate = torch.where(is_below(given_gate, limit), dgate, 0.0)
-        dup = torch.where(is_below(given_up.abs(), limit), dup, 0.0)
-    return (_join_pairs(dgate, dup, side_by_side=interleaved),)
-
-
 def expert_permute(x: Tensor, position: Tensor, absent: Tensor | None) -> Tensor:
     """Rows of tokens in the order of experts; those whose expert is ``absent`` are zeros."""
     order = torch.empty_like(position).view(-1)
     order[position.view(-1)] = torch.arange(position.numel(), device=position.device)
-    return _present_rows(x[order // position.shape[1]], absent)
-
-
-def expert_permute_backward(dy: Tensor, position: Tensor, absent: Tensor | None) -> tuple[Tensor]:
-    """The sum of the gradients of each token's rows."""
-    return (_present_rows(dy, absent)[position].sum(1),)
+    return present_rows(x[order // position.shape[1]], absent)
 
 
 def expert_bias(bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
     """The bias of each row's expert; rows after the last of ``ends`` are zeros."""
-    return _present_rows(bias[expert], _is_after(ends, expert))
-
-
-def expert_bias_backward(dy: Tensor, expert: Tensor, ends: Tensor) -> tuple[Tensor]:
-    """The sum of the gradients of each expert's rows; rows after the last of ``ends`` do not count."""
-    present = _present_rows(dy, _is_after(ends, expert))
-    return (dy.new_zeros((len(ends), dy.shape[1])).index_put((expert,), present, accumulate=True),)
-
-
-def _is_after(ends: Tensor, expert: Tensor) -> Tensor:
-    return torch.arange(len(expert), device=ends.device) >= ends[-1:]
+    is_after = torch.arange(len(expert), device=ends.device) >= ends[-1:]
+    return present_rows(bias[expert], is_after)
 
 
 def expert_unpermute(x: Tensor, weights: Tensor, position: Tensor, absent: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The weighted sum of each token's rows: every product, the sum and the result are rounded."""
-    weighted = _present_rows(x, absent)[position.view(-1)] * weights.reshape(-1, 1)
+    weighted = present_rows(x, absent)[position.view(-1)] * weights.reshape(-1, 1)
     return weighted.view(*position.shape, x.shape[-1]).sum(dim=1).to(dtype)
 
 
-def expert_unpermute_backward(
-    dy: Tensor, x: Tensor, weights: Tensor, position: Tensor, absent: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The gradients of rows and of their weights, each rounded once."""
-    wide = _wide(torch.promote_types(x.dtype, weights.dtype))
-    d = dy.to(wide)
-    dx = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    dx = dx.index_put((position.view(-1),), (d[:, None] * weights.to(wide)[..., None]).to(x.dtype).flatten(0, 1))
-    dweights = (_present_rows(x, absent)[position].to(wide) * d[:, None]).sum(-1)
-    return _present_rows(dx, absent), dweights.to(weights.dtype)
-
-
-def _present_rows(x: Tensor, absent: Tensor | None) -> Tensor:
+def present_rows(x: Tensor, absent: Tensor | None) -> Tensor:
     return x if absent is None else x.masked_fill(absent.unsqueeze(-1), 0.0)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..kernels.autocast import autocast_dtype
+from ..kernels.linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
-from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
 from .adapter_dropout import dropout_factors, mask_of_dropout
 from .four_bit import is_linear_4bit, packed_weight, why_unreadable

@@ -31,9 +31,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kernels.autocast import set_autocast
 from ..kernels.glu import GLU, GLU_FOR_CONSUMERS
-from ..kernels.linear_4bit import LINEAR_4BIT
+from ..kernels.linear_4bit import LINEAR_4BIT, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
-from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.norm import RECOMPUTED_NORM
 from ..kernels.operator import Operator, Recompute, calls
 from ..kernels.qk_norm_rope import QK_NORM, ROPE

@@ -18,9 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.linear_4bit import LINEAR_4BIT
+from ..kernels.linear_4bit import LINEAR_4BIT, LORA_LINEAR_4BIT
 from ..kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
-from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT
 
 CAST = "ToCopyBackward0"
 

@@ -16,17 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..arguments import Unsupported, check_rows, check_tensor
 from ..triton.devices import is_transformed
 from ..triton.language import codes_group
 
-Formula = Literal["multiplier", "quotient", "floor"]
-ScaleLayout = Literal["rows", "columns", "swizzled"]
-
 FP8_DTYPE = torch.float8_e4m3fn
 """The dtype of all codes that are written."""
-
-FP8_MAX = torch.finfo(FP8_DTYPE).max
 
 INPUT_GROUP: int = codes_group.value
 """Columns that share a scale, if a norm reads codes."""
@@ -54,13 +50,13 @@ class FP8Format:
     """
 
     group: int | None
-    formula: Formula = "multiplier"
+    formula: Literal["multiplier", "quotient", "floor"] = "multiplier"
     power_of_2: bool = False
     floor: float = 1e-12
-    scale_layout: ScaleLayout = "rows"
-    top: ClassVar[float] = FP8_MAX
+    scale_layout: Literal["rows", "columns", "swizzled"] = "rows"
+    top: ClassVar[float] = torch.finfo(FP8_DTYPE).max
     """The largest number that is a code."""
-    top_exponent: ClassVar[int] = int(math.log2(FP8_MAX))
+    top_exponent: ClassVar[int] = int(math.log2(top))
     """The exponent of the largest power of two not above ``top``."""
 
     @property
@@ -160,33 +156,9 @@ class Quantized:
     rstd: Tensor | None = None
 
 
-class _WithGradientTo(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(values: Tensor, source: Tensor) -> Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, grads[0]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[1].to(torch.float32)
-
-
-with_gradient_to: Any = _WithGradientTo.apply
-"""``with_gradient_to(values, source)``: the values of one tensor whose gradient goes to another one."""
-
-
 def placeholder_of(y: Tensor) -> Tensor:
     """A placeholder that hands its gradient to y; under transforms, which look at its numbers, y itself."""
-    return y if is_transformed() else with_gradient_to(y.new_full((), float("nan")).expand(y.shape), y)
+    return y if is_transformed() else reference.with_gradient_to(y.new_full((), float("nan")).expand(y.shape), y)
 
 
 def quantize(y: Tensor, fp8_format: str | FP8Format) -> Quantized:

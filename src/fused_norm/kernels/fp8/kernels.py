@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import forward_plan, next_power_of_2
+from ..plans import forward_plan, tile_plan
 from ..triton.devices import device_props, runs_kernels_on
 from ..triton.language import (
     TRITON_DTYPES,
@@ -43,9 +43,6 @@ from .formats import FP8_DTYPE, FP8Format, cast, empty_scale
 
 CODES_OF_KERNELS = (FP8_DTYPE, torch.float8_e5m2)
 """The dtypes of codes that kernels read."""
-
-_TILE_ELEMENTS = 2048
-"""Elements of a tile of the second kernel, which sums no row: 16 a lane."""
 
 logger = logging.getLogger("fused_norm")
 
@@ -334,10 +331,9 @@ def launch_norm_fp8(
     if fp8_format.whole:
         total, stride = (x, spacing[1]) if s is None else (s, spacing[4])
         read = total, codes_scale, weight, rstd if used is None else used, amax
-        block = min(next_power_of_2(width), _TILE_ELEMENTS)
-        tile, blocks = _TILE_ELEMENTS // block, -(-width // block)
-        tiles = {"ROWS": tile, "BLOCK": block, "BLOCKS": blocks}
+        tile = tile_plan("fp8_cast", width, device_props(q.device))
+        blocks = -(-width // tile.block)
+        tiles = {"ROWS": tile.rows, "BLOCK": tile.block, "BLOCKS": blocks}
         tiles["INT64"] = rows * max(stride, spacing[2], width) >= INT32_LIMIT
-        grid, numbers = (-(-rows // tile) * blocks, 1), (rows, stride, spacing[2], width)
-        warps = device_props(q.device).warps(4)
-        launch(_cast_kernel, grid, (*read, q, scales), numbers, constants | tiles, warps=warps)
+        grid, numbers = (-(-rows // tile.rows) * blocks, 1), (rows, stride, spacing[2], width)
+        launch(_cast_kernel, grid, (*read, q, scales), numbers, constants | tiles, warps=tile.warps)

@@ -12,7 +12,7 @@ from ...spec import Casting, NormSpec
 from .. import reference
 from ..arguments import KERNEL_DTYPES, Unsupported, check_scale
 from ..norm import ADD_RMS_NORM
-from ..operator import BackwardCall, BackwardImpl, Operator, Scalars, Tensors, norm_spec
+from ..operator import BackwardCall, BackwardImpl, Operator, Results, Scalars, Tensors, norm_spec
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
 from ..triton.memory import empty_rows_like, empty_weight_like
 from ..triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
@@ -26,7 +26,6 @@ from .formats import (
     name_of_format,
     numbers_of,
     placeholder_of,
-    with_gradient_to,
 )
 from .kernels import CODES_OF_KERNELS, empty_norm_fp8, launch_norm_fp8, runs_fp8_kernels_on
 
@@ -66,7 +65,7 @@ class NormFP8(Operator):
     def reference(self, *arguments: Any) -> tuple[Any, ...]:
         x, residual, weight, codes, codes_scale, spec, scale, name = arguments
         if residual is None:
-            total = x if codes is None else with_gradient_to(numbers_of(codes, codes_scale), x)
+            total = x if codes is None else reference.with_gradient_to(numbers_of(codes, codes_scale), x)
             y, s = reference.rms_norm(spec, total, weight, dtype=x.dtype), None
         else:
             y, total = reference.add_rms_norm(spec, x, residual, weight, scale)
@@ -77,7 +76,7 @@ class NormFP8(Operator):
             rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps).to(torch.float32)
         return q, scales, placeholder_of(y), s, rstd
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> tuple[Any, ...]:
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, residual, weight, _, _, spec, scale, name = arguments
         outputs = empty_norm_fp8(spec, x, residual, weight, FORMATS[name])
         if launch:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import TilePlan, expert_gate_plan, expert_rows_plan
+from ..plans import TilePlan, tile_plan
 from .devices import device_props
 from .glu_kernels import _share, _slope
 from .language import TRITON_DTYPES, as_mask, load_tile, round_to, rows_of, store_tile
@@ -294,7 +294,7 @@ def launch_expert_gate(
     if dy is not None:
         kernel, constants = _expert_gate_backward_kernel, constants | {"AT_LIMIT": at_limit}
     tensors, numbers = (lead, contiguous(absent), *others), (rows, width, *spacing, limit, alpha)
-    plan = expert_gate_plan(width, device_props(x.device))
+    plan = tile_plan("expert_gate", width, device_props(x.device))
     _launch_tiles(kernel, tensors, numbers, (rows, width), plan, rows * max(spacing), constants)
 
 
@@ -318,7 +318,7 @@ def launch_expert_permute(x: Tensor, position: Tensor, absent: Tensor | None, y:
     if y.numel() == 0:
         return
     (x_rows, x_stride), (y_rows, y_stride) = _rows_of(x), _rows_of(y)
-    plan, extent = expert_rows_plan(x.shape[1], device_props(x.device)), y.shape[0] * max(x_stride, y_stride)
+    plan, extent = tile_plan("expert_rows", x.shape[1], device_props(x.device)), y.shape[0] * max(x_stride, y_stride)
     tensors, numbers = (x_rows, contiguous(position), contiguous(absent), y_rows), (*x.shape, x_stride, y_stride)
     constants = {"K": position.shape[1]}
     _launch_tiles(_expert_permute_forward_kernel, tensors, numbers, x.shape, plan, extent, constants)
@@ -334,7 +334,7 @@ def launch_expert_sum(
     if y.numel() == 0:
         return
     (x_rows, x_stride), (y_rows, y_stride) = _rows_of(x), _rows_of(y)
-    plan, extent = expert_rows_plan(y.shape[1], device_props(x.device)), x.shape[0] * max(x_stride, y_stride)
+    plan, extent = tile_plan("expert_rows", y.shape[1], device_props(x.device)), x.shape[0] * max(x_stride, y_stride)
     tensors = x_rows, contiguous(weights), contiguous(position), contiguous(absent), y_rows
     constants = {"K": position.shape[1], "DTYPE": TRITON_DTYPES[dtype]}
     _launch_tiles(_expert_sum_kernel, tensors, (*y.shape, x_stride, y_stride), y.shape, plan, extent, constants)
@@ -354,7 +354,7 @@ def launch_expert_unpermute_backward(
         return
     tokens, width = dy.shape
     (dy_rows, dy_stride), (x_rows, x_stride) = _rows_of(dy), _rows_of(x)
-    plan = expert_rows_plan(width, device_props(dy.device), reduces=True)
+    plan = tile_plan("expert_products", width, device_props(dy.device))
     is_long = x.shape[0] * max(dy_stride, x_stride) >= INT32_LIMIT
     constants = {"N": width, "K": position.shape[1], "BLOCK": plan.block, "INT64": is_long}
     read = dy_rows, None if dweights is None else x_rows, contiguous(weights), contiguous(position), contiguous(absent)
@@ -368,7 +368,8 @@ def launch_expert_bias_forward(bias: Tensor, expert: Tensor, ends: Tensor, y: Te
         return
     rows, width = y.shape
     (bias_rows, bias_stride), (y_rows, y_stride) = _rows_of(bias), _rows_of(y)
-    plan, extent = expert_rows_plan(width, device_props(y.device)), max(rows * y_stride, bias.shape[0] * bias_stride)
+    plan = tile_plan("expert_rows", width, device_props(y.device))
+    extent = max(rows * y_stride, bias.shape[0] * bias_stride)
     tensors = bias_rows, contiguous(expert), contiguous(ends), y_rows
     numbers = rows, len(ends), width, bias_stride, y_stride
     _launch_tiles(_expert_bias_forward_kernel, tensors, numbers, y.shape, plan, extent, {})

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..plans import WIDEST_SANDWICH_FORWARD, Mode, forward_plan, next_power_of_2
+from ..plans import WIDEST_SANDWICH_FORWARD, Mode, forward_plan, tile_plan
 from .devices import device_props
 from .language import (
     columns_of,
@@ -327,10 +327,6 @@ def _launch_one_norm_at_a_time(spec: NormSpec, inputs: NormInputs, outputs: Norm
         torch.add(inputs.residual, branch, out=outputs.s)
 
 
-_FROM_RSTD_ELEMENTS = 2048
-"""Elements of a tile in a kernel that sums no row: 16 a lane."""
-
-
 def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, y: Tensor) -> None:
     """Write the norm of x to ``y``, from the rstd that its forward saved: no row is summed.
 
@@ -343,9 +339,7 @@ def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd
     (x, rstd, y), (x_stride, _, y_stride) = as_strided_rows(x, rstd, y)  # type: ignore[assignment]
     weight = contiguous(weight)
     long = rows * max(x_stride, y_stride) >= INT32_LIMIT
-    block = min(next_power_of_2(width), _FROM_RSTD_ELEMENTS)
-    tile = _FROM_RSTD_ELEMENTS // block
-    grid = -(-rows // tile), -(-width // block)
-    constants = {"N": width, "ROWS": tile, "BLOCK": block, "INT64": long, "SPEC": spec.without_eps()}
-    numbers, warps = (rows, x_stride, y_stride), device_props(x.device).warps(4)
-    launch(_from_rstd_kernel, grid, (x, weight, rstd, y), numbers, constants, warps=warps)
+    plan = tile_plan("norm_from_rstd", width, device_props(x.device))
+    grid, numbers = (-(-rows // plan.rows), -(-width // plan.block)), (rows, x_stride, y_stride)
+    constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "INT64": long, "SPEC": spec.without_eps()}
+    launch(_from_rstd_kernel, grid, (x, weight, rstd, y), numbers, constants, warps=plan.warps)

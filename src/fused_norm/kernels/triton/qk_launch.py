@@ -32,9 +32,6 @@ Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | Non
 """q, k, q's weight, k's weight, cos and sin. Without RoPE cos and sin are None; of the weights both or neither are
 None; k is None only if one tensor is rotated without a norm."""
 
-NormedInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""``Inputs`` with a k."""
-
 Sides = tuple[Tensor | None, Tensor | None]
 """A tensor of q's side and one of k's."""
 
@@ -125,7 +122,7 @@ def launch_qk_forward(
 
 
 def launch_qk_backward(
-    spec: NormSpec, inputs: NormedInputs, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
+    spec: NormSpec, inputs: Inputs, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
 ) -> None:
     """Write the gradients of q and k (``dx``, from ``empty_rows_like``) and of their weights (``dw``).
 
