@@ -357,17 +357,6 @@ def assert_near(
         assert error <= allowed, f"{name}: error {error:.3g}, allowed by the stock code's is {allowed:.3g}"
 
 
-def assert_rounded_once(
-    ours: Tensors, reference: Tensors, scale: Scales, names: Sequence[str], dtype: torch.dtype = BF16
-) -> None:
-    """Assert fp32 arithmetic and one rounding: the error of each element is half a unit of that element."""
-    for name in names:
-        exact = getattr(reference, name)
-        error = (getattr(ours, name).double() - exact).abs()
-        allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 16 * torch.finfo(FP32).eps * scale[name]
-        assert (error <= allowed).all(), name
-
-
 def assert_same_rounding(norm: Norm, ours: Tensor, stock: Tensor) -> None:
     """Assert that y is rounded at stock's rounding points.
 

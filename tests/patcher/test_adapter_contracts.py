@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import fused_norm
-from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 
 from .models import Subclass, assert_same
@@ -364,33 +363,3 @@ def test_inputs_that_kernels_do_not_take_have_pefts_bits(device: str) -> None:
                 ys.append(model(x.to(device)))
         assert ys[0].dtype == ys[1].dtype
         torch.testing.assert_close(ys[1], ys[0], rtol=2**-6, atol=2**-5)
-
-
-def tensor_scalings(layer: Any) -> None:
-    for name, scale in layer.scaling.items():
-        layer.scaling[name] = torch.tensor(scale)
-
-
-def a_high_rank(layer: Any) -> None:
-    for part, shape in ((layer.lora_A, (257, layer.in_features)), (layer.lora_B, (layer.out_features, 257))):
-        part["default"].weight = nn.Parameter(torch.randn(shape, device=part["default"].weight.device) / 16)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (tensor_scalings, "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"),
-        (a_high_rank, "a rank of 257 is more than 256"),
-    ],
-)
-def test_a_layer_that_no_call_runs_fused_is_kept_with_the_reason(
-    change: Callable[[Any], None], reason: str, device: str
-) -> None:
-    torch.manual_seed(0)
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(build("llama", seed=0, device=device), lora)
-    for layer in model.modules():
-        if isinstance(layer, peft.tuners.lora.Linear):
-            change(layer)
-    report = fused_norm.apply_fused_norm(model)
-    assert {site.reason for site in (*report.fused, *report.kept) if site.kind == "adapter"} == {reason}
