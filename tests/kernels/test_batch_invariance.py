@@ -12,16 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import (
-    add_rms_norm,
-    glu,
-    norm_add,
-    norm_add_norm,
-    qk_norm,
-    qk_norm_rope,
-    rms_norm,
-    rope,
-)
+from fused_norm.kernels import add_rms_norm, glu, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm, rope
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, rms_norm_fp8
 
 from .calls import CALLS, every_call

@@ -117,19 +117,6 @@ def test_twice_changes_nothing_and_undo_restores_every_class_and_attribute(model
     assert fused_norm.remove_fused_norm(model) == 0
 
 
-def test_the_options_of_the_last_call_hold() -> None:
-    model = build("qwen3", seed=0)
-    first = fused_norm.apply_fused_norm(model, qk=False, residual=False)
-    assert first.counts == counts(norm=5, mlp=2, loss=1)
-    assert {site.reason for site in first.kept} == {"switched off: qk=False", "switched off: residual=False"}
-    second = fused_norm.apply_fused_norm(model, rope=False, mlp=False)
-    assert second.counts == counts(norm=5, qk=4, residual=2, loss=1)
-    assert {site.reason for site in second.kept} == {"switched off: rope=False", "switched off: mlp=False"}
-    everything = fused_norm.apply_fused_norm(model)
-    assert everything.counts == sites("qwen3")
-    assert fused_norm.remove_fused_norm(model) == 17
-
-
 FEWER = (
     {"residual": False},
     {"norms": False},
@@ -150,11 +137,13 @@ _IN_A_ROW = ({"qk": False, "rope": True}, {"modules": "model.layers.1.*"})
 
 @pytest.mark.parametrize("options", slow_but(_IN_A_ROW, FEWER), ids=str)
 def test_a_patched_model_becomes_what_other_options_make_of_a_stock_one(options: dict) -> None:
+    """It is patched with all options first, then with others."""
     stock = build("gemma3_text", seed=0)
     before = snapshot(stock)
     fresh, model = copy.deepcopy(stock), copy.deepcopy(stock)
     expected = fused_norm.apply_fused_norm(fresh, **options)
-    fused_norm.apply_fused_norm(model)
+    for earlier in ({}, FEWER[FEWER.index(options) - 1]):
+        fused_norm.apply_fused_norm(model, **earlier)
     assert fused_norm.apply_fused_norm(model, **options) == expected
     assert [type(module) for module in model.modules()] == [type(module) for module in fresh.modules()]
     assert relative(step(model, tokens())[0], step(stock, tokens())[0]) < 1e-5
