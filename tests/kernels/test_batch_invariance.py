@@ -12,7 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import add_rms_norm, glu, norm_add, norm_add_norm, qk_norm, qk_norm_rope, rms_norm, rope
+from fused_norm.kernels import (
+    add_rms_norm,
+    gated_rms_norm,
+    glu,
+    norm_add,
+    norm_add_norm,
+    qk_norm,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+)
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, rms_norm_fp8
 
 from .calls import CALLS, every_call
@@ -88,6 +98,12 @@ def test_a_token_has_the_same_bits_in_any_batch(width: int, dim: int, device: st
     assert_invariant(lambda q, k: qk_norm(q, k, a, b), (q, k), dim)
     assert_invariant(lambda q, k, c, s: qk_norm_rope(q, k, a, b, c, s, unsqueeze_dim=2), (q, k, cos, sin), dim)
     assert_invariant(lambda q, k, c, s: rope(q, k, c, s, unsqueeze_dim=2), (q, k, cos, sin), dim)
+
+
+def test_a_row_of_a_gate_has_the_same_bits_in_any_batch(device: str) -> None:
+    gate, up = values(device, ROWS, 256), values(device, ROWS, 256)
+    assert_invariant(lambda gate, up: (glu(gate, up, "silu"),), (gate, up))
+    assert_invariant(lambda x, gate: (gated_rms_norm(x, gate, None),), (gate, up))
 
 
 @pytest.mark.parametrize("fp8_format", ["rowwise", "block128"])

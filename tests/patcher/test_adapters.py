@@ -389,10 +389,8 @@ def test_layers_in_float64_are_those_of_peft(autocast: bool, device: str) -> Non
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
     fused, _ = fused_copy(model)
-    logits = []
-    for variant in (model, fused):
-        with torch.autocast(device, BF16, enabled=autocast):
-            logits.append(variant(input_ids=tokens(device), use_cache=False).logits)
+    with torch.autocast(device, BF16, enabled=autocast):
+        logits = [variant(input_ids=tokens(device), use_cache=False).logits for variant in (model, fused)]
     assert logits[0].dtype == logits[1].dtype
     assert torch.equal(*logits)
 

@@ -181,10 +181,9 @@ def test_a_weight_of_another_class_sees_the_norm_of_stock(place: str, device: st
 def test_an_input_of_another_class_is_stocks(device: str) -> None:
     model = build_model().to(device)
     x = torch.randn(2, 3, WIDTH, device=device)
-    outputs = []
-    for variant in (fused_copy(model, strict=False), model):
-        with torch.autocast(device, BF16):
-            outputs.append(variant.layers[0](x.clone().as_subclass(Subclass)))
+    variants = fused_copy(model, strict=False), model
+    with torch.autocast(device, BF16):
+        outputs = [variant.layers[0](x.clone().as_subclass(Subclass)) for variant in variants]
     assert type(outputs[0]) is type(outputs[1]) is Subclass
     assert_near([outputs[0]], [outputs[1]])
 

@@ -289,17 +289,14 @@ RESIDUALS: dict[str, tuple[str, bool]] = {
     "of a norm in an if": ("residual = x; h = x\nif self.flag:\n    h = self.norm(x)\nreturn residual + h", False),
     "a name of a name": (f"residual = x; other = residual; {AFTER}; return other + h", False),
     "a name that may be something else": (
-        f"residual = x\nif self.flag:\n    residual = x * 2\n{AFTER}; return residual + h",
-        False,
+        f"residual = x\nif self.flag:\n    residual = x * 2\n{AFTER}; return residual + h", False
     ),
     "a name that may be it": (
-        f"residual = x * 2\nif self.flag:\n    residual = x\n{AFTER}; return residual + h",
-        False,
+        f"residual = x * 2\nif self.flag:\n    residual = x\n{AFTER}; return residual + h", False
     ),
     "a name that is something else later": (f"residual = x; {AFTER}; residual = h * 2; return residual + h", False),
     "a name that was something else": (
-        f"residual = x; y = residual; residual = x * 2; {AFTER}; return residual + y * h",
-        False,
+        f"residual = x; y = residual; residual = x * 2; {AFTER}; return residual + y * h", False
     ),
     "a name in a tuple": (f"residual, two = x, 2; {AFTER}; return residual + two * h", False),
     "a name for two": (f"residual = other = x; {AFTER}; return residual + other * h", False),
@@ -309,7 +306,7 @@ RESIDUALS: dict[str, tuple[str, bool]] = {
     "an expression": ("h = self.norm(x * 2); h = self.block(h); return x + h", False),
     "nothing": (f"{AFTER}; return h", False),
     "in a loop": ("for _ in range(2):\n    h = self.norm(x)\n    h = self.block(h)\nreturn x + h", False),
-}
+}  # fmt: skip
 """A forward that reads the norm's input after the norm too, and whether it reads the norm's pass-through."""
 
 
