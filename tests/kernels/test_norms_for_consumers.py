@@ -22,8 +22,11 @@ from .numerics import BF16, FP16, FP32, assert_same
 GEMMA, LLAMA = NormSpec("gemma", True), NormSpec("llama")
 PLAIN: dict[str, tuple[Any, ...]] = {"rms_norm": (None,), "add_rms_norm": (None, 0.5), "norm_add_norm": ()}
 """The operators with a form for consumers, and the options of a call."""
-DTYPES = {"bf16": (BF16, BF16, None), "autocast": (FP32, FP32, BF16), "mixed": (BF16, FP32, FP16)}
-"""The dtypes of the rows, of the weight, and of the casts of consumers."""
+DTYPES = {
+    "bf16": (BF16, BF16, None), "bf16, uncast": (BF16, BF16, FP16), "autocast": (FP32, FP32, BF16),
+    "mixed": (BF16, FP32, FP16),
+}  # fmt: skip
+"""The dtypes of the rows, of the weight, and of the casts of consumers, which are of float32 alone."""
 
 NAMES = pytest.mark.parametrize("name", PLAIN)
 
@@ -211,13 +214,6 @@ def test_a_frozen_input_is_handed_on_without_a_gradient(device: str) -> None:
         (grad,) = torch.autograd.grad(read(ys, s), [weight])
         ys, s = stock("rms_norm", LLAMA, (x.detach(), weight), 2, None)
         assert torch.equal(grad, torch.autograd.grad(read(ys, s), [weight])[0])
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_only_float32_is_left_out(dtype: torch.dtype, device: str) -> None:
-    x, weight = tensors_of("rms_norm", device, BF16, BF16)
-    y, *_ = for_consumers("rms_norm")(x, weight, LLAMA, 2, dtype, 0)
-    assert y.dtype == BF16
 
 
 def test_gradients_that_lie_otherwise_are_read_where_they_are(device: str) -> None:
