@@ -78,11 +78,22 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[ForwardPlan | Backward
     return force
 
 
+IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
+"""Rows of 33 to 48 elements in tiles of two rows; the last tile is half empty if the number of rows is odd."""
+IN_CHUNKS = BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True)
+
+
+@pytest.fixture
+def in_two_pieces(planned: Callable[[ForwardPlan | BackwardPlan], None]) -> None:
+    """Make backwards of norms read rows in two pieces."""
+    planned(IN_TWO_PIECES)
+
+
 @pytest.fixture
 def in_chunks(planned: Callable[[ForwardPlan | BackwardPlan], None]) -> None:
     """Make norms read rows of more than 64 elements in chunks, as rows that are too wide to hold."""
     planned(ForwardPlan("multi_wave_reload", rows=1, block=64, warps=1))
-    planned(BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True))
+    planned(IN_CHUNKS)
 
 
 @pytest.fixture

@@ -21,17 +21,12 @@ from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.kernels.plans import WIDEST_FORWARD
 from fused_norm.spec import NormSpec
 
-from ..conftest import slow
-
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
 
 WIDTHS = (1, 2, 3, 7, 64, 80, 123, 128, 130, 256, 409, 513, 1023, 1024, 1025, 2560)
 WIDE = (3571, 5120, 5121, 7001, 12288, 12289, 17001, WIDEST_FORWARD + 617)
 """Widths at, above and below every limit of the launch plans, odd ones too; rows of the last two are read in chunks."""
-
-
-EVERY_WIDTH = (*WIDTHS, *slow(*WIDE))
 
 
 class Tensors(SimpleNamespace):
@@ -355,17 +350,6 @@ def assert_near(
         error, allowed = ((result.double() - exact).abs().div(unit).amax().item() for result in (value, expected))
         allowed += max(floor(value.dtype), floor(rounded_before or value.dtype))
         assert error <= allowed, f"{name}: error {error:.3g}, allowed by the stock code's is {allowed:.3g}"
-
-
-def assert_rounded_once(
-    ours: Tensors, reference: Tensors, scale: Scales, names: Sequence[str], dtype: torch.dtype = BF16
-) -> None:
-    """Assert fp32 arithmetic and one rounding: the error of each element is half a unit of that element."""
-    for name in names:
-        exact = getattr(reference, name)
-        error = (getattr(ours, name).double() - exact).abs()
-        allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 16 * torch.finfo(FP32).eps * scale[name]
-        assert (error <= allowed).all(), name
 
 
 def assert_same_rounding(norm: Norm, ours: Tensor, stock: Tensor) -> None:

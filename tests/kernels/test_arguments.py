@@ -220,27 +220,17 @@ def test_refuses(name: str, case: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_an_unknown_casting_is_refused(name: str) -> None:
-    with pytest.raises(
-        ValueError, match="one of llama, gemma, rounded_gamma, weight_dtype, rounded_rstd, none, not 'lama'"
-    ):
-        CALLS[name](casting="lama")
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_casting_and_centering_are_named_not_counted(name: str) -> None:
-    with pytest.raises(TypeError, match="positional"):
-        CALLS[name](1e-6, "llama")
-
-
 @pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_an_eps_and_a_centering_of_another_sort_are_refused(name: str, is_recorded: bool) -> None:
+def test_a_bad_casting_centering_or_eps_is_refused(name: str, is_recorded: bool) -> None:
     """It is refused too after a good call, whose recording might be repeated."""
     if is_recorded:
         CALLS[name](zero_centered=True, eps=1e-6)
+    with pytest.raises(TypeError, match="positional"):
+        CALLS[name](1e-6, "llama")
+    castings = "llama, gemma, rounded_gamma, weight_dtype, rounded_rstd, none"
     for bad, error, message in (
+        ({"casting": "lama"}, ValueError, f"one of {castings}, not 'lama'"),
         ({"zero_centered": "no"}, TypeError, "zero_centered must be True or False, not 'no'"),
         ({"zero_centered": 1}, TypeError, "zero_centered must be True or False, not 1"),
         ({"eps": -1e-6}, ValueError, "eps must be finite and at least 0, not -1e-06"),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels import recording
-from fused_norm.kernels.plans import BackwardPlan
 from fused_norm.kernels.triton.launch import Launch
 
 from ..conftest import slow
@@ -19,11 +18,9 @@ from .calls import CALLS, HEADS, IN_PART, NAMES, ROWS, SEQUENCES, Call, every_ca
 from .conftest import OPERATORS
 from .numerics import FAR, ROW_LAYOUTS, WEIGHT_LAYOUTS, Guarded, assert_same_row, far_apart, in_layout
 
-IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
-"""Rows of 33 to 48 elements in tiles of two rows."""
-
 SIZES = {"held": (3, 16), "two pieces": (3, 47), "in chunks": (1, 145), "both norms apart": (3, 63)}
 """Ways to read a row, each with rows and a width; other held rows are named by rows and width."""
+FIXTURES = {"two pieces": "in_two_pieces", "in chunks": "in_chunks", "both norms apart": "sandwich_limits"}
 READ = [
     *((case, "held") for case in NAMES),
     *(("add in gemma", "two pieces"), ("norm", "in chunks"), ("add in gemma", "in chunks")),
@@ -35,12 +32,8 @@ READ = [
 def call(request: pytest.FixtureRequest, device: str) -> Call:
     """A call of an operator, with rows that are read in one of the ways."""
     case, way = request.param
-    if way == "two pieces":
-        request.getfixturevalue("planned")(IN_TWO_PIECES)
-    elif way == "in chunks":
-        request.getfixturevalue("in_chunks")
-    elif way == "both norms apart":
-        request.getfixturevalue("sandwich_limits")
+    if way in FIXTURES:
+        request.getfixturevalue(FIXTURES[way])
     rows, width = SIZES.get(way) or map(int, way.split("x"))
     return every_call(device, rows=rows, width=width)[case]
 
@@ -97,27 +90,21 @@ def assert_equal(
                 assert torch.equal(a, b)
 
 
+HANDED_ON = {("add_rms_norm", 1), ("norm_add", 1), ("lora_add", 0)}
+"""The gradients that an operator passes through, as PyTorch's add does."""
+
+
 @EVERY_WAY
-def test_nothing_handed_over_changes_and_repeats_are_equal(call: Call) -> None:
+def test_repeats_are_equal_and_have_memory_of_their_own_and_nothing_handed_over_changes(call: Call) -> None:
     gradients = incoming(call)
     before = [tensor.clone() for tensor in (*present(call.tensors), *gradients)]
     first, second = run(call, gradients), run(call, gradients)
     assert_equal((*present(call.tensors), *gradients), before)
     for ours, again in zip(first, second, strict=True):
         assert_equal(again, ours)
-
-
-HANDED_ON = {("add_rms_norm", 1), ("norm_add", 1), ("lora_add", 0)}
-"""The gradients that an operator passes through, as PyTorch's add does."""
-
-
-@EVERY_WAY
-def test_results_have_memory_of_their_own(call: Call) -> None:
-    gradients = incoming(call)
-    outputs, grads = run(call, gradients)
-    results = [*outputs, *(grad for place, grad in enumerate(grads) if (call.name, place) not in HANDED_ON)]
+    results = [*first[0], *(grad for place, grad in enumerate(first[1]) if (call.name, place) not in HANDED_ON)]
     memory = [tensor.untyped_storage().data_ptr() for tensor in (*present(results), *present(call.tensors), *gradients)]
-    assert len(set(memory)) == len(memory)
+    assert len(set(memory)) == len(memory), "two of these share memory"
 
 
 @every_way(*itertools.product(NAMES, ("17x3", "3x81")), *slow(*itertools.product(NAMES, ("1x409", "1x2500"))))

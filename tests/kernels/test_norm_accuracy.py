@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from fused_norm.spec import CASTINGS
 
 from ..conftest import slow_rows
-from .numerics import BASE_CASTINGS, BF16, DTYPES, FP16, FP32, WIDE, WIDTHS, Norm, run
+from .numerics import BASE_CASTINGS, BF16, DTYPES, FP16, FP32, WIDE, WIDTHS, Norm, called, run, run_true, scales
 from .sandwich import Sandwich
+from .sandwich import scales as sandwich_scales
 
 LLAMA, ADDED = Norm("llama", x=BF16, w=BF16), Norm("llama", x=BF16, w=BF16, r=BF16)
 GEMMA = Norm("gemma", zero_centered=True, x=FP32, w=FP32)
@@ -66,6 +71,7 @@ SANDWICHES = [
     Sandwich("weight_dtype", False, FP32, FP32, BF16).opened,
     Sandwich("rounded_rstd", False, BF16, FP32, None).opened,
     Sandwich("rounded_gamma", True, FP32, BF16, BF16).opened,
+    replace(CLOSED, eps=3.0),
 ]
 
 
@@ -118,6 +124,32 @@ def test_wide_rows_are_as_accurate_as_the_stock_code(norm: Norm | Sandwich, widt
 @pytest.mark.usefixtures("in_chunks")
 def test_rows_in_chunks_are_as_accurate_as_the_stock_code(norm: Norm, device: str) -> None:
     norm.assert_right(norm.inputs((13, 145), device))
+
+
+@pytest.mark.parametrize(
+    ("norm", "names"),
+    [
+        (Norm("gemma", True, x=BF16, w=BF16), ("dx", "dw")),
+        (Norm("gemma", x=FP32, r=FP32, w=BF16), ("dw",)),
+        (Sandwich("gemma", False, FP32, FP32, BF16, BF16), ("dinner", "dw")),
+    ],
+    ids=["norm", "sum", "sandwich"],
+)
+def test_gradients_are_summed_in_fp32_and_rounded_once(
+    norm: Norm | Sandwich, names: Sequence[str], device: str
+) -> None:
+    """So the error of an element is half a unit of it; a sum of a thousand rows in bf16 would be off by several."""
+    inputs = norm.inputs((1030, 33), device)
+    s = called(norm.true, inputs.mapped(Tensor.double)).s
+    inputs.dy = inputs.dy.abs() * (inputs.x if s is None else s).sign().to(inputs.dy)
+    if isinstance(norm, Sandwich):
+        inputs.ds = 8 * inputs.ds.abs() * inputs.x.sign()
+    ours, reference = run(norm.fused, inputs), run_true(norm, inputs)
+    units = sandwich_scales(norm, inputs) if isinstance(norm, Sandwich) else scales(norm, inputs, reference)
+    for name in names:
+        exact = getattr(reference, name)
+        allowed = torch.finfo(BF16).eps / 2 * exact.abs() + 16 * torch.finfo(FP32).eps * units[name]
+        assert ((getattr(ours, name).double() - exact).abs() <= allowed).all(), name
 
 
 @pytest.mark.parametrize("norm", [ADDED, Sandwich(x=BF16, r=BF16, inner=BF16, w=BF16)], ids=["sum", "sandwich"])

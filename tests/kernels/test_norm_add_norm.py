@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from fused_norm.kernels import norm_add, norm_add_norm, rms_norm
 from fused_norm.kernels.norm import NORM_ADD_NORM
@@ -15,7 +14,7 @@ from fused_norm.kernels.plans import WIDEST_SANDWICH_BACKWARD, WIDEST_SANDWICH_F
 from fused_norm.kernels.triton import norm_backward, norm_forward
 from fused_norm.kernels.triton.launch import Launch
 
-from .numerics import BF16, FP16, FP32, assert_rounded_once, assert_same_row, called, in_layout, run, run_true
+from .numerics import BF16, FP16, FP32, assert_same_row, called, in_layout, run, run_true
 from .sandwich import Sandwich, assert_rounded_as_stock, scales
 
 GEMMA = Sandwich("gemma", True, BF16, BF16, BF16, BF16)
@@ -143,17 +142,6 @@ def test_weights_are_summed_over_several_programs(width: int, frozen: tuple[str,
     MIXED.assert_right(MIXED.inputs((200 if width == 64 else 9, width), device), frozen)
 
 
-def test_dw_is_summed_in_fp32(device: str) -> None:
-    """A sum of a thousand rows in bf16 would be off by several of its units."""
-    sandwich = Sandwich("gemma", False, FP32, FP32, BF16, BF16)
-    inputs = sandwich.inputs((1030, 17), device)
-    s = called(sandwich.true, inputs.mapped(Tensor.double)).s
-    inputs.dy = inputs.dy.abs() * s.float().sign()
-    inputs.ds = 8 * inputs.ds.abs() * inputs.x.sign()
-    ours, reference = run(sandwich.fused, inputs), run_true(sandwich, inputs)
-    assert_rounded_once(ours, reference, scales(sandwich, inputs), ("dinner", "dw"))
-
-
 def test_no_rows_that_one_kernel_would_not_hold(device: str) -> None:
     shape = (0, WIDEST_SANDWICH_FORWARD + 1)
     ours = run(GEMMA.fused, GEMMA.inputs(shape, device))
@@ -193,35 +181,9 @@ def test_a_grid_smaller_than_the_work_strides_over_all_of_it(
         torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
 
 
-def test_a_large_eps_counts_in_both_norms(device: str) -> None:
-    sandwich = replace(GEMMA, eps=3.0)
-    sandwich.assert_right(sandwich.inputs((5, 64), device))
-
-
 @pytest.mark.parametrize("frozen", [("inner",), ("x",), ("x", "inner")], ids="-".join)
 def test_the_residuals_gradient_needs_no_kernel(
     frozen: tuple[str, ...], device: str, launched: Callable[[], list[str]]
 ) -> None:
     run(GEMMA.opened.fused, GEMMA.opened.inputs((5, 123), device), frozen)
     assert ("_backward_kernel" in launched()) == (frozen != ("x", "inner"))
-
-
-@pytest.mark.parametrize("sandwich", OPENED, ids=str)
-def test_the_residual_gets_the_gradient_that_arrives(sandwich: Sandwich, device: str) -> None:
-    inputs = sandwich.inputs((5, 130), device)
-    ours = run(sandwich.fused, inputs)
-    assert torch.equal(ours.dr, inputs.ds.to(sandwich.r))
-    assert ours.dr.untyped_storage().data_ptr() != ours.dx.untyped_storage().data_ptr()
-
-
-def test_gradients_accumulated_in_place_do_not_meet(device: str) -> None:
-    """The residual feeds two adds, whose gradients autograd sums: no incoming gradient is written to."""
-    inputs = ONE_NUMBER.opened.inputs((5, 64), device)
-    x, r, w = (tensor.detach().requires_grad_() for tensor in (inputs.x, inputs.r, inputs.inner))
-    s = norm_add(x, r, w, casting="gemma") + norm_add(x, r, w, casting="gemma")
-    once = run(ONE_NUMBER.opened.fused, inputs)
-    for _ in range(2):
-        s.backward(inputs.ds, retain_graph=True)
-    assert torch.equal(r.grad, 4 * once.dr)
-    torch.testing.assert_close(x.grad, 4 * once.dx)
-    torch.testing.assert_close(w.grad, 4 * once.dinner)

@@ -17,15 +17,12 @@ from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.norm_forward import NormInputs, empty_norm, launch_norm_forward
 
 from ..conftest import slow
+from .conftest import IN_CHUNKS, IN_TWO_PIECES
 from .numerics import BF16, FP16, FP32, Norm, assert_same, assert_same_row, run, run_true
 
 LLAMA = Norm("llama", x=BF16, w=BF16)
 Planned = Callable[[ForwardPlan | BackwardPlan], None]
 """The type of the fixture ``planned``."""
-
-IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
-"""Rows of 33 to 48 elements in tiles of two rows; the last tile is half empty if the number of rows is odd."""
-IN_CHUNKS = BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True)
 
 
 @pytest.mark.parametrize("mode", ["multi_wave_cached", "multi_wave_reload"])

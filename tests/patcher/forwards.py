@@ -258,10 +258,20 @@ def assert_becomes(
         rewrites: the rewrites to apply, by default those of all matches.
         in_order: also assert that the methods that note their calls in ``order`` are called in the same order.
     """
-    forward = rewritten_forward(layer, everything(layer) if rewrites is None else rewrites)
-    expected, actual = ast.unparse(ast.parse(textwrap.dedent(after))), source_of_body(forward)
+    rewrites = everything(layer) if rewrites is None else rewrites
+    expected = ast.unparse(ast.parse(textwrap.dedent(after)))
+    actual = source_of_body(rewritten_forward(layer, rewrites))
     diff = difflib.unified_diff(expected.splitlines(), actual.splitlines(), "expected", "rewritten", n=99, lineterm="")
     assert actual == expected, "\n".join(["", *diff])
+    assert_same_values(layer, *all_arguments, rewrites=rewrites, in_order=in_order)
+
+
+def assert_same_values(
+    layer: type, *all_arguments: tuple[Any, ...], rewrites: tuple[Rewrite, ...] | None = None, in_order: bool = False
+) -> None:
+    """Assert what ``assert_becomes`` does of all calls."""
+    forward = rewritten_forward(layer, everything(layer) if rewrites is None else rewrites)
+    actual = source_of_body(forward)
     for arguments in all_arguments:
         stock, fused = layer(), layer()
         expected_value = stock.forward(*copy.deepcopy(arguments))

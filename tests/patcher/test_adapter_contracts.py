@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import fused_norm
-from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 
 from .models import Subclass, assert_same
@@ -313,14 +312,14 @@ class Scaled(nn.Linear):
 def test_further_arguments_reach_the_linear(device: str) -> None:
     stock, fused = pair(device)
     x = torch.randint(-1, 2, (3, WIDTH)).to(device, BF16)
+    layers = [layer_of(model) for model in (stock, fused)]
+    for layer in layers:
+        layer.base_layer.__class__ = Scaled
     for args, kwargs in (((3.0,), {}), ((), {"factor": 3.0})):
-        outputs = []
-        for model in (stock, fused):
-            layer_of(model).base_layer.__class__ = Scaled
-            with torch.autocast(device, BF16):
-                outputs.append(layer_of(model)(x, *args, **kwargs))
+        with torch.autocast(device, BF16):
+            outputs = [layer(x, *args, **kwargs) for layer in layers]
         assert torch.equal(*outputs)
-        assert not torch.equal(outputs[0], layer_of(stock)(x))
+        assert not torch.equal(outputs[0], layers[0](x))
 
 
 @pytest.mark.parametrize("autocast", [BF16, None])
@@ -340,10 +339,8 @@ def test_a_batch_of_several_adapters_is_pefts(device: str) -> None:
     stock, fused = pair(device)
     names = ["default", "__base__", "default"]
     x = torch.randn(3, 5, WIDTH, device=device, dtype=BF16)
-    results = []
-    for model in (stock, fused):
-        with torch.no_grad(), torch.autocast(device, BF16):
-            results.append(model.eval()(x, adapter_names=names))
+    with torch.no_grad(), torch.autocast(device, BF16):
+        results = [model.eval()(x, adapter_names=names) for model in (stock, fused)]
     assert torch.equal(*results)
     assert torch.equal(results[1][1], layer_of(fused).base_layer(x[1]))
 
@@ -358,39 +355,7 @@ def test_inputs_that_kernels_do_not_take_have_pefts_bits(device: str) -> None:
         torch.randint(-1, 2, (2, WIDTH)).float(),
     ]
     for x in inputs:
-        ys = []
-        for model in (stock, fused):
-            with torch.autocast(device, BF16):
-                ys.append(model(x.to(device)))
+        with torch.autocast(device, BF16):
+            ys = [model(x.to(device)) for model in (stock, fused)]
         assert ys[0].dtype == ys[1].dtype
         torch.testing.assert_close(ys[1], ys[0], rtol=2**-6, atol=2**-5)
-
-
-def tensor_scalings(layer: Any) -> None:
-    for name, scale in layer.scaling.items():
-        layer.scaling[name] = torch.tensor(scale)
-
-
-def a_high_rank(layer: Any) -> None:
-    for part, shape in ((layer.lora_A, (257, layer.in_features)), (layer.lora_B, (layer.out_features, 257))):
-        part["default"].weight = nn.Parameter(torch.randn(shape, device=part["default"].weight.device) / 16)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (tensor_scalings, "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"),
-        (a_high_rank, "a rank of 257 is more than 256"),
-    ],
-)
-def test_a_layer_that_no_call_runs_fused_is_kept_with_the_reason(
-    change: Callable[[Any], None], reason: str, device: str
-) -> None:
-    torch.manual_seed(0)
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(build("llama", seed=0, device=device), lora)
-    for layer in model.modules():
-        if isinstance(layer, peft.tuners.lora.Linear):
-            change(layer)
-    report = fused_norm.apply_fused_norm(model)
-    assert {site.reason for site in (*report.fused, *report.kept) if site.kind == "adapter"} == {reason}

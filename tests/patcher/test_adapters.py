@@ -16,21 +16,17 @@ import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
-from torch.autograd import set_multithreading_enabled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fused_norm
-from fused_norm.kernels.linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
-from fused_norm.kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
-from fused_norm.kernels.operator import calls
 from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 from fused_norm.patcher.adapters import why_stock
 
 from .models import assert_same, logged, slow, step, tokens
-from .ranks import on_two_ranks
+from .ranks import called_operators, on_two_ranks
 
 LINEARS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 BF16 = torch.bfloat16
@@ -53,24 +49,11 @@ def layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, Linear)]
 
 
-class Calls:
-    """Record the arguments of the operators of LoRA layers."""
-
-    def __init__(self) -> None:
-        self.of_adapters: list[tuple[Any, ...]] = []
-
-    def called(self, operator: Any, arguments: tuple[Any, ...]) -> Any:
-        if operator in (LORA_ADD, LORA_ADD_DROPPED, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT):
-            self.of_adapters.append(arguments)
-        return operator.results_of(*arguments)
-
-
-def fused_calls(run: Callable[[], Any]) -> list[tuple[Any, ...]]:
-    """Return the arguments of every fused LoRA layer that runs."""
-    noted = Calls()
-    with calls.by(noted), set_multithreading_enabled(False):  # a backward on a GPU would run in a thread of its own
+def fused_calls(run: Callable[[], Any]) -> list[str]:
+    """Return the operators of all fused LoRA layers that run."""
+    with called_operators() as called:
         run()
-    return noted.of_adapters
+    return [name for name in called if name.startswith("lora_")]
 
 
 def gradients_at_hidden_states(model: nn.Module, device: str, autocast: torch.dtype | None) -> list[Tensor]:
@@ -215,18 +198,33 @@ def test_a_layer_has_pefts_bits_and_says_whether_it_is_fused(
         assert [message.partition(": ")[2] for message in logged(caplog)] == [reason]
 
 
+def tensor_scaling(layer: Any) -> None:
+    layer.scaling["default"] = torch.tensor(2.0)
+
+
+def high_rank(layer: Any) -> None:
+    for part, shape in ((layer.lora_A, (257, layer.in_features)), (layer.lora_B, (layer.out_features, 257))):
+        part["default"].weight = nn.Parameter(torch.randn(shape, device=part["default"].weight.device) / 16)
+
+
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("config", "change", "reason"),
     [
-        ({"use_dora": True}, "DoraLinearVariant may compute more with its input"),
-        ({"lora_bias": True}, "its adapter has a bias"),
+        ({"use_dora": True}, None, "DoraLinearVariant may compute more with its input"),
+        ({"lora_bias": True}, None, "its adapter has a bias"),
+        ({}, tensor_scaling, "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"),
+        ({}, high_rank, "a rank of 257 is more than 256"),
     ],
-    ids=["dora", "bias"],
 )
-def test_adapters_that_compute_more_are_kept_with_the_reason(config: dict, reason: str, device: str) -> None:
-    model, report = fused_copy(adapted(device, **config))
-    assert {site.reason for site in report.kept if site.kind == "adapter"} == {reason}
-    assert {type(layer) for layer in layers(model)} == {Linear}
+def test_layers_that_no_call_runs_fused_are_kept_with_the_reason(
+    config: dict, change: Callable[[Any], None] | None, reason: str, device: str
+) -> None:
+    model = adapted(device, **config)
+    for layer in layers(model) if change is not None else ():
+        change(layer)
+    fused, report = fused_copy(model)
+    assert {site.reason for site in (*report.fused, *report.kept) if site.kind == "adapter"} == {reason}
+    assert {type(layer) for layer in layers(fused)} == {Linear}
 
 
 def test_the_options_leave_adapters_out(device: str) -> None:
@@ -249,7 +247,7 @@ def test_layers_run_fused_under_autocast_and_not_while_all_is_disabled(device: s
     run = lambda: step(model, tokens(device))  # noqa: E731
     assert not fused_calls(run), "adapters in float32 make products in float32"
     with torch.autocast(device, BF16):
-        assert {arguments[1].dtype for arguments in fused_calls(run)} == {BF16}
+        assert fused_calls(run)
         with fused_norm.disabled():
             assert not fused_calls(run)
 
@@ -391,10 +389,8 @@ def test_layers_in_float64_are_those_of_peft(autocast: bool, device: str) -> Non
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
     fused, _ = fused_copy(model)
-    logits = []
-    for variant in (model, fused):
-        with torch.autocast(device, BF16, enabled=autocast):
-            logits.append(variant(input_ids=tokens(device), use_cache=False).logits)
+    with torch.autocast(device, BF16, enabled=autocast):
+        logits = [variant(input_ids=tokens(device), use_cache=False).logits for variant in (model, fused)]
     assert logits[0].dtype == logits[1].dtype
     assert torch.equal(*logits)
 

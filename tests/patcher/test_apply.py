@@ -101,41 +101,20 @@ def test_bf16_forward_has_the_stock_rounding_points(model_type: str, device: str
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
-def test_undo_restores_every_class_and_attribute(model_type: str) -> None:
+def test_twice_changes_nothing_and_undo_restores_every_class_and_attribute(model_type: str) -> None:
     model = build(model_type, seed=0)
     before = snapshot(model)
-    fused_norm.apply_fused_norm(model)
+    report = fused_norm.apply_fused_norm(model)
     fused = snapshot(model)
     assert [kind for kind, _ in fused] != [kind for kind, _ in before]
+    assert fused_norm.apply_fused_norm(model) == report
+    assert snapshot(model) == fused
     counts = sites(model_type)
     layers = len(model.model.layers)
     # Every norm, every layer, every attention and every MLP.
     assert fused_norm.remove_fused_norm(model) == counts["norm"] + counts["qk"] + 3 * layers + 2
     assert snapshot(model) == before
     assert fused_norm.remove_fused_norm(model) == 0
-
-
-def test_twice_changes_nothing_and_reports_the_same() -> None:
-    model = build("qwen3", seed=0)
-    report = fused_norm.apply_fused_norm(model)
-    before = snapshot(model)
-    again = fused_norm.apply_fused_norm(model)
-    assert snapshot(model) == before
-    assert set(again.fused) == set(report.fused)
-    assert again.kept == report.kept == ()
-
-
-def test_the_options_of_the_last_call_hold() -> None:
-    model = build("qwen3", seed=0)
-    first = fused_norm.apply_fused_norm(model, qk=False, residual=False)
-    assert first.counts == counts(norm=5, mlp=2, loss=1)
-    assert {site.reason for site in first.kept} == {"switched off: qk=False", "switched off: residual=False"}
-    second = fused_norm.apply_fused_norm(model, rope=False, mlp=False)
-    assert second.counts == counts(norm=5, qk=4, residual=2, loss=1)
-    assert {site.reason for site in second.kept} == {"switched off: rope=False", "switched off: mlp=False"}
-    everything = fused_norm.apply_fused_norm(model)
-    assert everything.counts == sites("qwen3")
-    assert fused_norm.remove_fused_norm(model) == 17
 
 
 FEWER = (
@@ -158,11 +137,13 @@ _IN_A_ROW = ({"qk": False, "rope": True}, {"modules": "model.layers.1.*"})
 
 @pytest.mark.parametrize("options", slow_but(_IN_A_ROW, FEWER), ids=str)
 def test_a_patched_model_becomes_what_other_options_make_of_a_stock_one(options: dict) -> None:
+    """It is patched with all options first, then with others."""
     stock = build("gemma3_text", seed=0)
     before = snapshot(stock)
     fresh, model = copy.deepcopy(stock), copy.deepcopy(stock)
     expected = fused_norm.apply_fused_norm(fresh, **options)
-    fused_norm.apply_fused_norm(model)
+    for earlier in ({}, FEWER[FEWER.index(options) - 1]):
+        fused_norm.apply_fused_norm(model, **earlier)
     assert fused_norm.apply_fused_norm(model, **options) == expected
     assert [type(module) for module in model.modules()] == [type(module) for module in fresh.modules()]
     assert relative(step(model, tokens())[0], step(stock, tokens())[0]) < 1e-5

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from transformers import DynamicCache
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flash_attention, sdpa_attention
@@ -231,11 +231,6 @@ def decision(device: str, **changed: Any) -> torch.dtype | None:
     return read_dtype(**arguments)
 
 
-class Seeing(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def wrapper(*args: Any, **named: Any) -> Any:
     return sdpa_attention_forward(*args, **named)
 
@@ -272,7 +267,7 @@ def test_it_is_asked_under_16_bit_autocast_alone(device: str) -> None:
             assert decision(device) is None
         with fused_norm.disabled():
             assert decision(device) is None
-        for mode in (Watching, Seeing):
+        for mode in (Watching, BaseTorchFunctionMode):
             with mode():
                 assert decision(device) is None
 
@@ -287,41 +282,36 @@ def test_a_compiled_layer_is_as_it_was(device: str) -> None:
         assert torch.equal(compiled(x), 2 * x)
 
 
+def replacement(*args: Any, **named: Any) -> Any:
+    return None
+
+
 @pytest.mark.parametrize(
-    ("place", "name"), [(nn.functional, "scaled_dot_product_attention"), (sdpa_attention, "use_gqa_in_sdpa")]
+    ("place", "name", "change"),
+    [
+        (nn.functional, "scaled_dot_product_attention", "replaced"),
+        (sdpa_attention, "use_gqa_in_sdpa", "replaced"),
+        (sdpa_attention, "use_gqa_in_sdpa", "with other code"),
+        (sdpa_attention, "sdpa_attention_forward", "with other code"),
+        (sdpa_attention, "use_gqa_in_sdpa", "gone, as in another release"),
+    ],
 )
-def test_functions_that_others_replace_are_seen(place: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = getattr(place, name)
+def test_functions_that_others_change_are_seen(place: Any, name: str, change: str) -> None:
+    """At a call that would repeat a decision, at a first one, and no longer after the change is taken back."""
     with torch.autocast("cpu", BF16):
         assert decision("cpu") == BF16
-        monkeypatch.setattr(place, name, lambda *args, **named: theirs(*args, **named))
-        assert decision("cpu") is None
-        attention_functions._reader_of.cache_clear()
-        assert decision("cpu") is None
-    attention_functions._reader_of.cache_clear()
-
-
-@pytest.mark.parametrize("name", ["sdpa_attention_forward", "use_gqa_in_sdpa"])
-def test_functions_whose_code_others_swap_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = getattr(sdpa_attention, name)
-
-    def replacement(*args: Any, **named: Any) -> Any:
-        return None
-
-    with torch.autocast("cpu", BF16):
-        assert decision("cpu") == BF16
-        with monkeypatch.context() as patch:
-            patch.setattr(function, "__code__", replacement.__code__)
+        with pytest.MonkeyPatch.context() as patch:
+            if change == "replaced":
+                patch.setattr(place, name, replacement)
+            elif change == "with other code":
+                patch.setattr(getattr(place, name), "__code__", replacement.__code__)
+            else:
+                patch.delattr(place, name)
+            assert change.startswith("gone") or decision("cpu") is None
+            attention_functions._reader_of.cache_clear()
             assert decision("cpu") is None
+        attention_functions._reader_of.cache_clear()
         assert decision("cpu") == BF16
-
-
-def test_it_is_not_asked_of_a_release_without_a_function_that_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sdpa_attention, "use_gqa_in_sdpa")
-    attention_functions._reader_of.cache_clear()
-    with torch.autocast("cpu", BF16):
-        assert decision("cpu") is None
-    attention_functions._reader_of.cache_clear()
 
 
 def on_cuda(dtype: torch.dtype) -> Any:

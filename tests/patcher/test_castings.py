@@ -64,11 +64,7 @@ def test_what_kernels_do_not_take_rounds_as_it_is_told_and_stock_code_runs_only_
         assert torch.equal(norm(x), stock(x))
 
 
-@pytest.mark.parametrize(
-    "casting",
-    [ON_HEADS, slow({"*.q_norm": "gemma"})],
-    ids=["both", "one of two"],
-)
+@pytest.mark.parametrize("casting", [ON_HEADS, slow({"*.q_norm": "gemma"})], ids=["both", "one of two"])
 def test_a_model_computes_what_it_would_with_norms_of_that_code(casting, model, device):
     twin = copy.deepcopy(model)
     for layer in twin.model.layers:

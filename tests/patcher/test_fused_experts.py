@@ -24,25 +24,14 @@ from .ranks import called_operators
 moe = pytest.importorskip("transformers.integrations.moe", reason="experts are modules of their own in transformers 4")
 
 _WIDTHS = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "max_position_embeddings": 64,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 64,
     "num_experts_per_tok": 2,
-}
+}  # fmt: skip
 _FOUR = {"num_experts": 4, "moe_intermediate_size": 16}
 _ROUTED = {
-    "n_routed_experts": 4,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+    "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 _LOCAL = {"num_local_experts": 4, "intermediate_size": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_WIDTHS, **_FOUR, "head_dim": 16},
@@ -296,36 +285,24 @@ def test_other_implementations_run_as_they_are(device: str, caplog: pytest.LogCa
     assert not isinstance(module, FusedExperts)
 
 
-def _swapped_activation(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module.act_fn = nn.GELU()
+CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
+    "another activation": lambda module, patch: setattr(module, "act_fn", nn.GELU()),
+    "a hook on the activation": lambda module, patch: module.act_fn.register_forward_hook(lambda *_: None),
+    "its own gate": lambda module, patch: setattr(module, "_apply_gate", lambda gate_up: gate_up.chunk(2, -1)[0]),
+    "a gate of the class": lambda module, patch: patch.setattr(module.fused_norm_origin, "_apply_gate", other_gate),
+    "another function": lambda module, patch: patch.setitem(
+        moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", next_weights
+    ),
+}
 
 
-def _hooked_activation(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module.act_fn.register_forward_hook(lambda *_: None)
-
-
-def _own_gate(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module._apply_gate = lambda gate_up: gate_up.chunk(2, -1)[0]
-
-
-def _gate_of_the_class(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.fused_norm_origin, "_apply_gate", other_gate)
-
-
-def _registered_function(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", next_weights)
-
-
-CHANGES = [_swapped_activation, _hooked_activation, _own_gate, _gate_of_the_class, _registered_function]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_other_code_changes_afterwards_runs(change: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_other_code_changes_afterwards_runs(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fused, _ = fused_copy(model_of("qwen3_moe", device))
     module = experts_of(fused)
     inputs = inputs_of(module)
     assert operators_of(lambda: module(*inputs)) == OPERATORS
-    change(module, monkeypatch)
+    CHANGES[name](module, monkeypatch)
     assert operators_of(lambda: module(*inputs)) == []
     actual = results(module, *inputs)
     with fused_norm.disabled():

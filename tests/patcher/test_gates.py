@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
 import fused_norm
-from fused_norm.patcher.patterns import patterns_of
+from fused_norm.patcher.patterns import patterns_of, rewritten_forward
 
-from .forwards import Recorder, assert_becomes, layer_of
+from .forwards import Recorder, assert_same_values, everything, layer_of, source_of_body
 
 
 class OwnMethodWrites(Recorder):
@@ -31,44 +32,29 @@ class OwnMethodWrites(Recorder):
 
 
 HALVES = "gate, up = self.gate_up(x).chunk(2, dim=-1)"
+PLAIN, PACKED = "self.act, gate=self.gate(x), up=self.up(x)", "self.act, packed0"
+BY_NAME = "self.act, gate=gate, up=up"
 GATES = {
-    "Llama": (
-        "return self.other(self.act(self.gate(x)) * self.up(x))",
-        "return self.other(self.fused_norm_gate('silu', self.act, gate=self.gate(x), up=self.up(x)))",
-    ),
+    "Llama": ("return self.other(self.act(self.gate(x)) * self.up(x))", PLAIN),
     "up first": (
         "y = self.up(x) * self.act(self.gate(x) * self.factor); return self.other(y)",
-        """
-        y = self.fused_norm_gate('silu', self.act, up=self.up(x), gate=self.gate(x) * self.factor)
-        return self.other(y)
-        """,
+        "self.act, up=self.up(x), gate=self.gate(x) * self.factor",
     ),
     "over statements": (
         "gate = self.gate(x); hidden = self.act(gate); gate = self.up(x); return self.other(hidden * gate)",
-        """
-        gate = self.gate(x); hidden = gate; gate = self.up(x)
-        return self.other(self.fused_norm_gate('silu', self.act, gate=hidden, up=gate))
-        """,
+        "self.act, gate=hidden, up=gate",
     ),
     "a name used again": (
-        "y = self.act(self.gate(x)); y = y * self.up(x); return self.other(y)",
-        """
-        y = self.gate(x); y = self.fused_norm_gate('silu', self.act, gate=y, up=self.up(x))
-        return self.other(y)
-        """,
+        "y = self.act(self.gate(x)); y = y * self.up(x); return self.other(y)", "self.act, gate=y, up=self.up(x)"
     ),
     "a function": (
         "return self.other(functional.nn.silu(self.gate(x)) * self.up(x))",
-        "return self.other(self.fused_norm_gate('silu', functional.nn.silu, gate=self.gate(x), up=self.up(x)))",
+        "functional.nn.silu, gate=self.gate(x), up=self.up(x)",
     ),
     "a function over statements": (
-        "gate = silu(self.gate(x)); return self.other(self.up(x) * gate)",
-        "gate = self.gate(x); return self.other(self.fused_norm_gate('silu', silu, up=self.up(x), gate=gate))",
+        "gate = silu(self.gate(x)); return self.other(self.up(x) * gate)", "silu, up=self.up(x), gate=gate"
     ),
-    "halves with a function": (
-        f"{HALVES}; return silu(gate) * up",
-        "packed0 = self.gate_up(x); return self.fused_norm_gate_packed('silu', silu, packed0)",
-    ),
+    "halves with a function": (f"{HALVES}; return silu(gate) * up", "silu, packed0"),
     "under an if": (
         """
         for _ in range(2):
@@ -76,12 +62,7 @@ GATES = {
                 x = self.act(self.gate(x)) * self.up(x) * self.factor
         return x
         """,
-        """
-        for _ in range(2):
-            if self.flag:
-                x = self.fused_norm_gate('silu', self.act, gate=self.gate(x), up=self.up(x)) * self.factor
-        return x
-        """,
+        PLAIN,
     ),
     "in a case": (
         """
@@ -92,26 +73,12 @@ GATES = {
                 x = other
         return x
         """,
-        """
-        match self.factor:
-            case 7:
-                x = self.fused_norm_gate('silu', self.act, gate=self.gate(x), up=self.up(x))
-            case other:
-                x = other
-        return x
-        """,
+        PLAIN,
     ),
     "Phi 3": (
-        "up = self.gate_up(x); gate, up = up.chunk(2, dim=-1); up = up * self.act(gate); return self.other(up)",
-        """
-        up = self.gate_up(x); packed0 = up; up = self.fused_norm_gate_packed('silu', self.act, packed0)
-        return self.other(up)
-        """,
+        "up = self.gate_up(x); gate, up = up.chunk(2, dim=-1); up = up * self.act(gate); return self.other(up)", PACKED
     ),
-    "Granite": (
-        "halves = self.gate_up(x).chunk(2, -1); return self.act(halves[0]) * halves[1]",
-        "packed0 = self.gate_up(x); return self.fused_norm_gate_packed('silu', self.act, packed0)",
-    ),
+    "Granite": ("halves = self.gate_up(x).chunk(2, -1); return self.act(halves[0]) * halves[1]", PACKED),
     "experts": (
         """
         total = 0
@@ -120,35 +87,14 @@ GATES = {
             total = total + self.act(gate) * up
         return total
         """,
-        """
-        total = 0
-        for expert in range(3):
-            packed0 = self.gate_up(x + expert)
-            total = total + self.fused_norm_gate_packed('silu', self.act, packed0)
-        return total
-        """,
+        PACKED,
     ),
-    "up is the first half": (
-        "up, gate = self.gate_up(x).chunk(2, dim=-1); return self.act(gate) * up",
-        """
-        up, gate = self.gate_up(x).chunk(2, dim=-1)
-        return self.fused_norm_gate('silu', self.act, gate=gate, up=up)
-        """,
-    ),
+    "up is the first half": ("up, gate = self.gate_up(x).chunk(2, dim=-1); return self.act(gate) * up", BY_NAME),
     "the second half is the gate": (
         "halves = self.gate_up(x).chunk(2, -1); return self.act(halves[1]) * halves[0]",
-        """
-        halves = self.gate_up(x).chunk(2, -1)
-        return self.fused_norm_gate('silu', self.act, gate=halves[1], up=halves[0])
-        """,
+        "self.act, gate=halves[1], up=halves[0]",
     ),
-    "a half is read later": (
-        f"{HALVES}; y = self.act(gate) * up; return y + gate",
-        """
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        y = self.fused_norm_gate('silu', self.act, gate=gate, up=up); return y + gate
-        """,
-    ),
+    "a half is read later": (f"{HALVES}; y = self.act(gate) * up; return y + gate", BY_NAME),
     "a half is read in the next round": (
         f"""
         up = x
@@ -158,15 +104,7 @@ GATES = {
             x = self.act(gate) * up
         return x
         """,
-        """
-        up = x
-        for _ in range(2):
-            y0, x = self.fused_norm_add(self.gate_up, x, up)
-            gate, up = y0.chunk(2, dim=-1)
-            del y0
-            x = self.fused_norm_gate('silu', self.act, gate=gate, up=up)
-        return x
-        """,
+        BY_NAME,
     ),
     "a half is read in a function": (
         f"""
@@ -176,54 +114,35 @@ GATES = {
         {HALVES}
         return self.act(gate) * up + half()
         """,
-        """
-        def half():
-            return gate
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.fused_norm_gate('silu', self.act, gate=gate, up=up) + half()
-        """,
+        BY_NAME,
     ),
     "a number grows": (
-        "up = 1; up += self.up(x); return self.other(self.act(self.gate(x)) * up)",
-        """
-        up = 1; up += self.up(x)
-        return self.other(self.fused_norm_gate('silu', self.act, gate=self.gate(x), up=up))
-        """,
+        "up = 1; up += self.up(x); return self.other(self.act(self.gate(x)) * up)", "self.act, gate=self.gate(x), up=up"
     ),
-    "a half is deleted": (
-        f"{HALVES}; y = self.act(gate) * up; del gate; return y",
-        """
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        y = self.fused_norm_gate('silu', self.act, gate=gate, up=up); del gate; return y
-        """,
-    ),
-    "a half is clamped": (
-        f"{HALVES}; gate = min(gate, 100); return self.act(gate) * up",
-        """
-        gate, up = self.gate_up(x).chunk(2, dim=-1); gate = min(gate, 100)
-        return self.fused_norm_gate('silu', self.act, gate=gate, up=up)
-        """,
-    ),
+    "a half is deleted": (f"{HALVES}; y = self.act(gate) * up; del gate; return y", BY_NAME),
+    "a half is clamped": (f"{HALVES}; gate = min(gate, 100); return self.act(gate) * up", BY_NAME),
     "the whole is changed between": (
         "packed = self.gate_up(x); gate, up = packed.chunk(2, dim=-1); packed.mul_(3); return self.act(gate) * up",
-        """
-        packed = self.gate_up(x); gate, up = packed.chunk(2, dim=-1); packed.mul_(3)
-        return self.fused_norm_gate('silu', self.act, gate=gate, up=up)
-        """,
+        BY_NAME,
     ),
     # The activation is called after that in stock too.
     "the other factor writes first": (
-        "x = Number(x); return (x.mul_(2) * self.act(x)).value",
-        "x = Number(x); return self.fused_norm_gate('silu', self.act, up=x.mul_(2), gate=x).value",
+        "x = Number(x); return (x.mul_(2) * self.act(x)).value", "self.act, up=x.mul_(2), gate=x"
     ),
-}
-"""The body of an MLP's forward, before and after its gates are fused."""
+}  # fmt: skip
+"""The body of an MLP's forward, and the arguments of the call that computes its gate."""
 
 
 @pytest.mark.parametrize("name", GATES)
 def test_the_product_becomes_one_call_and_every_value_stays(name: str) -> None:
-    before, after = GATES[name]
-    assert_becomes(layer_of(before, "x"), after, (2,))
+    before, arguments = GATES[name]
+    is_packed = arguments.endswith("packed0")
+    call = f"self.fused_norm_gate{'_packed' if is_packed else ''}('silu', {arguments})"
+    layer = layer_of(before, "x")
+    body = source_of_body(rewritten_forward(layer, everything(layer)))
+    assert body.count(call) == 1, f"{body}\ndoes not call {call}"
+    assert not re.search(r"act\(|silu\(|chunk" if is_packed else r"act\(|silu\(", body), f"{body}\ncalls more than that"
+    assert_same_values(layer, (2,))
 
 
 LEFT_ALONE = {
