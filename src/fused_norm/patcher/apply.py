@@ -14,8 +14,8 @@ from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_override_reason, original_class, stock_class
-from .code_fingerprint import no_code_changes
 from .patch_report import PatchReport, Site
+from .probe import no_code_changes
 from .survey import survey
 
 logger = logging.getLogger("fused_norm")

@@ -25,10 +25,18 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
 from .activation_recognition import FORMULAS, Activation, Formula, recognise_activation
-from .code_fingerprint import own_attributes, value_of
 from .fused_norm_module import is_disabled, run_fused, warn_once
 from .hooks import Fused, are_plain_calls, defined_function, name_of_function
-from .probe import DTYPES, UnrecognisedError, cpu_replica, plain_pytorch, same_values
+from .probe import (
+    DTYPES,
+    UnrecognisedError,
+    cpu_replica,
+    found_once,
+    key_of_module,
+    own_attributes,
+    plain_pytorch,
+    same_values,
+)
 from .running_code import RunningCode
 from .source import cells_of
 
@@ -263,22 +271,16 @@ def outputs(
     return steps.unpermute(y, weights, position, absent, hidden.dtype)
 
 
-KnownGates = dict[Any, tuple[Formula, bool, str | None, str | None] | str]
-"""The gates of modules, or the reasons why they have none, by their class and all that they hold."""
-
-
-def recognise_experts(experts: Any, origin: Any, gates: KnownGates) -> GateOfExperts:
+def recognise_experts(experts: Any, origin: Any) -> GateOfExperts:
     """Return what a module of experts computes between its products, if all of it has the bits of the formula.
 
-    Transformers' own ``grouped_mm`` runs in it now: ``other_implementation`` returns None. ``gates`` remembers modules
-    alike, for as long as no code changes.
+    Transformers' own ``grouped_mm`` runs in it now: ``other_implementation`` returns None.
 
     Raises:
         UnrecognisedError: if it computes something else, or if it cannot be run to find out.
     """
     if reason := _structure_obstacle(experts):
         raise UnrecognisedError(reason)
-    function = grouped_mm()
     own = own_attributes(experts)
     functions = {name: value for name, value in own.items() if isinstance(value, (FunctionType, BuiltinFunctionType))}
     members = {**experts._modules, **functions}
@@ -288,23 +290,11 @@ def recognise_experts(experts: Any, origin: Any, gates: KnownGates) -> GateOfExp
             raise UnrecognisedError(f"other code sees the calls of its {name}")
     if "_apply_gate" in vars(experts):
         raise UnrecognisedError("its gate was replaced on the instance")
-    method = origin._apply_gate
+    method, function = origin._apply_gate, grouped_mm()
     plain = {name: value for name, value in own.items() if name != "config"}
-    values = {name: value_of(value) for name, value in plain.items() if name not in dict(activations)}
-    formulas = tuple((name, activation.formula) for name, activation in activations)
-    key = origin, method, formulas, tuple(values.items())
-    may_know = None not in values.values()
-    computed = gates.get(key) if may_know else None
-    if computed is None:
-        try:
-            computed = _compared(origin, function, plain, experts)
-        except UnrecognisedError as error:
-            computed = str(error)
-        if may_know:
-            gates[key] = computed
-    if isinstance(computed, str):
-        raise UnrecognisedError(computed)
-    return GateOfExperts(*computed, method, RunningCode(method), activations, function, RunningCode(function))
+    key = recognise_experts, key_of_module(origin, plain), *[activation.formula for _, activation in activations]
+    gate = found_once(lambda: _compared(origin, function, plain, experts), *key)
+    return GateOfExperts(*gate, method, RunningCode(method), activations, function, RunningCode(function))
 
 
 _TOKENS, _EXPERTS, _TOP_K, _WIDTH, _INNER = 12, 3, 2, 16, 8

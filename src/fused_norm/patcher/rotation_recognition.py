@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..spec import RotaryLayout
-from .code_fingerprint import fingerprint
 from .hooks import is_function_as_module, runs_as_compared, short_name
-from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, plain_pytorch
-from .running_code import RunningCode
+from .native_code import native_code
+from .probe import DTYPES, Case, Recognizer, UnrecognisedError, found_once, plain_pytorch
+from .running_code import Identity, RunningCode
 
 _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # fmt: skip
@@ -38,8 +38,6 @@ _Pairs = tuple[RotaryLayout, bool, bool]
 
 DtypePair = tuple[torch.dtype, torch.dtype]
 AngleForm = Callable[..., Tensor]
-
-_outcomes: Outcomes[Rotation] = Outcomes()
 
 
 def full_cos_sin(angles: Tensor) -> Tensor:
@@ -146,12 +144,13 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     """
     if not isinstance(function, FunctionType) and not is_function_as_module(function):
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
-    code = fingerprint(function)
-    if code.native is not None:  # a foreign kernel may write out of bounds for shapes that it does not expect
-        raise UnrecognisedError(f"{short_name(function)} runs {code.native}, which is not tried")
+    kernel = found_once(lambda: native_code(function), native_code, Identity(function))
+    if kernel is not None:  # it may write out of bounds for shapes that it does not expect
+        raise UnrecognisedError(f"{short_name(function)} runs {kernel}, which is not tried")
     what = "one tensor" if arguments == 3 else "q and k"
     reason = f"{short_name(function)} does not compute a rotation of pairs of {what}"
-    rotation = _outcomes.get_or_compute(code, arguments, lambda: _compare(function, arguments), reason)
+    key = recognise_rotation, Identity(function), arguments
+    rotation = found_once(lambda: _compare(function, arguments), *key, reason=reason)
     forward = function if isinstance(function, FunctionType) else type(function).forward
     return replace(rotation, function=function, running=RunningCode(forward))
 

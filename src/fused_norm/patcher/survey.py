@@ -25,7 +25,7 @@ from .class_swap import (
 )
 from .four_bit import is_linear_4bit
 from .fused_classes import fused_adapter_class, fused_experts_class, fused_linear_4bit_class, fused_norm_class
-from .fused_experts import KnownGates, is_experts, other_implementation, recognise_experts
+from .fused_experts import is_experts, other_implementation, recognise_experts
 from .fused_linear_4bit import why_linear_is_stock
 from .fused_norm_module import FusedNorm
 from .hooks import are_plain_calls, replaced_forward, replaced_linear
@@ -98,8 +98,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     decided = dict.fromkeys([*holders, *blocks])
     for path in decided:
         decide_block(surveyed.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
-    gates: KnownGates = {}
-    expert_rows = [_survey_experts(path, module, surveyed, gates) for path, module in experts.items()]
+    expert_rows = [_survey_experts(path, module, surveyed) for path, module in experts.items()]
     linear_rows = []
     for path, linear in linears.items():
         if id(linear) in inside:  # its LoRA layer reads its weight
@@ -161,7 +160,7 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
     return site
 
 
-def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel, gates: KnownGates) -> Site:
+def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel) -> Site:
     """The row of a module of experts; its class is planned."""
     origin = stock_class(experts)
     row = Site(path, "experts", origin.__name__)
@@ -174,7 +173,7 @@ def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel, gates: 
         model.plan(experts, origin)
         return row.skipped(other, "overridden")
     try:
-        gate = recognise_experts(experts, origin, gates)
+        gate = recognise_experts(experts, origin)
     except UnrecognisedError as error:
         model.plan(experts, origin)
         return row.skipped(str(error))
