@@ -275,6 +275,14 @@ def test_a_hook_on_an_activation_is_heard(order: str, device: str, launches: lis
     assert launches.count("glu") == 1
 
 
+def test_an_activation_that_is_compiled_is_kept_as_it_is_called() -> None:
+    model = build("llama", seed=0)
+    model.model.layers[1].mlp.act_fn.compile(backend="eager")
+    report = fused_norm.apply_fused_norm(model)
+    assert report.counts == {**sites("llama"), "mlp": 1}
+    assert [site.reason for site in report.kept] == ["hooks or other code stand on its activation"]
+
+
 @pytest.mark.parametrize("order", ["hook, patch", "patch, hook"])
 def test_a_hook_on_a_norm_keeps_what_takes_the_norm_in(order: str, device: str, launches: list[str]) -> None:
     model = build("gemma3_text", seed=0, device=device)

@@ -20,7 +20,7 @@ from .class_swap import (
     has_derived_class,
     stock_class,
 )
-from .fused_classes import fused_head_class, fused_loss_class
+from .fused_classes import fused_class, fused_loss_class
 from .hooks import name_of_function
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
 from .losses import FusedHead, FusedLoss, replaced_function, why_compiled_loss, why_seen
@@ -58,7 +58,7 @@ def survey_losses(surveyed: SurveyedModel) -> list[Site]:
         rows[id(head)] = row
         if row.reason is None:
             surveyed.plan(module, fused_loss_class(stock_class(module)))
-            surveyed.plan(head, fused_head_class(stock_class(head)))
+            surveyed.plan(head, fused_class(FusedHead, stock_class(head)))
             fused |= {id(head), id(module)}
     for module in model.modules():
         is_fused = isinstance(module, FusedLoss | FusedHead) and not has_derived_class(module)
@@ -111,7 +111,7 @@ def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterato
     if head.weight.dtype == torch.float64:
         yield f"its head computes in {head.weight.dtype}", "unrecognised"
     yield replaced_function(), "overridden"
-    for fused in (fused_loss_class(origin), fused_head_class(linear)):
+    for fused in (fused_loss_class(origin), fused_class(FusedHead, linear)):
         yield fused_override_reason(fused), "overridden"
     yield why_compiled_loss(module), "overridden"
     yield _why_other_loss(module, origin, head), "unrecognised"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .hooks import modes
 from .running_code import Identity
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,7 +99,7 @@ def plain_pytorch(*, gradients: bool = False) -> Iterator[None]:
     """
     with (
         _disable_current_modes(),
-        torch.device("cpu"),
+        torch.device("cpu") if modes() else contextlib.nullcontext(),  # it slows all functions down
         torch.autocast("cpu", enabled=False),
         torch.inference_mode(False),
         torch.set_grad_enabled(gradients),
