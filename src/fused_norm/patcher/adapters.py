@@ -23,10 +23,17 @@ from ..kernels.lora_linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.operator import dispatch_modes
 from ..kernels.triton.devices import is_transformed
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
-from .four_bit import FusedLinear4bit, is_linear_4bit, packed_weight, why_linear_is_stock, why_unreadable
+from .four_bit import (
+    AdapterInput,
+    FusedLinear4bit,
+    Summands,
+    is_linear_4bit,
+    packed_weight,
+    why_linear_is_stock,
+    why_unreadable,
+)
 from .fused_norm_module import is_disabled, run_fused, warn_once
 from .hooks import Fused, are_plain_calls, is_genuine, is_idle_dropout, replaced_forward, replaced_linear, stock_class
-from .linear_values import AdapterInput, Summands
 
 _DROPOUT = functional.dropout
 _PEFTS = "PEFT's LoRA code"

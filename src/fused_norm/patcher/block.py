@@ -16,16 +16,14 @@ from .class_swap import (
     forward_override_reason,
     has_derived_class,
     is_called_around,
-    is_called_in_parallel,
     stock_class,
 )
 from .four_bit import is_linear_4bit
-from .fused_block import FusedBlock
+from .fused_block import FusedBlock, Rewrite
 from .hooks import are_plain_calls, has_hooks
 from .linear_inputs import called_by
 from .norm_recognition import looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
-from .rewrite import Rewrite
 from .source import member_of
 
 
@@ -182,8 +180,7 @@ class Block:
         row = replace(row, spec=site.spec, replaced=site.replaced)
         if site.reason is not None:
             return row.skipped(f"its norm is kept: {site.reason}", site.cause)
-        called_around = is_called_around(norm) if kind in ("sandwich", "rope") else is_called_in_parallel(norm)
-        if has_hooks(norm) or called_around:
+        if has_hooks(norm) or is_called_around(norm, with_residual=kind not in ("sandwich", "rope")):
             return row.skipped("hooks or other code stand on its norm", "overridden")
         return self._unless_prevented(row, option or kind, norm, already)
 

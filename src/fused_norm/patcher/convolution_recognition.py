@@ -161,6 +161,10 @@ def _cases(
     def random(*shape: int, dtype: torch.dtype = dtypes[1]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
+    def called(named: Mapping[str, Any], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            return function(x, weight, bias, **named)
+
     sequences = dict.fromkeys(handed_on, torch.tensor([[0, 0, 1, 1, 1, 2, 2]]))
     extra = {**dict.fromkeys(_IGNORED), **sequences}
     ways: list[Mapping[str, Any]] = [{"activation": activation, **extra}]
@@ -177,13 +181,7 @@ def _cases(
         for turned in (x.transpose(1, 2), x.transpose(1, 2).contiguous()):
             for named in ways:
                 for tensors in ([turned, weight, bias], [turned, weight]):
-                    yield Case(partial(_called, function, dict(named), autocast), tensors)
-
-
-def _called(function: Callable[..., Any], named: dict[str, Any], autocast: torch.dtype | None, *tensors: Tensor) -> Any:
-    x, weight, bias = (*tensors, None)[:3]
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        return function(x, weight, bias, **named)
+                    yield Case(partial(called, named), tensors)
 
 
 def _formula(

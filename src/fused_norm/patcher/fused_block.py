@@ -7,6 +7,7 @@ other, as in the stock code.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -27,18 +28,36 @@ from ..kernels.reference import cast_output
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
-from .activation_recognition import Formula
+from .activation_recognition import Activation, Formula
 from .adapters import adapter_reads_in, is_plain_in_4_bits, linear_reads_in
 from .attention_functions import for_values, read_dtype
 from .convolution_recognition import ConvolutionFunction, convolve_as_module
-from .four_bit import FusedLinear4bit
+from .four_bit import AdapterInput, FusedLinear4bit, Summands
 from .fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, warn_once
 from .hooks import Fused, is_idle_dropout, short_name
 from .linear_inputs import ConsumerSpec, NormOutputs, consumer_spec, fused_norm_inputs
-from .linear_values import AdapterInput, Summands
 from .recompute import recomputes, recomputes_linears
-from .rewrite import Rewrite
 from .rotation_recognition import Rotation, full_cos_sin
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A match of a pattern in a forward that is to be fused.
+
+    Attributes:
+        pattern: the list in ``Patterns`` that has the match, such as ``adds``.
+        index: the match's index in that list.
+        parts: what of it is fused. Of an add: ``norm``, ``inner``, ``dropout``, ``consumers``, and ``called`` for a
+            norm whose call other code sees; of a consumed norm: ``consumers``, ``input``; of heads: ``rotation``; of
+            a rotation, by itself or of heads: ``values``; of inputs: the attributes of the linears; of a gate:
+            ``consumer``.
+        activation: that of a gate, or of a module that convolves.
+    """
+
+    pattern: str
+    index: int
+    parts: tuple[str, ...] = ()
+    activation: Activation | None = None
 
 
 class FusedBlock(Fused):

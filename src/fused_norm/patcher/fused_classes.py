@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..options import RecomputeLevel
-from .fused_block import FusedBlock
+from .fused_block import FusedBlock, Rewrite
 from .fused_norm_module import FusedNorm
 from .hooks import are_plain_calls, has_hooks, replaced_linear
 from .linear_inputs import called_by, taking_tensors, warn_about_consumers
@@ -24,7 +24,6 @@ from .losses import FusedHead, FusedLoss, fused_forward
 from .patterns import bypassed_by, functions_of, linears_of, rewrites_around, rewritten_forward
 from .patterns.calls import Callee
 from .recompute import call_recomputing
-from .rewrite import Rewrite
 from .running_code import RunningCode
 from .source import SourceError, member_of, namespace_of
 

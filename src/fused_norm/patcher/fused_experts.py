@@ -213,7 +213,7 @@ def _run(experts: Any, hidden: Any, index: Any, weights: Any) -> tuple[Any, str 
 
     gate: GateOfExperts = experts.fused_norm_gate
     permute, bias = partial(fused, EXPERT_PERMUTE, None), partial(fused, EXPERT_BIAS, reference.expert_bias)
-    steps = Steps(permute, bias, partial(fused, EXPERT_GATE, gated), unpermute)
+    steps = permute, bias, partial(fused, EXPERT_GATE, gated), unpermute
     try:
         y = outputs(experts, gate.function, steps, gate.options_of(experts) or (), hidden, index, weights)
     except _NotTakenError:
@@ -226,14 +226,8 @@ class _NotTakenError(Exception):
     """Kernels do not take a call."""
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The functions by which experts are computed around their products; they take what the operators do."""
-
-    permute: Callable[..., Tensor]
-    bias: Callable[..., Tensor]
-    gate: Callable[..., Tensor]
-    unpermute: Callable[..., Tensor]
+Steps = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
+"""The functions by which experts are computed around their products; they take what the operators do."""
 
 
 def outputs(
@@ -244,12 +238,13 @@ def outputs(
     Args:
         experts: the module, or a replica of it.
         function: transformers' function for ``grouped_mm``, in whose namespace its grouped linear is looked up.
-        steps: before, between and after the two products.
+        steps: computes what is before the products, their biases, what is between them, and what is after them.
         options: of the gate.
         hidden: [T, H].
         index: [T, K], the experts of each row; those of other devices have numbers from ``num_experts`` on.
         weights: [T, K].
     """
+    permute, add_bias, gate, unpermute = steps
     linear = partial(function.__globals__["_grouped_linear"], is_transposed=experts.is_transposed)
     count = experts.num_experts
     sorted_ids, order = torch.sort(index.reshape(-1))
@@ -262,13 +257,13 @@ def outputs(
         sorted_ids.clamp_(max=count - 1)
 
     def multiply(x: Tensor, name: str) -> Tensor:
-        bias = steps.bias(getattr(experts, f"{name}_bias"), sorted_ids, ends) if experts.has_bias else None
+        bias = add_bias(getattr(experts, f"{name}_bias"), sorted_ids, ends) if experts.has_bias else None
         y: Tensor = linear(x, getattr(experts, name), ends, bias=bias)
         return y
 
-    gate_up = multiply(steps.permute(hidden, position, absent), "gate_up_proj")
-    y = multiply(steps.gate(gate_up, absent, *options), "down_proj")
-    return steps.unpermute(y, weights, position, absent, hidden.dtype)
+    gate_up = multiply(permute(hidden, position, absent), "gate_up_proj")
+    y = multiply(gate(gate_up, absent, *options), "down_proj")
+    return unpermute(y, weights, position, absent, hidden.dtype)
 
 
 def recognise_experts(experts: Any, origin: Any) -> GateOfExperts:
@@ -354,7 +349,7 @@ def _is_gate(replica: Any, activation: Formula, interleaved: bool, *names: str |
 
 def _agrees(replica: Any, function: Any, gate: tuple[Formula, bool, str | None, str | None]) -> bool:
     """Return whether a replica's outputs and all gradients have the bits of the formula, with absent experts too."""
-    steps = Steps(reference.expert_permute, reference.expert_bias, _gate_formula, reference.expert_unpermute)
+    steps = reference.expert_permute, reference.expert_bias, _gate_formula, reference.expert_unpermute
     formula = partial(outputs, replica, function, steps, _options(replica, *gate))
     generator = torch.Generator().manual_seed(0)
 

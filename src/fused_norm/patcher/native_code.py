@@ -32,20 +32,16 @@ def native_code(root: Any) -> str | None:
             continue
         seen.add(id(thing))
         with suppress(Exception):  # code of others may answer the simplest question with anything
-            if _is_native(thing):
+            kind: Any = type(thing)
+            if kind is BuiltinFunctionType and not _is_of_python_or_torch(thing.__module__ or "builtins"):
                 return f"{thing.__module__}.{thing.__qualname__}"
-            if _package_of(_module_of(type(thing))) == "triton":
-                return f"{type(thing).__module__}.{type(thing).__qualname__}"
+            is_function = issubclass(kind, type) and issubclass(thing, torch.autograd.Function)
+            if is_function and not _is_of_python_or_torch(_module_of(thing)):
+                return f"{thing.__module__}.{thing.__qualname__}"
+            if _package_of(_module_of(kind)) == "triton":
+                return f"{kind.__module__}.{kind.__qualname__}"
             things += _reached_from(thing)
     return None
-
-
-def _is_native(thing: Any) -> bool:
-    """Return whether a thing is a function of an extension, or an autograd function of others."""
-    if type(thing) is BuiltinFunctionType:
-        return not _is_of_python_or_torch(thing.__module__ or "builtins")
-    is_function = issubclass(type(thing), type) and issubclass(thing, torch.autograd.Function)
-    return is_function and not _is_of_python_or_torch(_module_of(thing))
 
 
 def _package_of(module: Any) -> str:

@@ -40,8 +40,8 @@ DtypePair = tuple[torch.dtype, torch.dtype]
 AngleForm = Callable[..., Tensor]
 
 
-def full_cos_sin(angles: Tensor) -> Tensor:
-    """[batch, tokens, width], unchanged."""
+def full_cos_sin(angles: Tensor, positions: Any = None) -> Tensor:
+    """[batch, tokens, width], unchanged; positions are ignored."""
     return angles
 
 
@@ -61,11 +61,6 @@ def mrope_cos_sin(angles: Tensor, sections: Any) -> Tensor:
         return angles
     parts = angles.split(sections * 2, dim=-1)
     return torch.cat([part[index % 3] for index, part in enumerate(parts)], dim=-1)
-
-
-def unindexed_cos_sin(angles: Tensor, positions: Any) -> Tensor:
-    """[batch, tokens, width], unchanged; the positions are ignored."""
-    return angles
 
 
 @dataclass(frozen=True)
@@ -162,9 +157,9 @@ def _compare(function: Any, arguments: int) -> Rotation:
     tensors = min(arguments - 2, 2)
     forms: list[tuple[AngleForm, bool]] = [(full_cos_sin, False), (half_cos_sin, False), (full_cos_sin, True)]
     if arguments == 5:  # one after sin
-        forms = [(indexed_cos_sin, False), (mrope_cos_sin, False), (unindexed_cos_sin, False)]
+        forms = [(indexed_cos_sin, False), (mrope_cos_sin, False), (full_cos_sin, False)]
     for form, tokens_first in forms:
-        cases = partial(_cases, rotate, tensors, form, tokens_first)
+        cases = partial(_cases, rotate, tensors, form, tokens_first, arguments == 5)
         recognizer = Recognizer[_Pairs](cases(_PAIRS[0]), _rotated)
         for layout, by_pair in _LAYOUTS:
             # A function that computes in fp64 shows in fp32 alone.
@@ -204,6 +199,7 @@ def _cases(
     tensors: int,
     form: AngleForm,
     tokens_first: bool,
+    takes_extra: bool,
     dtypes: DtypePair,
     rotary: int = _WIDTH,
 ) -> Iterator[Case]:
@@ -216,6 +212,9 @@ def _cases(
     def random(*shape: int, dtype: torch.dtype = dtypes[1]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
+    def called(angles: tuple[Any, ...], named: dict[str, int], *heads: Tensor) -> Any:
+        return function(*heads, *angles, **named)
+
     heads = [random(_BATCH, number, _TOKENS, _WIDTH, dtype=dtypes[0]) for number in (_HEADS, 1)[:tensors]]
     transposed, half = [x.transpose(1, 2) for x in heads], rotary // 2
     for batch in (_BATCH, 1):
@@ -226,7 +225,7 @@ def _cases(
             shape, extra_args = (_TABLE, rotary), [(positions,)]
         elif form is mrope_cos_sin:
             shape, extra_args = (3, *shape), [([half - 2, 1, 1],), ([1, 2, half - 3],)]
-        elif form is unindexed_cos_sin:
+        elif takes_extra:
             extra_args = [(None,), (positions,)]
         for extra in extra_args:
             cos, sin = random(*shape), random(*shape)
@@ -241,12 +240,11 @@ def _cases(
             else:
                 calls = [(heads, (cos, sin), 1, {}), (transposed, (cos, sin), 2, {"unsqueeze_dim": 2})]
             for inputs, angles, heads_dim, named in calls:
-                code = partial(_call, function, (*angles, *extra), named)
-                yield Case(code, inputs, tuple(form(angle, *extra).unsqueeze(heads_dim) for angle in angles))
-
-
-def _call(function: Callable[..., Any], angles: tuple[Any, ...], named: dict[str, int], *heads: Tensor) -> Any:
-    return function(*heads, *angles, **named)
+                yield Case(
+                    partial(called, (*angles, *extra), named),
+                    inputs,
+                    tuple(form(angle, *extra).unsqueeze(heads_dim) for angle in angles),
+                )
 
 
 def _rotated(how: _Pairs, cos: Tensor, sin: Tensor, *heads: Tensor) -> Any:

@@ -7,7 +7,6 @@ import ast
 import copy
 import inspect
 import linecache
-import textwrap
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -45,7 +44,7 @@ class Source:
     Attributes:
         definition: its definition, with the decorators that wrap it.
         around: the class whose private names (``self.__name``) it means, or ``_``, which has none.
-        own: the name of its first argument, the instance.
+        own: the name of its first argument, the instance; empty without one.
     """
 
     definition: ast.FunctionDef
@@ -110,7 +109,7 @@ def source_of(layer: Any) -> Source:
             raise SourceError(f"its forward calls {call.func.id}, which sees the names of all that is fused")
     definition = copy.copy(stock)
     definition.decorator_list = list(_decorators_of(wrappers, stock, function))
-    return Source(definition, around, function.__code__.co_varnames[0])
+    return Source(definition, around, next(iter(function.__code__.co_varnames), ""))
 
 
 def _without_others(lines: list[str], line: int) -> str:
@@ -330,10 +329,9 @@ def returns_sum(value: Any) -> bool:
     if not isinstance(value, FunctionType):
         return False
     try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+        last = source_of(Helper(value, is_method=False)).definition.body[-1]
+    except SourceError:
         return False
-    last = definition.body[-1] if isinstance(definition, ast.FunctionDef) else None
     return isinstance(last, ast.Return) and isinstance(last.value, ast.BinOp) and isinstance(last.value.op, ast.Add)
 
 

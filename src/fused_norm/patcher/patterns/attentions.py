@@ -36,7 +36,7 @@ from ..adapters import is_quantised
 from ..attention_functions import HARMLESS
 from ..block import Block
 from ..dataflow import Dataflow, mentions
-from ..rewrite import Rewrite
+from ..fused_block import Rewrite
 from .calls import EditedForward, Match, call_of_own, callee_name, is_name
 
 _REARRANGED = ("view", "reshape", "transpose")

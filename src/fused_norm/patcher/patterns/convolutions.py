@@ -27,10 +27,10 @@ from ..activation_recognition import Activation, recognise_activation
 from ..block import Block
 from ..convolution_recognition import is_causal_convolution, recognise_convolution
 from ..dataflow import Conditions, Dataflow, may_hold
+from ..fused_block import Rewrite
 from ..hooks import are_plain_calls
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from ..rewrite import Rewrite
 from ..source import global_of
 from .calls import Callee, EditedForward, Match, call_of_own, callee_name
 from .gates import activation_of

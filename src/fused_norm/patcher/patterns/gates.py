@@ -42,10 +42,10 @@ from ..activation_recognition import looks_like_activation, recognise_activation
 from ..adapters import is_quantised
 from ..block import Block
 from ..dataflow import Conditions, Dataflow, edits_in_place, may_hold
+from ..fused_block import Rewrite
 from ..hooks import are_plain_calls
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from ..rewrite import Rewrite
 from .calls import Callee, EditedForward, Match, Missed, call_of_own, callee_name, operands_of
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
