@@ -15,7 +15,6 @@ from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_override_reason, original_class, stock_class
 from .patch_report import PatchReport, Site
-from .probe import no_code_changes
 from .survey import survey
 
 logger = logging.getLogger("fused_norm")
@@ -71,8 +70,7 @@ def apply_fused_norm(
     kinds = norms, qk, rope, residual, sandwich, mlp, conv, experts, linear, adapter, loss  # in the order of the fields
     options = FuseOptions(*kinds, modules, casting, consumers, recompute, strict, readers)
     _check_is_module(model)
-    with no_code_changes():
-        rows, changes = survey(model, options)
+    rows, changes = survey(model, options)
     expected = list(_expected_sites(model))
     others = list(_sites_of_others(model, rows, expected))
     places = {(site.kind, site.path) for site in others}
@@ -100,7 +98,7 @@ def remove_fused_norm(model: nn.Module) -> int:
     """
     _check_is_module(model)
     fused = [module for module in model.modules() if isinstance(module, Fused)]
-    _change([ClassChange(module, original_class(module)) for module in fused])
+    _change([(module, original_class(module)) for module in fused])
     return len(fused)
 
 
@@ -201,8 +199,8 @@ def _change(changes: list[ClassChange]) -> None:
     """Make all changes, or none."""
     undone: list[Callable[[], None]] = []
     try:
-        for change in changes:
-            undone.append(change_class(change.module, change.new))
+        for module, new in changes:
+            undone.append(change_class(module, new))
     except Exception:
         for undo in reversed(undone):
             undo()

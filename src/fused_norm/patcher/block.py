@@ -12,9 +12,9 @@ from ..spec import Kind
 from .adapters import is_lora_layer, is_quantised_lora_layer, why_unfused
 from .class_swap import (
     ClassChange,
-    change_to,
     forward_override_reason,
     has_derived_class,
+    has_to_change,
     is_called_around,
     stock_class,
 )
@@ -54,8 +54,8 @@ class SurveyedModel:
             FusedNormError: if other code has built on the fused class that it has.
         """
         self.changes.pop(id(module), None)
-        if new is not None:
-            self.changes.update({id(module): change for change in change_to(module, new)})
+        if new is not None and has_to_change(module, new):
+            self.changes[id(module)] = module, new
 
     def block(self, path: str) -> Block:
         """The module at this path, which is the first of its paths, as one whose forward may be rewritten."""
@@ -201,7 +201,7 @@ class Block:
             return row.skipped(self.override_reason, "overridden")
         if unwanted := why_left_out(option, row.path, selected, self._model.options):
             if self.is_sealed:
-                change_to(self.module, self.origin)
+                has_to_change(self.module, self.origin)  # raises if it has
             return row.skipped(unwanted, "option")
         return row
 

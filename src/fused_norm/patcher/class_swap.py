@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -66,25 +65,21 @@ def is_called_around(norm: nn.Module, *, with_residual: bool) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class ClassChange:
-    """A module and the class that it is to have."""
-
-    module: nn.Module
-    new: type[nn.Module]
+ClassChange = tuple[nn.Module, type[nn.Module]]
+"""A module and the class that it is to have."""
 
 
-def change_to(module: nn.Module, new: type[nn.Module]) -> list[ClassChange]:
-    """The change that gives a module this class, if it has another one.
+def has_to_change(module: nn.Module, new: type[nn.Module]) -> bool:
+    """Return whether a module has another class than this one.
 
     Raises:
         FusedNormError: if other code has built on its fused class.
     """
     if isinstance(module, Fused):
         if _own_fused_class(module) is new:
-            return []
+            return False
         original_class(module)  # raises there
-    return [] if type(module) is new else [ClassChange(module, new)]
+    return type(module) is not new
 
 
 def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:

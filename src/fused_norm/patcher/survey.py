@@ -41,7 +41,7 @@ from .patterns.convolutions import CONVOLUTION_NAME
 from .patterns.gates import ACTIVATION_FUNCTION, SIGMOID
 from .patterns.heads import QK_NAME
 from .patterns.rotations import ROTATION_NAME
-from .probe import UnrecognisedError
+from .probe import UnrecognisedError, no_code_changes
 from .recompute import COMPILED
 from .source import SourceError, WrappedError, global_of, helpers_of, names_in
 
@@ -51,6 +51,7 @@ _ANY_WIDTH = 64
 """Of a weight that another device has all of."""
 
 
+@no_code_changes()
 def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange]]:
     """A row for every site, and the changes of class that fuse those to be fused; the model is not touched.
 
