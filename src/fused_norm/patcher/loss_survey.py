@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,18 +32,17 @@ _CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy"})
 """Names by which forwards compute a loss of their own."""
 
 
-def survey_losses(surveyed: SurveyedModel) -> list[Site]:
+def survey_losses(surveyed: SurveyedModel, heads: Sequence[tuple[Any, Any]]) -> list[Site]:
     """The rows of heads of language models; the classes of both are planned, but for models that have a plan.
+
+    ``heads``: the language models, each with its head.
 
     Raises:
         FusedNormError: if a head is to be stock again and other code has built on its fused class.
     """
     rows: dict[int, Site] = {}
     fused = set()
-    model = surveyed.modules[""]
-    for module, head in language_models(model):
-        if id(head) not in surveyed.paths:
-            continue
+    for module, head in heads:
         block = surveyed.blocks.get(surveyed.paths[id(module)])
         row = rows.get(id(head))
         if row is None:
@@ -60,7 +59,7 @@ def survey_losses(surveyed: SurveyedModel) -> list[Site]:
             surveyed.plan(module, fused_loss_class(stock_class(module)))
             surveyed.plan(head, fused_class(FusedHead, stock_class(head)))
             fused |= {id(head), id(module)}
-    for module in model.modules():
+    for module in surveyed.modules.values():
         is_fused = isinstance(module, FusedLoss | FusedHead) and not has_derived_class(module)
         if is_fused and id(module) not in fused and id(module) not in surveyed.changes:
             surveyed.plan(module, stock_class(module))

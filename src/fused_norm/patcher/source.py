@@ -23,7 +23,6 @@ from .running_code import RunningCode
 
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
-_CODE_FIELDS = ("firstlineno", "code", "names", "varnames", "freevars", "cellvars")
 _SEE_NAMES = frozenset({"eval", "exec", "locals"})
 
 Result = TypeVar("Result")
@@ -129,9 +128,7 @@ def _without_others(lines: list[str], line: int) -> str:
 def _definition_in(text: str, code: CodeType) -> tuple[ast.FunctionDef, str] | None:
     """The function that code was compiled from, and the name of the class around it; None if the text has another."""
     definitions, codes = _parsed(text, code.co_flags & _FUTURE_FLAGS)
-    line = code.co_firstlineno
-    is_there = any(other.co_firstlineno == line and _fields(other) == _fields(code) for other in codes)
-    return definitions.get(line) if is_there else None
+    return definitions.get(code.co_firstlineno) if code in codes else None  # whatever the names of their files
 
 
 @lru_cache(maxsize=4)
@@ -341,14 +338,3 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
-
-
-def _fields(code: CodeType) -> list[Any]:
-    """Return what tells code apart from code of another source: the fields of a code object and of all inside it."""
-    return [
-        [
-            *(getattr(part, f"co_{name}") for name in _CODE_FIELDS),
-            *(repr(constant) for constant in part.co_consts if not isinstance(constant, CodeType)),
-        ]
-        for part in _codes(code)
-    ]

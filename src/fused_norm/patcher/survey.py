@@ -79,14 +79,12 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     }
     inside = {id(layer._modules.get("base_layer")) for layer in adapters.values()}
     linears = {path: module for path, module in modules.items() if is_linear_4bit(module)}
-    heads = {paths[id(head)]: head for _, head in language_models(model) if id(head) in paths}
+    heads = [(module, head) for module, head in language_models(model) if id(head) in paths]
+    selectable = norms | blocks | experts | linears | adapters | {paths[id(head)]: head for _, head in heads}
     count, name = len(norms), type(model).__name__
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
-        if not any(
-            named.selects(path, module)
-            for path, module in (norms | blocks | experts | linears | adapters | heads).items()
-        ):
+        if not any(named.selects(path, module) for path, module in selectable.items()):
             raise FusedNormError(
                 f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention, MLP, LoRA layer or"
                 f" head; one of their paths is {next(iter(norms | blocks), None)}"
@@ -126,7 +124,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     # A forward that cannot be rewritten after all may have had all that is fused in a layer.
     while not all(_plan_block(block, surveyed) for block in surveyed.blocks.values()):
         layers = _decide_recompute(surveyed, rows())
-    losses = survey_losses(surveyed)
+    losses = survey_losses(surveyed, heads)
     about_blocks = [layer.layer for layer in layers] + [block.consumers_row for block in surveyed.blocks.values()]
     return [*rows(), *losses, *(row for row in about_blocks if row is not None)], [*surveyed.changes.values()]
 
