@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 
 import fused_norm
 from fused_norm.model_configs import build, tiny_config
-from fused_norm.patcher import norm_recognition
+from fused_norm.patcher import activation_recognition, norm_recognition
 from fused_norm.patcher.activation_recognition import recognise_activation
 from fused_norm.patcher.native_code import native_code
 from fused_norm.patcher.probe import UnrecognisedError
@@ -84,6 +84,16 @@ def test_of_norms_alike_an_apply_runs_one_and_each_that_differs(monkeypatch) -> 
     for times in (1, 2):
         fused_norm.apply_fused_norm(model)
         assert len(ran) == times * (1 + len(differing) + 1)
+
+
+def test_of_activations_alike_an_apply_runs_one(monkeypatch) -> None:
+    ran = []
+    compare = activation_recognition._formula_of
+    monkeypatch.setattr(activation_recognition, "_formula_of", lambda calls: ran.append(calls) or compare(calls))
+    model = build("gemma3_text", seed=0)
+    assert model.model.layers[0].mlp.act_fn is not model.model.layers[1].mlp.act_fn
+    assert fused_norm.apply_fused_norm(model).counts["mlp"] > 1
+    assert len(ran) == 1
 
 
 def _replaced_rotation() -> tuple[object, str, Callable]:

@@ -88,6 +88,8 @@ def _key_of_value(value: Any) -> Any:
         return kind, value.hex()
     if kind is tuple or kind is torch.Size:
         return kind, tuple(map(_key_of_value, value))
+    if kind is partial:  # each module of some activations has one of its own
+        return kind, tuple(map(_key_of_value, (value.func, value.args, tuple(value.keywords.items()))))
     return Identity(value)
 
 
