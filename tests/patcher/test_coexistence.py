@@ -275,12 +275,18 @@ def test_a_hook_on_an_activation_is_heard(order: str, device: str, launches: lis
     assert launches.count("glu") == 1
 
 
-def test_an_activation_that_is_compiled_is_kept_as_it_is_called() -> None:
-    model = build("llama", seed=0)
-    model.model.layers[1].mlp.act_fn.compile(backend="eager")
+def test_what_is_compiled_by_itself_is_called() -> None:
+    model = build("gemma3_text", seed=0)
+    layer = model.model.layers[1]
+    for module in (layer.mlp.act_fn, layer.post_feedforward_layernorm):
+        module.compile(backend="eager")
     report = fused_norm.apply_fused_norm(model)
-    assert report.counts == {**sites("llama"), "mlp": 1}
-    assert [site.reason for site in report.kept] == ["hooks or other code stand on its activation"]
+    expected = sites("gemma3_text")
+    assert report.counts == {**expected, "mlp": expected["mlp"] - 1, "sandwich": expected["sandwich"] - 1}
+    assert {(site.kind, site.reason) for site in report.kept} == {
+        ("mlp", "hooks or other code stand on its activation"),
+        ("sandwich", "hooks or other code stand on its norm"),
+    }
 
 
 @pytest.mark.parametrize("order", ["hook, patch", "patch, hook"])

@@ -54,15 +54,15 @@ def forward_override_reason(module: nn.Module) -> str | None:
 
 
 def is_called_around(norm: nn.Module, *, with_residual: bool) -> bool:
-    """Return whether calls go through a ``forward`` that other code, accelerate included, has put on this instance.
+    """Return whether calls go through other code on this instance: a ``forward``, accelerate's included, or a compiler.
 
     ``with_residual``: they may be calls with a residual, in whose way only transformers' tensor parallelism is: its
     function cuts the first argument.
     """
     forward = vars(norm).get("forward")
-    return _cell_of_forward(norm) is not None or (
-        not with_residual and forward is not None and not _is_bound(forward, norm)
-    )
+    if with_residual:
+        return _cell_of_forward(norm) is not None
+    return norm._compiled_call_impl is not None or (forward is not None and not _is_bound(forward, norm))
 
 
 ClassChange = tuple[nn.Module, type[nn.Module]]

@@ -49,7 +49,8 @@ def _package_of(module: Any) -> str:
 
 
 def _is_of_python_or_torch(module: Any) -> bool:
-    return _package_of(module) in {"torch", *sys.stdlib_module_names}
+    package = _package_of(module)
+    return package == "torch" or package in sys.stdlib_module_names
 
 
 def _reached_from(thing: Any) -> Iterator[Any]:
