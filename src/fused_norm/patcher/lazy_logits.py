@@ -118,6 +118,15 @@ class Projection:
         uncounted = [self.weight, *([self.x] if self.x.is_inference() else [])]
         self._samples = [(tensor, _sample(tensor)) for tensor in uncounted]
 
+    def compute(self) -> Tensor:
+        """The logits.
+
+        Raises:
+            RuntimeError: as ``check``.
+        """
+        self.check()
+        return _logits(*self.arguments, self.dtype)
+
     def check(self) -> None:
         """Check that logits computed now would be those of the forward.
 
@@ -279,8 +288,7 @@ class LazyLogits(LazyTensor):
 
     def _computed(self, reader: str) -> Tensor:
         if self._parent is None:
-            self._projection.check()
-            return _logits(*self._projection.arguments, self._projection.dtype)
+            return self._projection.compute()
         return self._steps[-1].run(self._parent.read(reader))
 
     @classmethod
