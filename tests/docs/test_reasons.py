@@ -41,10 +41,6 @@ NOT_SAID = {
     "is in …, which its forward calls, and which is not rewritten",
     "… = …",
     "is written in a way that is not rewritten",
-    "a mode of PyTorch, or a global hook",
-    "an object of …",
-    "an unhashable constant",
-    "more than … things",
 }
 """Texts of three words or more that are no messages: parts of messages, of the summary, and code."""
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fused_norm.kernels import reference
 from fused_norm.kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
-from fused_norm.patcher.adapter_dropout import dropout_factors, mask_of_dropout
+from fused_norm.patcher.adapters import dropout_factors, mask_of_dropout
 
 from .numerics import BF16, FP16, FP32, same_products
 

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from fused_norm.patcher.activation_recognition import recognise_activation
+from fused_norm.patcher.fused_block import Rewrite
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
-from fused_norm.patcher.rewrite import Rewrite
 
 
 class Recorder:

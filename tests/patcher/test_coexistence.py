@@ -275,6 +275,20 @@ def test_a_hook_on_an_activation_is_heard(order: str, device: str, launches: lis
     assert launches.count("glu") == 1
 
 
+def test_what_is_compiled_by_itself_is_called() -> None:
+    model = build("gemma3_text", seed=0)
+    layer = model.model.layers[1]
+    for module in (layer.mlp.act_fn, layer.post_feedforward_layernorm):
+        module.compile(backend="eager")
+    report = fused_norm.apply_fused_norm(model)
+    expected = sites("gemma3_text")
+    assert report.counts == {**expected, "mlp": expected["mlp"] - 1, "sandwich": expected["sandwich"] - 1}
+    assert {(site.kind, site.reason) for site in report.kept} == {
+        ("mlp", "hooks or other code stand on its activation"),
+        ("sandwich", "hooks or other code stand on its norm"),
+    }
+
+
 @pytest.mark.parametrize("order", ["hook, patch", "patch, hook"])
 def test_a_hook_on_a_norm_keeps_what_takes_the_norm_in(order: str, device: str, launches: list[str]) -> None:
     model = build("gemma3_text", seed=0, device=device)

@@ -7,8 +7,7 @@ import torch
 
 import fused_norm
 from fused_norm.check.against_float64 import check_step
-from fused_norm.patcher.fused_block import FusedBlock
-from fused_norm.patcher.rewrite import Rewrite
+from fused_norm.patcher.fused_block import FusedBlock, Rewrite
 
 from .models import EXPERTS_ARE_MLPS, fused_copy, relative, slow, slow_but, step
 from .other_families import OTHERS, TOKENS, TOKENS_OF_TOWERS, model_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fused_norm
-from fused_norm.patcher import guard
+from fused_norm.patcher import fused_classes
 
 from .models import assert_all_near, relative, tokens, twins
 
@@ -71,8 +71,8 @@ def test_no_more_variants_are_made_than_are_worth_it(
     device: str, launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewrites: list[Any] = []
-    rewrite = guard.rewritten_forward
-    monkeypatch.setattr(guard, "rewritten_forward", lambda *args: rewrites.append(args) or rewrite(*args))
+    rewrite = fused_classes.rewritten_forward
+    monkeypatch.setattr(fused_classes, "rewritten_forward", lambda *args: rewrites.append(args) or rewrite(*args))
     fused = Norms().to(device)
     fused_norm.apply_fused_norm(nn.ModuleList([fused]))
     x, added = torch.randn(5, 16, device=device), []
@@ -86,7 +86,7 @@ def test_no_more_variants_are_made_than_are_worth_it(
         added.append((launches.count("add_rms_norm") // 2, 4 - len(hooked)))
         for handle in handles:
             handle.remove()
-    most = guard._MOST_VARIANTS + 1
+    most = fused_classes._MOST_VARIANTS + 1
     assert len(rewrites) == most
     assert [actual for actual, _ in added] == [expected for _, expected in added[:most]] + [0] * (16 - most)
 
@@ -96,9 +96,9 @@ def test_a_stock_forward_gets_the_tensor_that_a_norm_returns_in_stock(
     dtype: torch.dtype | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer passes the outputs of a norm to an attention that then runs its stock forward."""
-    monkeypatch.setattr(guard, "_MOST_VARIANTS", 0)
+    monkeypatch.setattr(fused_classes, "_MOST_VARIANTS", 0)
     stock, fused = twins("qwen3", device)
-    monkeypatch.setattr(guard, "rewritten_forward", None)
+    monkeypatch.setattr(fused_classes, "rewritten_forward", None)
     heard: list[int] = []
     fused.model.layers[0].self_attn.k_norm.register_forward_hook(lambda *_: heard.append(1))
     ids, grads = tokens(device, batch=1, length=3), []

@@ -14,9 +14,9 @@ from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYu
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
+from fused_norm.patcher.fused_block import Rewrite
 from fused_norm.patcher.patterns import functions_of, patterns_of
 from fused_norm.patcher.patterns.heads import QK_NAME
-from fused_norm.patcher.rewrite import Rewrite
 
 from .forwards import Heads, Recorder, assert_becomes, assert_unchanged, layer_of
 from .rotary import rotates

@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 
 import fused_norm
+from fused_norm.patcher.fused_block import Rewrite
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
-from fused_norm.patcher.rewrite import Rewrite
 
 from .forwards import Recorder, assert_becomes, assert_unchanged, everything, layer_of
 

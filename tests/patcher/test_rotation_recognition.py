@@ -25,7 +25,6 @@ from fused_norm.patcher.rotation_recognition import (
     indexed_cos_sin,
     mrope_cos_sin,
     recognise_rotation,
-    unindexed_cos_sin,
 )
 
 from .models import EXPERTS_ARE_MLPS
@@ -94,7 +93,7 @@ def test_a_rotation_is_known_with_its_layout_its_angles_and_its_rounding(functio
 
 @pytest.mark.parametrize(
     ("function", "angles"),
-    [(of_a_table, indexed_cos_sin), (of_sections, mrope_cos_sin), (with_positions, unindexed_cos_sin)],
+    [(of_a_table, indexed_cos_sin), (of_sections, mrope_cos_sin), (with_positions, full_cos_sin)],
 )
 def test_what_comes_after_sin_may_tell_the_angles(function, angles) -> None:
     rotation = recognise_rotation(function, 5)

@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.phi.modeling_phi import PhiAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from fused_norm.patcher.fused_block import Rewrite
 from fused_norm.patcher.patterns import patterns_of, rewritten_forward
 from fused_norm.patcher.patterns.rotations import ROTATION_NAME
-from fused_norm.patcher.rewrite import Rewrite
 
 from .forwards import Heads, assert_becomes, layer_of
 

@@ -188,6 +188,26 @@ def test_what_methods_and_functions_compute_that_a_forward_calls_has_a_row_with_
     assert {site.cause for site in off.kept if site.kind == "mlp"} == {"option"}
 
 
+def is_on() -> bool:
+    return True
+
+
+class AsksAFunction(nn.Module):
+    """A product beside a call of a function without arguments and variables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x) * x if is_on() else x
+
+
+def test_a_function_without_arguments_is_no_obstacle() -> None:
+    report = fused_norm.apply_fused_norm(AsksAFunction(), strict=False)
+    assert [site.kind for site in report.rows] == ["mlp"]
+
+
 def test_rows_of_helpers_come_in_the_same_order_in_every_process() -> None:
     assert list(helpers_of(WithHelpers)) == ["_apply_gate", "_turn", "_written_out", "gated", "_inner"]
 

@@ -19,6 +19,7 @@ from transformers.models.llama import modeling_llama as llama
 
 import fused_norm
 from fused_norm.model_configs import build
+from fused_norm.patcher.running_code import RunningCode
 from tools.hub_export import layers
 
 from .models import relative, tokens
@@ -209,3 +210,15 @@ class Layer(nn.Module):
     fresh = copy.deepcopy(layers)
     fused_norm.apply_fused_norm(fresh, strict=False)
     assert relative(fresh[0](x), expected) < 1e-5
+
+
+def test_a_function_whose_variable_is_gone_by_now_runs_other_code() -> None:
+    held: Any = ModuleType("held")
+
+    def function() -> Any:
+        return held
+
+    running = RunningCode(function)
+    assert running.is_in(function)
+    held = None
+    assert not running.is_in(function)

@@ -26,7 +26,6 @@ _FILES = (
     "patcher/hooks.py",
     "patcher/norm_recognition.py",
     "patcher/probe.py",
-    "patcher/code_fingerprint.py",
     "patcher/running_code.py",
 )
 """The files of the package that the layer needs besides the kernels."""

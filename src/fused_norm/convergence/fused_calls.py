@@ -22,9 +22,9 @@ from ..check.distances import share_different
 from ..kernels.autocast import autocast_dtype
 from ..kernels.operator import Operator, Recompute
 from ..patcher.adapters import FusedAdapter
+from ..patcher.four_bit import FusedLinear4bit
 from ..patcher.fused_block import FusedBlock
 from ..patcher.fused_experts import FusedExperts
-from ..patcher.fused_linear_4bit import FusedLinear4bit
 from ..patcher.fused_norm_module import FusedGatedNorm, FusedNorm
 from ..patcher.lazy_logits import CrossEntropy
 from ..patcher.linear_inputs import tensors_of

@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..options import FuseOptions
 from ..patcher import PatchReport, apply_fused_norm
 from ..patcher.class_swap import Fused
-from ..patcher.recompute_survey import compiled_modules
+from ..patcher.survey import compiled_modules
 from ..spec import FusedNormError
 
 logger = logging.getLogger("fused_norm")

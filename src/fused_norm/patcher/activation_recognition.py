@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..kernels.arguments import Activation as Formula
-from .code_fingerprint import fingerprint, own_attributes
-from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, cpu_replica
+from .probe import DTYPES, Case, Recognizer, UnrecognisedError, cpu_replica, found_once, key_of_module, own_attributes
 from .running_code import RunningCode
 
 FORMULAS: Mapping[Formula, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -28,8 +27,6 @@ FORMULAS: Mapping[Formula, Callable[[Tensor], Tensor]] = MappingProxyType(
 """The activations that the fused operator has, as PyTorch's operators: ``F.silu`` may have been replaced."""
 
 _PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
-
-_outcomes: Outcomes[Formula] = Outcomes()
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def recognise_activation(value: Any) -> Activation:
         UnrecognisedError: if it computes none of ``FORMULAS``, or cannot be run to find out.
     """
     kind: Any = None
-    code, calls, own = value, [value], dict[str, Any]()
+    key, calls, own = value, [value], dict[str, Any]()
     if not isinstance(value, (FunctionType, BuiltinFunctionType)):
         if not isinstance(value, nn.Module):
             raise UnrecognisedError(f"its activation is a {type(value).__name__}, neither a module nor a function")
@@ -81,9 +78,9 @@ def recognise_activation(value: Any) -> Activation:
             if not isinstance(function, _PLAIN):
                 raise UnrecognisedError(f"its activation {kind.__name__} holds {name}, a {type(function).__name__}")
         replicas = [cpu_replica(kind, {**own, "training": training}) for training in (True, False)]
-        code, calls = replicas[0], [partial(kind.forward, replica) for replica in replicas]
+        key, calls = key_of_module(kind, own), [partial(kind.forward, replica) for replica in replicas]
     reason = f"its activation {(kind or value).__name__} computes none of {', '.join(FORMULAS)}"
-    formula = _outcomes.get_or_compute(fingerprint(code), None, lambda: _formula_of(calls), reason)
+    formula = found_once(lambda: _formula_of(calls), recognise_activation, key, reason=reason)
     forward = value if kind is None else kind.forward
     settings = tuple((name, _setting(setting)) for name, setting in own.items())
     return Activation(formula, forward, RunningCode(forward), kind, settings)

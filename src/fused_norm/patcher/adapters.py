@@ -9,23 +9,33 @@ with its adapter, by one operator.
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..kernels import reference
 from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
+from ..kernels.operator import dispatch_modes
+from ..kernels.triton.devices import is_transformed
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
-from .adapter_dropout import dropout_factors, mask_of_dropout
-from .four_bit import is_linear_4bit, packed_weight, why_unreadable
-from .fused_linear_4bit import FusedLinear4bit, why_linear_is_stock
+from .four_bit import (
+    AdapterInput,
+    FusedLinear4bit,
+    Summands,
+    is_linear_4bit,
+    packed_weight,
+    why_linear_is_stock,
+    why_unreadable,
+)
 from .fused_norm_module import is_disabled, run_fused, warn_once
-from .hooks import Fused, are_plain_calls, is_idle_dropout, replaced_forward, replaced_linear, stock_class
-from .linear_values import AdapterInput, Summands
+from .hooks import Fused, are_plain_calls, is_genuine, is_idle_dropout, replaced_forward, replaced_linear, stock_class
 
+_DROPOUT = functional.dropout
 _PEFTS = "PEFT's LoRA code"
 
 _SCALED = "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"
@@ -240,3 +250,30 @@ def adapter_reads_in(layer: Any, dtype: torch.dtype) -> bool:
     weight, dropout = layer.lora_A[name].weight, layer.lora_dropout[name]
     is_cast = getattr(layer, "cast_input_dtype_enabled", True)
     return is_idle_dropout(dropout) and (not is_cast or weight.dtype in (torch.float32, dtype))
+
+
+def mask_of_dropout(dropout: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Draw the mask of ``dropout(x.to(dtype))`` of an x on a GPU; it depends on the dtype, but not on the numbers.
+
+    None, and nothing is drawn, if PyTorch would draw it in another way, or if something sees the call.
+    """
+    if type(dropout) is not nn.Dropout or not (dropout.training and 0 < dropout.p < 1 and not dropout.inplace):
+        return None
+    if not x.is_cuda or not x.is_contiguous() or not x.numel() or dispatch_modes() or is_transformed():
+        return None
+    if not are_plain_calls(dropout) or not is_genuine(nn.Dropout) or functional.dropout is not _DROPOUT:
+        return None
+    # PyTorch draws by the dtype of what it drops, and by how far that is aligned in memory.
+    dropped = x.detach() if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
+    _, mask = torch.native_dropout(dropped, dropout.p, True)
+    return mask
+
+
+@lru_cache
+def dropout_factors(p: float) -> tuple[float, float]:
+    """Return the factors of numbers and of gradients in PyTorch's dropout on a GPU.
+
+    For the first one PyTorch rounds the share that it keeps to float32.
+    """
+    kept = torch.tensor(1.0 - p, dtype=torch.float32, device="cpu").item()
+    return 1.0 / kept, 1.0 / (1.0 - p)

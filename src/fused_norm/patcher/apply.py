@@ -14,8 +14,7 @@ from ..model_configs import FAMILIES, Family
 from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_override_reason, original_class, stock_class
-from .code_fingerprint import no_code_changes
-from .patch_report import PatchReport, Site
+from .patch_report import PatchReport, RowKind, Site
 from .survey import survey
 
 logger = logging.getLogger("fused_norm")
@@ -71,8 +70,7 @@ def apply_fused_norm(
     kinds = norms, qk, rope, residual, sandwich, mlp, conv, experts, linear, adapter, loss  # in the order of the fields
     options = FuseOptions(*kinds, modules, casting, consumers, recompute, strict, readers)
     _check_is_module(model)
-    with no_code_changes():
-        rows, changes = survey(model, options)
+    rows, changes = survey(model, options)
     expected = list(_expected_sites(model))
     others = list(_sites_of_others(model, rows, expected))
     places = {(site.kind, site.path) for site in others}
@@ -100,7 +98,7 @@ def remove_fused_norm(model: nn.Module) -> int:
     """
     _check_is_module(model)
     fused = [module for module in model.modules() if isinstance(module, Fused)]
-    _change([ClassChange(module, original_class(module)) for module in fused])
+    _change([(module, original_class(module)) for module in fused])
     return len(fused)
 
 
@@ -113,10 +111,11 @@ def _check(model: nn.Module, report: PatchReport, expected: Sequence[_Expected])
     """Raise FusedNormError if nothing is fused, or a known family lacks a site."""
     if not report.fused:
         raise FusedNormError(f"nothing to fuse in {type(model).__name__}; pass strict=False to go on\n{report}")
+    rows = {(site.kind, site.path): site for site in (*report.fused, *report.kept)}
     missing = [
         f"{place} ({kind}): {problem}"
         for place, path, kind, family, _ in expected
-        if (problem := _problem(path, kind, family, report)) is not None
+        if (problem := _problem(path, kind, family, rows)) is not None
     ]
     if missing:
         more = f"\n  and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
@@ -172,16 +171,18 @@ def _expected_sites(model: nn.Module) -> Iterator[_Expected]:
             yield f"{prefix}.{name}" if prefix else name, path, kind, layer, layers
 
 
-def _problem(path: str | None, kind: Kind, family: Family, report: PatchReport) -> str | None:
+def _problem(path: str | None, kind: Kind, family: Family, rows: Mapping[tuple[RowKind, str], Site]) -> str | None:
     """The problem with a site that a family has at this path, which is absent or computes something else; or None."""
     if path is None:
         return "not found"
-    kinds = (kind, "experts") if kind == "mlp" else (kind,)
-    rows = {site.path: site for site in (*report.fused, *report.kept) if site.kind in kinds}
-    inside_wrapper = (row for row in rows.values() if row.path.startswith(f"{path}."))
-    site = rows.get(path) or next(inside_wrapper, None)
+    kinds: tuple[Kind, ...] = (kind, "experts") if kind == "mlp" else (kind,)
+    site = next((rows[other, path] for other in kinds if (other, path) in rows), None)
+    if site is None:
+        inside_wrapper = (row for row in rows.values() if row.kind in kinds and row.path.startswith(f"{path}."))
+        site = next(inside_wrapper, None)
     if site is None and kind in ("residual", "sandwich"):  # kept for its layer's sake, it has the layer's row
-        site = next((row for row in report.kept if row.path == path.rpartition(".")[0]), None)
+        kept = (row for row in rows.values() if row.reason is not None)
+        site = next((row for row in kept if row.path == path.rpartition(".")[0]), None)
     if site is None:
         return "not found"
     if site.cause == "unrecognised":
@@ -201,8 +202,8 @@ def _change(changes: list[ClassChange]) -> None:
     """Make all changes, or none."""
     undone: list[Callable[[], None]] = []
     try:
-        for change in changes:
-            undone.append(change_class(change.module, change.new))
+        for module, new in changes:
+            undone.append(change_class(module, new))
     except Exception:
         for undo in reversed(undone):
             undo()

@@ -19,9 +19,9 @@ from torch import Tensor
 from ..kernels.autocast import autocast_dtype, is_any_autocast_on
 from ..kernels.operator import dispatch_modes, is_dynamo_compiling
 from .adapters import is_plain_in_4_bits
+from .four_bit import AdapterInput
 from .fused_norm_module import is_disabled
 from .hooks import defined_function, function_mode
-from .linear_values import AdapterInput
 
 HARMLESS = frozenset({"dropout", "scaling", "is_causal", "sliding_window", "softcap"})
 """Arguments of attention functions that do not depend on the dtype of q and k."""

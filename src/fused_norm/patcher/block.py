@@ -12,20 +12,18 @@ from ..spec import Kind
 from .adapters import is_lora_layer, is_quantised_lora_layer, why_unfused
 from .class_swap import (
     ClassChange,
-    change_to,
     forward_override_reason,
     has_derived_class,
+    has_to_change,
     is_called_around,
-    is_called_in_parallel,
     stock_class,
 )
 from .four_bit import is_linear_4bit
-from .fused_block import FusedBlock
+from .fused_block import FusedBlock, Rewrite
 from .hooks import are_plain_calls, has_hooks
 from .linear_inputs import called_by
 from .norm_recognition import looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
-from .rewrite import Rewrite
 from .source import member_of
 
 
@@ -56,8 +54,8 @@ class SurveyedModel:
             FusedNormError: if other code has built on the fused class that it has.
         """
         self.changes.pop(id(module), None)
-        if new is not None:
-            self.changes.update({id(module): change for change in change_to(module, new)})
+        if new is not None and has_to_change(module, new):
+            self.changes[id(module)] = module, new
 
     def block(self, path: str) -> Block:
         """The module at this path, which is the first of its paths, as one whose forward may be rewritten."""
@@ -182,8 +180,7 @@ class Block:
         row = replace(row, spec=site.spec, replaced=site.replaced)
         if site.reason is not None:
             return row.skipped(f"its norm is kept: {site.reason}", site.cause)
-        called_around = is_called_around(norm) if kind in ("sandwich", "rope") else is_called_in_parallel(norm)
-        if has_hooks(norm) or called_around:
+        if has_hooks(norm) or is_called_around(norm, with_residual=kind not in ("sandwich", "rope")):
             return row.skipped("hooks or other code stand on its norm", "overridden")
         return self._unless_prevented(row, option or kind, norm, already)
 
@@ -204,7 +201,7 @@ class Block:
             return row.skipped(self.override_reason, "overridden")
         if unwanted := why_left_out(option, row.path, selected, self._model.options):
             if self.is_sealed:
-                change_to(self.module, self.origin)
+                has_to_change(self.module, self.origin)  # raises if it has
             return row.skipped(unwanted, "option")
         return row
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -17,7 +16,7 @@ from .source import cells_of
 _POPPED = "_fused_norm_popped_forward"
 
 
-def fused_class(module: Fused) -> Any:
+def _own_fused_class(module: Fused) -> Any:
     """The class that was put on a module: its own, or one that other code has built upon."""
     return next(base for base in type(module).__mro__ if "fused_norm_origin" in vars(base))
 
@@ -42,7 +41,7 @@ def fused_override_reason(fused: Any) -> str | None:
 
 def forward_override_reason(module: nn.Module) -> str | None:
     """The reason why a change of class would not take effect: other code has put a ``forward`` on this instance."""
-    if isinstance(module, Fused) and (override := fused_override_reason(fused_class(module))):
+    if isinstance(module, Fused) and (override := fused_override_reason(_own_fused_class(module))):
         return override
     forward = vars(module).get("forward")
     if forward is None or _is_bound(forward, module):
@@ -54,36 +53,33 @@ def forward_override_reason(module: nn.Module) -> str | None:
     return f"its forward was replaced on the instance, by {name_of_function(forward)}"
 
 
-def is_called_around(norm: nn.Module) -> bool:
-    """Return whether calls go through a ``forward`` that other code, accelerate included, has put on this instance."""
+def is_called_around(norm: nn.Module, *, with_residual: bool) -> bool:
+    """Return whether calls go through other code on this instance: a ``forward``, accelerate's included, or a compiler.
+
+    ``with_residual``: they may be calls with a residual, in whose way only transformers' tensor parallelism is: its
+    function cuts the first argument.
+    """
     forward = vars(norm).get("forward")
-    return forward is not None and not _is_bound(forward, norm)
+    if with_residual:
+        return _cell_of_forward(norm) is not None
+    return norm._compiled_call_impl is not None or (forward is not None and not _is_bound(forward, norm))
 
 
-def is_called_in_parallel(norm: nn.Module) -> bool:
-    """Return whether calls go through a function of transformers' tensor parallelism, which cuts the first argument."""
-    return _cell_of_forward(norm) is not None
+ClassChange = tuple[nn.Module, type[nn.Module]]
+"""A module and the class that it is to have."""
 
 
-@dataclass(frozen=True)
-class ClassChange:
-    """A module and the class that it is to have."""
-
-    module: nn.Module
-    new: type[nn.Module]
-
-
-def change_to(module: nn.Module, new: type[nn.Module]) -> list[ClassChange]:
-    """The change that gives a module this class, if it has another one.
+def has_to_change(module: nn.Module, new: type[nn.Module]) -> bool:
+    """Return whether a module has another class than this one.
 
     Raises:
         FusedNormError: if other code has built on its fused class.
     """
     if isinstance(module, Fused):
-        if fused_class(module) is new:
-            return []
+        if _own_fused_class(module) is new:
+            return False
         original_class(module)  # raises there
-    return [] if type(module) is new else [ClassChange(module, new)]
+    return type(module) is not new
 
 
 def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:

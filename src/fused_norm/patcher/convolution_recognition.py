@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from ..kernels import reference
 from ..kernels.autocast import autocast_dtype
 from ..kernels.causal_conv1d import CAUSAL_CONV1D
-from .code_fingerprint import fingerprint
 from .fused_norm_module import is_disabled, run_fused
 from .hooks import are_plain_calls, is_function_as_module, is_genuine, runs_as_compared, short_name
-from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError
-from .running_code import RunningCode
+from .native_code import native_code
+from .probe import DTYPES, Case, Recognizer, UnrecognisedError, found_once
+from .running_code import Identity, RunningCode
 
 SILU = ("silu", "swish")
 """The names that transformers has for SiLU."""
@@ -38,8 +38,6 @@ _IGNORED = (
 
 _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
 _BATCH, _CHANNELS, _LENGTH = 2, 3, 7
-
-_outcomes: Outcomes[frozenset[str]] = Outcomes()
 
 
 @dataclass(frozen=True)
@@ -85,11 +83,11 @@ def recognise_convolution(function: Any) -> ConvolutionFunction:
     """
     if not isinstance(function, FunctionType) and not is_function_as_module(function):
         raise UnrecognisedError(f"its convolution is a {type(function).__name__}, not a function")
-    reached = fingerprint(function)
-    if reached.native is not None:
-        raise UnrecognisedError(f"{short_name(function)} runs {reached.native}, a kernel already")
+    if (kernel := native_code(function)) is not None:
+        raise UnrecognisedError(f"{short_name(function)} runs {kernel}, a kernel already")
     reason = f"{short_name(function)} computes no causal convolution"
-    ignored = _outcomes.get_or_compute(reached, None, lambda: _ignored_by_convolution(function), reason)
+    key = recognise_convolution, Identity(function)
+    ignored = found_once(lambda: _ignored_by_convolution(function), *key, reason=reason)
     forward = function if isinstance(function, FunctionType) else type(function).forward
     return ConvolutionFunction(function, RunningCode(forward), ignored)
 
@@ -163,6 +161,10 @@ def _cases(
     def random(*shape: int, dtype: torch.dtype = dtypes[1]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
+    def called(named: Mapping[str, Any], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            return function(x, weight, bias, **named)
+
     sequences = dict.fromkeys(handed_on, torch.tensor([[0, 0, 1, 1, 1, 2, 2]]))
     extra = {**dict.fromkeys(_IGNORED), **sequences}
     ways: list[Mapping[str, Any]] = [{"activation": activation, **extra}]
@@ -179,13 +181,7 @@ def _cases(
         for turned in (x.transpose(1, 2), x.transpose(1, 2).contiguous()):
             for named in ways:
                 for tensors in ([turned, weight, bias], [turned, weight]):
-                    yield Case(partial(_called, function, dict(named), autocast), tensors)
-
-
-def _called(function: Callable[..., Any], named: dict[str, Any], autocast: torch.dtype | None, *tensors: Tensor) -> Any:
-    x, weight, bias = (*tensors, None)[:3]
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        return function(x, weight, bias, **named)
+                    yield Case(partial(called, named), tensors)
 
 
 def _formula(

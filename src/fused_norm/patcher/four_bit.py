@@ -1,4 +1,4 @@
-"""4-bit linears of bitsandbytes as a kernel reads them: their packed weight, and the calls that are left to their code.
+"""4-bit linears of bitsandbytes: their packed weight as kernels read it, and linears that dequantise it in one kernel.
 
 Names of bitsandbytes that are not public are asked for each time, and if one is missing, or a weight is packed in
 another way, the linear's own code runs.
@@ -7,17 +7,120 @@ another way, the linear's own code runs.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.autocast import autocast_dtype
+from ..kernels.linear_4bit import LINEAR_4BIT
 from ..kernels.triton.dequantize_kernels import SCALES_TOGETHER, PackedWeight
-from .hooks import are_plain_calls, is_genuine, stock_class
+from .fused_norm_module import is_disabled, run_fused, warn_once
+from .hooks import Fused, are_plain_calls, is_genuine, replaced_forward, replaced_linear, stock_class
 
 _MOST_ROWS = 4096
 """Up to so many rows a release whose own rule is unknown may multiply by a kernel of its own."""
+
+
+@dataclass(slots=True)
+class AdapterInput:
+    """The input of a fused LoRA layer or 4-bit linear, in place of one tensor.
+
+    Only a rewritten forward passes it, to a module whose call nothing else sees.
+
+    Attributes:
+        x: [..., K], read by the linear.
+        own: equal to x but for its dtype, read by the adapter, with a gradient of its own; or x.
+        dtype: that of x in stock code, in which a quantised linear, or a layer around one, returns its result; None if
+            x is of it, or if no linear in the block is quantised.
+        y_dtype: that of products, if the only consumer of the output casts it to that at once.
+        returns_summands: the consumer takes ``Summands`` in place of the output; a layer may return the output still.
+    """
+
+    x: Tensor
+    own: Tensor
+    dtype: torch.dtype | None
+    y_dtype: torch.dtype | None = None
+    returns_summands: bool = False
+
+    def as_in_stock(self) -> Tensor:
+        """The one tensor that the layer reads in stock code."""
+        if self.dtype is None:
+            return self.x
+        return self.own if self.own.dtype == self.dtype else self.x.to(self.dtype)
+
+
+class Summands(NamedTuple):
+    """The output of a 4-bit linear, or of a LoRA layer around one, in 16 bits; in float32 their sum is that of stock.
+
+    Attributes:
+        base: the output of the linear.
+        added: that of the adapter; None for a linear without one.
+    """
+
+    base: Tensor
+    added: Tensor | None
+
+
+class FusedLinear4bit(Fused):
+    """Base of the classes put on 4-bit linears without an adapter; a subclass also derives from bitsandbytes' class."""
+
+    fused_norm_is_quantised: ClassVar[bool]
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Multiply by the weight, dequantised in one kernel, if that computes what bitsandbytes' linear does.
+
+        ``x`` is [..., K], or an ``AdapterInput``; the result is [..., N], or ``Summands``.
+        """
+        adapter_input = x if type(x) is AdapterInput else None
+        x = x if adapter_input is None else adapter_input.x
+        if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
+            return self._in_stock(
+                x if adapter_input is None else adapter_input.as_in_stock(), adapter_input, *args, **kwargs
+            )
+        linear, dtype = vars(self), autocast_dtype(x)
+        products = linear["compute_dtype"]
+        weight = packed_weight(self, x, products, is_readable=adapter_input is not None, is_called=True)
+        reason = weight if isinstance(weight, str) else None
+        if (
+            reason is None and adapter_input is None
+        ):  # else the guard of the forward that passes an AdapterInput has asked
+            reason = replaced_linear() or _changed_class(self)
+        if reason is None and dtype not in (None, products):
+            reason = f"autocast is to {dtype}, and it computes in {products}"
+        if reason is None:
+            parts, is_sum = self._parameters, adapter_input is None or not adapter_input.returns_summands
+            y_dtype = (adapter_input and (adapter_input.y_dtype or adapter_input.dtype)) or x.dtype
+            options = linear["out_features"], weight[1], products, y_dtype if is_sum else products
+            y, reason = run_fused(LINEAR_4BIT, x, *weight[0], parts["bias"], *options)
+            if y is not None:
+                return y if is_sum else Summands(y, None)
+        warn_once(self.fused_norm_origin, reason, "bitsandbytes' code")
+        return self._in_stock(x, adapter_input)
+
+    def _in_stock(self, x: Any, adapter_input: AdapterInput | None, *args: Any, **kwargs: Any) -> Any:
+        """Run bitsandbytes' forward, and cast its result to the dtype that the caller asks for."""
+        y = self.fused_norm_origin.forward(self, x, *args, **kwargs)
+        dtype = adapter_input and (adapter_input.y_dtype or adapter_input.dtype)
+        return y if dtype is None else y.to(dtype)
+
+
+def why_linear_is_stock(linear: Any) -> str | None:
+    """Return the reason why a 4-bit linear, as it is now, has to run bitsandbytes' forward; None if it has not.
+
+    Whether other code has replaced all linears is another question, ``replaced_linear``.
+    """
+    reason = _changed_class(linear) if isinstance(linear, FusedLinear4bit) else None
+    reason = why_unreadable(linear, is_called=True) if reason is None else reason
+    return reason or (None if reason is None else replaced_forward(stock_class(linear)) or "")
+
+
+def _changed_class(linear: FusedLinear4bit) -> str | None:
+    if are_plain_calls(inside=type(linear)):
+        return None
+    return "the forward of its class has changed since it was patched"
 
 
 def is_linear_4bit(module: Any) -> bool:

@@ -1,19 +1,20 @@
 """The methods that rewritten forwards of layers, attentions and MLPs call: several modules' work in one kernel.
 
 They are called only if no hook, wrapper, sharding or offloading is skipped by it: the guard of the rewritten forward
-(``guard.py``) has asked. If a kernel does not take a module's input, the modules are called one after the other, as
-in the stock code.
+(``fused_classes.py``) has asked. If a kernel does not take a module's input, the modules are called one after the
+other, as in the stock code.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..kernels.autocast import autocast_dtype
-from ..kernels.glu import GLU
+from ..kernels.glu import GLU, GLU_FOR_CONSUMERS
 from ..kernels.norm import (
     ADD_RMS_NORM,
     ADD_RMS_NORM_FOR_CONSUMERS,
@@ -27,15 +28,36 @@ from ..kernels.reference import cast_output
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
-from .activation_recognition import Formula
+from .activation_recognition import Activation, Formula
+from .adapters import adapter_reads_in, is_plain_in_4_bits, linear_reads_in
 from .attention_functions import for_values, read_dtype
 from .convolution_recognition import ConvolutionFunction, convolve_as_module
+from .four_bit import AdapterInput, FusedLinear4bit, Summands
 from .fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, warn_once
-from .gated_linear import fused_norm_gated, fused_norm_product
 from .hooks import Fused, is_idle_dropout, short_name
 from .linear_inputs import ConsumerSpec, NormOutputs, consumer_spec, fused_norm_inputs
-from .rewrite import Rewrite
+from .recompute import recomputes, recomputes_linears
 from .rotation_recognition import Rotation, full_cos_sin
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A match of a pattern in a forward that is to be fused.
+
+    Attributes:
+        pattern: the list in ``Patterns`` that has the match, such as ``adds``.
+        index: the match's index in that list.
+        parts: what of it is fused. Of an add: ``norm``, ``inner``, ``dropout``, ``consumers``, and ``called`` for a
+            norm whose call other code sees; of a consumed norm: ``consumers``, ``input``; of heads: ``rotation``; of
+            a rotation, by itself or of heads: ``values``; of inputs: the attributes of the linears; of a gate:
+            ``consumer``.
+        activation: that of a gate, or of a module that convolves.
+    """
+
+    pattern: str
+    index: int
+    parts: tuple[str, ...] = ()
+    activation: Activation | None = None
 
 
 class FusedBlock(Fused):
@@ -234,8 +256,63 @@ class FusedBlock(Fused):
         warn_once(self.fused_norm_origin, reason)
         return act(gate) * up
 
-    fused_norm_gated = fused_norm_gated
-    fused_norm_product = fused_norm_product
+    def fused_norm_gated(self, activation: Formula, act: Any, linear: Any, **factors: Any) -> Any:
+        """``linear(act(gate) * up)``; ``activation`` is the formula of ``act``.
+
+        If the linear has 4 bits, or is a LoRA layer around one, it casts the product, which is written in the 16 bits
+        that it reads. If such linears compute gate and up as well, they return what they add up in 16 bits, and not the
+        sum in float32, so that gradients are of 16 bits, too.
+
+        ``factors``: gate and up in their order in stock code; each is a tensor, or a pair of a linear and its input.
+        """
+        read = factors["gate"][1] if type(factors["gate"]) is tuple else factors["gate"]
+        read = read.x if type(read) is AdapterInput else read
+        products = None if torch.compiler.is_compiling() or type(read) is not Tensor else autocast_dtype(read)
+        dtype, wide = _dtype_read_by(linear, products)
+        summands = None if recomputes_linears() else products
+        computed = {name: _computed(factor, summands) for name, factor in factors.items()}
+        gate, up = computed["gate"], computed["up"]
+        tensors: tuple[Any, Any, Any, Any] | None = None
+        if type(gate) is type(up) is Summands and (gate.added is None) == (up.added is None):
+            tensors = gate.base, up.base, gate.added, up.added
+        else:
+            gate, up = _sum(gate), _sum(up)
+            if dtype is not None and getattr(gate, "dtype", None) == getattr(up, "dtype", None) == torch.float32:
+                tensors = gate, up, None, None
+        if tensors is not None and not is_disabled():
+            consumers = 1 if dtype is None or isinstance(linear, FusedLinear4bit) else 2
+            outputs = self.fused_norm_product(activation, act, *tensors, consumers, dtype or torch.float32, wide)
+            if outputs is not None:
+                y, own = (outputs, outputs) if isinstance(outputs, Tensor) else (outputs[0], outputs[-1])
+                return linear(y if dtype is None else AdapterInput(y, own, torch.float32))
+        return linear(self.fused_norm_gate(activation, act, gate=_sum(gate), up=_sum(up)))
+
+    def fused_norm_product(
+        self,
+        activation: Formula,
+        act: Any,
+        gate: Tensor,
+        up: Tensor,
+        gate_added: Tensor | None,
+        up_added: Tensor | None,
+        consumers: int,
+        dtype: torch.dtype,
+        wide: int,
+    ) -> Any:
+        """``act(gate + gate_added) * (up + up_added)`` in float32, cast to ``dtype``: a tensor, or one per consumer.
+
+        Consumers whose bits are set in ``wide`` get float32. None if kernels do not take it; inside ``disabled()``,
+        where nothing calls it but to compare, the formula.
+        """
+        tensors = gate, up, gate_added, up_added
+        outputs, reason = run_fused(GLU_FOR_CONSUMERS, *tensors, activation, consumers, dtype, wide)
+        if reason is None:
+            return outputs
+        if not is_disabled():
+            return None
+        gate, up = (_sum(Summands(*summands)) for summands in ((gate, gate_added), (up, up_added)))
+        y = act(gate) * up
+        return y if wide else y.to(dtype)
 
     def fused_norm_gate_packed(self, activation: Formula, act: Any, packed: Any) -> Any:
         """``act(gate) * up`` of the two halves of a tensor; ``activation`` is the formula of ``act``."""
@@ -277,3 +354,45 @@ def _with_batch(x: Any, without: int) -> Any:
 def _like(x: Tensor, other: Tensor) -> Tensor:
     """``x`` without the dimension of the batch if ``other`` has none."""
     return x if x.dim() == other.dim() else x.squeeze(0)
+
+
+def _dtype_read_by(linear: Any, dtype: torch.dtype | None) -> tuple[torch.dtype | None, int]:
+    """The 16 bits that a 4-bit linear, perhaps in a LoRA layer, casts a float32 input to; None if unknown.
+
+    Also ``wide``, as ``GLU_FOR_CONSUMERS`` takes it: 2 if the layer's adapter, its second consumer, drops some of it.
+
+    ``dtype``: autocast's.
+    """
+    if dtype is None or not getattr(linear, "fused_norm_is_quantised", False):
+        return None, 0
+    if not is_plain_in_4_bits(linear) or not linear_reads_in(linear, dtype):
+        return None, 0
+    if isinstance(linear, FusedLinear4bit) or adapter_reads_in(linear, dtype):
+        return dtype, 0
+    return (None, 0) if recomputes() else (dtype, 2)
+
+
+def _computed(factor: Any, dtype: torch.dtype | None) -> Any:
+    """A factor, or its summands if a 4-bit linear or its LoRA layer returns these.
+
+    ``dtype``: that of products; None if the sum is wanted.
+    """
+    if type(factor) is not tuple:
+        return factor
+    linear, x = factor
+    if dtype is None or not getattr(linear, "fused_norm_is_quantised", False):
+        return linear(x)
+    adapter_input = x if type(x) is AdapterInput else AdapterInput(x, x, None)
+    # The guard of the layer has asked whether the calls of linears that get an ``AdapterInput`` are plain.
+    if type(adapter_input.x) is not Tensor or (adapter_input is not x and not is_plain_in_4_bits(linear)):
+        return linear(x)
+    if (adapter_input.dtype or adapter_input.x.dtype) != torch.float32:
+        return linear(x)
+    return linear(AdapterInput(adapter_input.x, adapter_input.own, adapter_input.dtype, returns_summands=True))
+
+
+def _sum(factor: Any) -> Any:
+    """A factor as it is in stock code."""
+    if type(factor) is not Summands:
+        return factor
+    return factor.base.float() if factor.added is None else factor.base.float() + factor.added

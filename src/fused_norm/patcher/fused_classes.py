@@ -1,4 +1,4 @@
-"""The fused classes.
+"""The fused classes, and the guard of rewritten forwards.
 
 A fused class derives from the class of the instances that get it and keeps its names, so ``isinstance``, FSDP's
 auto-wrap policies, device maps and weight initialisation, which all go by class or by name, see what they saw before.
@@ -6,26 +6,33 @@ auto-wrap policies, device maps and weight initialisation, which all go by class
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..options import RecomputeLevel
-from ..spec import Casting, GatedNormSpec, NormSpec
-from .adapters import FusedAdapter
-from .fused_block import FusedBlock
-from .fused_experts import FusedExperts, GateOfExperts
-from .fused_linear_4bit import FusedLinear4bit
-from .fused_norm_module import FusedGatedNorm, FusedNorm
-from .guard import guarded_forward
-from .hooks import are_plain_calls
+from .fused_block import FusedBlock, Rewrite
+from .fused_norm_module import FusedNorm
+from .hooks import are_plain_calls, has_hooks, replaced_linear
+from .linear_inputs import called_by, taking_tensors, warn_about_consumers
 from .losses import FusedHead, FusedLoss, fused_forward
-from .patterns import functions_of, linears_of
+from .patterns import bypassed_by, functions_of, linears_of, rewrites_around, rewritten_forward
+from .patterns.calls import Callee
 from .recompute import call_recomputing
-from .rewrite import Rewrite
 from .running_code import RunningCode
+from .source import SourceError, member_of, namespace_of
+
+logger = logging.getLogger("fused_norm")
+
+Forward = Callable[..., Any]
+
+_MOST_VARIANTS = 8
+"""Forwards of a class for calls that other code sees; if more would be needed, the stock one runs."""
 
 
 class _NoHubKernel:
@@ -33,21 +40,6 @@ class _NoHubKernel:
 
     def __get__(self, instance: object, owner: type | None = None) -> str:
         raise AttributeError("kernel_layer_name: a fused module takes no kernel from the hub")
-
-
-def fused_norm_class(origin: Any, spec: NormSpec, eps_name: str, replaced: Casting | None = None) -> type[nn.Module]:
-    """The fused class for norms of class ``origin`` that compute ``spec``, with eps in the attribute ``eps_name``.
-
-    ``replaced``: the casting of ``origin``, if that of ``spec`` is another one.
-    """
-    return _derive(
-        FusedGatedNorm if isinstance(spec, GatedNormSpec) else FusedNorm,
-        origin,
-        (fused_norm_class, spec, eps_name, replaced),
-        fused_norm_spec=spec,
-        fused_norm_replaced=replaced,
-        fused_norm_eps_name=eps_name,
-    )
 
 
 def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: RecomputeLevel = False) -> type[nn.Module]:
@@ -60,11 +52,11 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
         SourceError: if the forward cannot be rewritten.
     """
     rotations, convolutions = functions_of(origin, rewrites) if rewrites else ((), ())
-    return _derive(
+    return fused_class(
         FusedBlock,
         origin,
-        (fused_block_class, rewrites, recompute),
-        partial(guarded_forward, origin, rewrites, partial(_recomputing, recompute)),
+        partial(_guarded_forward, origin, rewrites, recompute),
+        (fused_block_class, origin, rewrites, recompute),
         fused_norm_rewrites=rewrites,
         fused_norm_rotations=rotations,
         fused_norm_convolutions=convolutions,
@@ -73,60 +65,29 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
     )
 
 
-def _recomputing(level: RecomputeLevel, rewritten: Callable[..., Any]) -> Callable[..., Any]:
-    """``rewritten``, which recomputes in the backward; itself if the level is False."""
-    if not level:
-        return rewritten
-
-    @wraps(rewritten)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call_recomputing(rewritten, self, args, kwargs, level)
-
-    return forward
-
-
-def fused_adapter_class(origin: Any) -> type[nn.Module]:
-    """The fused class for LoRA layers of class ``origin``."""
-    is_quantised = origin.__module__.endswith(".bnb")
-    return _derive(FusedAdapter, origin, (fused_adapter_class,), fused_norm_is_quantised=is_quantised)
-
-
-def fused_linear_4bit_class(origin: Any) -> type[nn.Module]:
-    """The fused class for 4-bit linears of class ``origin``."""
-    return _derive(FusedLinear4bit, origin, (fused_linear_4bit_class,))
-
-
-def fused_experts_class(origin: Any, gate: GateOfExperts) -> type[nn.Module]:
-    """The fused class for modules of experts of class ``origin``, which have this gate."""
-    return _derive(FusedExperts, origin, (fused_experts_class, gate), fused_norm_gate=gate)
-
-
 def fused_loss_class(origin: Any) -> type[nn.Module]:
     """The fused class for language models of class ``origin``."""
-    forward, head = partial(fused_forward, origin), fused_head_class(nn.Linear)
-    return _derive(FusedLoss, origin, (fused_loss_class,), forward, fused_norm_head_class=head)
+    forward, head = partial(fused_forward, origin), fused_class(FusedHead, nn.Linear)
+    return fused_class(FusedLoss, origin, forward, (fused_loss_class, origin), fused_norm_head_class=head)
 
 
-def fused_head_class(origin: Any) -> type[nn.Module]:
-    """The fused class for heads of language models, which are linears of class ``origin``."""
-    return _derive(FusedHead, origin, (fused_head_class,))
-
-
-def _derive(
-    base: type, origin: Any, made_by: tuple[Any, ...], forward: Callable[[], Any] | None = None, **members: Any
+def fused_class(
+    base: type,
+    origin: Any,
+    forward: Callable[[], Any] | None = None,
+    made_by: tuple[Any, ...] = (),
+    **members: Any,
 ) -> Any:
-    """A class of both with these members, the one that was made before, if an instance of it lives.
+    """A class of both with these members: the one that was made before, if an instance of it lives.
 
-    ``made_by``: a function that makes it of ``origin``, and its arguments. ``forward``: makes its forward, if it is not
-    that of ``base``.
+    ``forward``: makes its forward, if it is not that of ``base``. ``made_by``: a function that makes the class again,
+    and its arguments, if this function with these members is not to.
     """
+    make, *arguments = made_by or (fused_class, base, origin)
+    made_by = make, arguments, {} if made_by else members
     members = {"fused_norm_made_by": made_by, **members}
-    for subclass in origin.__subclasses__():  # this list does not hold them
-        if all(vars(subclass).get(name) == value for name, value in members.items()) and are_plain_calls(
-            inside=subclass
-        ):
-            return subclass
-    make, *arguments = made_by
+    if (made_before := _made_before(origin, members)) is not None:
+        return made_before
 
     def reduce_ex(self: nn.Module, protocol: int) -> Any:
         constructor, values, *state = origin.__reduce_ex__(self, protocol)
@@ -134,7 +95,7 @@ def _derive(
             return constructor, values, *state
         if not are_plain_calls(inside=derived):  # what runs is the forward that the class has now
             return constructor, (origin, *values[1:]), *state
-        return _rebuild, (make, origin, arguments), *state
+        return _rebuild, (origin, made_by), *state
 
     members |= {name: getattr(origin, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {
@@ -151,6 +112,121 @@ def _derive(
     return derived
 
 
-def _rebuild(make: Callable[..., type], origin: type, arguments: Sequence[Any]) -> nn.Module:
+def _made_before(origin: Any, members: Mapping[str, Any]) -> Any:
+    """The fused class for modules of class ``origin`` that has these members, if an instance of it lives; or None."""
+    for subclass in origin.__subclasses__():  # this list does not hold them
+        is_alike = all(vars(subclass).get(name) == value for name, value in members.items())
+        if is_alike and are_plain_calls(inside=subclass):
+            return subclass
+    return None
+
+
+def _rebuild(origin: Any, made_by: tuple[Any, ...]) -> nn.Module:
     """An empty instance of a fused class, for pickle and deepcopy to fill."""
-    return object.__new__(make(origin, *arguments))
+    make, arguments, members = made_by
+    kind: Any = _made_before(origin, {"fused_norm_made_by": made_by}) or make(*arguments, **members)
+    return object.__new__(kind)
+
+
+def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: RecomputeLevel) -> Forward:
+    """The forward of a class with these rewrites, which asks at each call whether all that it bypasses is still plain.
+
+    If other code sees the call of a norm or an activation, another forward runs: the one that a patch would make of the
+    class as things are, in which that call stands as in the stock source. If other code has put a forward of its own on
+    ``origin`` since, or code into that one, that runs.
+
+    Raises:
+        SourceError: if the forward cannot be rewritten.
+    """
+    stock: Any = taking_tensors(origin.forward) if linears_of(rewrites) else origin.forward
+    norms, consumers, bypassed = bypassed_by(origin, rewrites) if rewrites else ([], [], [])
+    activations = [(act.name, _look_up(origin, act), activation) for act, activation in bypassed]
+
+    def finished(left: tuple[Rewrite, ...]) -> Forward:
+        rewritten = rewritten_forward(origin, left) if left else stock
+        if not recompute:
+            return rewritten
+
+        @wraps(rewritten)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return call_recomputing(rewritten, self, args, kwargs, recompute)
+
+        return forward
+
+    straight = finished(rewrites)
+    variants: dict[frozenset[tuple[str, bool]], Forward] = {frozenset(): straight}
+
+    def other(self: Any, called_by_name: dict[str, list[Any] | None]) -> Forward:
+        """The forward for a module that the straight one is not for, as other code sees calls inside."""
+        if not are_plain_calls(inside=type(self)):
+            return taking_tensors(origin.forward) if linears_of(rewrites) else origin.forward
+        if torch.compiler.is_compiling():
+            return origin.forward
+        names = [name for name, called in called_by_name.items() if called is None or not are_plain_calls(*called)]
+        for name in names:
+            if name in consumers:
+                warn_about_consumers(self._modules.get(name))
+        seen = {name: _takes_residual(member_of(self, name)) for name in names}
+        key = frozenset(seen.items())
+        if key not in variants:
+            if len(variants) > _MOST_VARIANTS:
+                return stock
+            what = ", ".join(sorted(names))
+            logger.info("%s runs a forward of its own because other code sees calls of %s", origin.__name__, what)
+            try:
+                variants[key] = finished(tuple(rewrites_around(origin, rewrites, seen)))
+            except SourceError:  # the file may be another one by now
+                variants[key] = stock
+        return variants[key]
+
+    @wraps(straight)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = self._modules
+        # By name, the modules whose calls have to be plain; None if there is something else by now.
+        called_by_name: dict[str, list[Any] | None] = {}
+        for name in norms:
+            norm = modules[name] if name in modules else member_of(self, name)
+            is_fused = isinstance(norm, FusedNorm) and type(norm).forward is FusedNorm.forward
+            called_by_name[name] = [norm] if is_fused else None
+        for name, look_up, activation in activations:
+            act = look_up(self)
+            called = [] if activation.kind is None else [act]
+            called_by_name[name] = called if activation.is_now(act) else None
+        if consumers and not torch.compiler.is_compiling():
+            is_replaced = replaced_linear() is not None
+            for name in consumers:
+                block = modules.get(name)
+                fused: Any = type(block)  # a wrapper may forward the attributes of what is inside
+                linears = getattr(fused, "fused_norm_linears", ())
+                called_by_name[name] = None
+                if linears and not is_replaced and fused.forward is fused.fused_norm_forward:
+                    read_by: Any = list(map(block._modules.get, linears))
+                    if set(map(type, read_by)) != {nn.Linear}:
+                        read_by = called_by(read_by)
+                    called_by_name[name] = None if read_by is None else [block, *read_by]
+        is_known = None not in called_by_name.values()
+        if is_known and are_plain_calls(*chain.from_iterable(called_by_name.values()), inside=type(self)):  # type: ignore[arg-type]
+            return straight(self, *args, **kwargs)
+        return other(self, called_by_name)(self, *args, **kwargs)
+
+    return forward
+
+
+def _takes_residual(norm: Any) -> bool:
+    """Return whether ``norm(x, residual)`` reaches the forward of a fused norm, though other code may stand before it.
+
+    That is accelerate, which calls the forward that it has kept; a hook would see the residual.
+    """
+    if not isinstance(norm, FusedNorm) or has_hooks(norm) or type(norm).forward is not FusedNorm.forward:
+        return False
+    own = norm.__dict__
+    forward = own["_old_forward"] if "_old_forward" in own else own.get("forward")
+    is_reached = forward is None or getattr(forward, "__func__", None) is FusedNorm.forward
+    return is_reached and are_plain_calls(inside=type(norm))
+
+
+def _look_up(origin: Any, act: Callee) -> Callable[[nn.Module], Any]:
+    """The function that looks an activation up in a module, or among the globals of the class's forward."""
+    name, _, number = act.name.partition(".")
+    source = act.name if act.is_function else f"self.{name}" + (f"[{number}]" if number else "")
+    return eval(f"lambda self: {source}", namespace_of(origin))

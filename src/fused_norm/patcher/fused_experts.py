@@ -25,10 +25,18 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
 from .activation_recognition import FORMULAS, Activation, Formula, recognise_activation
-from .code_fingerprint import own_attributes, value_of
 from .fused_norm_module import is_disabled, run_fused, warn_once
 from .hooks import Fused, are_plain_calls, defined_function, name_of_function
-from .probe import DTYPES, UnrecognisedError, cpu_replica, plain_pytorch, same_values
+from .probe import (
+    DTYPES,
+    UnrecognisedError,
+    cpu_replica,
+    found_once,
+    key_of_module,
+    own_attributes,
+    plain_pytorch,
+    same_values,
+)
 from .running_code import RunningCode
 from .source import cells_of
 
@@ -205,7 +213,7 @@ def _run(experts: Any, hidden: Any, index: Any, weights: Any) -> tuple[Any, str 
 
     gate: GateOfExperts = experts.fused_norm_gate
     permute, bias = partial(fused, EXPERT_PERMUTE, None), partial(fused, EXPERT_BIAS, reference.expert_bias)
-    steps = Steps(permute, bias, partial(fused, EXPERT_GATE, gated), unpermute)
+    steps = permute, bias, partial(fused, EXPERT_GATE, gated), unpermute
     try:
         y = outputs(experts, gate.function, steps, gate.options_of(experts) or (), hidden, index, weights)
     except _NotTakenError:
@@ -218,14 +226,8 @@ class _NotTakenError(Exception):
     """Kernels do not take a call."""
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The functions by which experts are computed around their products; they take what the operators do."""
-
-    permute: Callable[..., Tensor]
-    bias: Callable[..., Tensor]
-    gate: Callable[..., Tensor]
-    unpermute: Callable[..., Tensor]
+Steps = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
+"""The functions by which experts are computed around their products; they take what the operators do."""
 
 
 def outputs(
@@ -236,12 +238,13 @@ def outputs(
     Args:
         experts: the module, or a replica of it.
         function: transformers' function for ``grouped_mm``, in whose namespace its grouped linear is looked up.
-        steps: before, between and after the two products.
+        steps: computes what is before the products, their biases, what is between them, and what is after them.
         options: of the gate.
         hidden: [T, H].
         index: [T, K], the experts of each row; those of other devices have numbers from ``num_experts`` on.
         weights: [T, K].
     """
+    permute, add_bias, gate, unpermute = steps
     linear = partial(function.__globals__["_grouped_linear"], is_transposed=experts.is_transposed)
     count = experts.num_experts
     sorted_ids, order = torch.sort(index.reshape(-1))
@@ -254,31 +257,25 @@ def outputs(
         sorted_ids.clamp_(max=count - 1)
 
     def multiply(x: Tensor, name: str) -> Tensor:
-        bias = steps.bias(getattr(experts, f"{name}_bias"), sorted_ids, ends) if experts.has_bias else None
+        bias = add_bias(getattr(experts, f"{name}_bias"), sorted_ids, ends) if experts.has_bias else None
         y: Tensor = linear(x, getattr(experts, name), ends, bias=bias)
         return y
 
-    gate_up = multiply(steps.permute(hidden, position, absent), "gate_up_proj")
-    y = multiply(steps.gate(gate_up, absent, *options), "down_proj")
-    return steps.unpermute(y, weights, position, absent, hidden.dtype)
+    gate_up = multiply(permute(hidden, position, absent), "gate_up_proj")
+    y = multiply(gate(gate_up, absent, *options), "down_proj")
+    return unpermute(y, weights, position, absent, hidden.dtype)
 
 
-KnownGates = dict[Any, tuple[Formula, bool, str | None, str | None] | str]
-"""The gates of modules, or the reasons why they have none, by their class and all that they hold."""
-
-
-def recognise_experts(experts: Any, origin: Any, gates: KnownGates) -> GateOfExperts:
+def recognise_experts(experts: Any, origin: Any) -> GateOfExperts:
     """Return what a module of experts computes between its products, if all of it has the bits of the formula.
 
-    Transformers' own ``grouped_mm`` runs in it now: ``other_implementation`` returns None. ``gates`` remembers modules
-    alike, for as long as no code changes.
+    Transformers' own ``grouped_mm`` runs in it now: ``other_implementation`` returns None.
 
     Raises:
         UnrecognisedError: if it computes something else, or if it cannot be run to find out.
     """
     if reason := _structure_obstacle(experts):
         raise UnrecognisedError(reason)
-    function = grouped_mm()
     own = own_attributes(experts)
     functions = {name: value for name, value in own.items() if isinstance(value, (FunctionType, BuiltinFunctionType))}
     members = {**experts._modules, **functions}
@@ -288,23 +285,11 @@ def recognise_experts(experts: Any, origin: Any, gates: KnownGates) -> GateOfExp
             raise UnrecognisedError(f"other code sees the calls of its {name}")
     if "_apply_gate" in vars(experts):
         raise UnrecognisedError("its gate was replaced on the instance")
-    method = origin._apply_gate
+    method, function = origin._apply_gate, grouped_mm()
     plain = {name: value for name, value in own.items() if name != "config"}
-    values = {name: value_of(value) for name, value in plain.items() if name not in dict(activations)}
-    formulas = tuple((name, activation.formula) for name, activation in activations)
-    key = origin, method, formulas, tuple(values.items())
-    may_know = None not in values.values()
-    computed = gates.get(key) if may_know else None
-    if computed is None:
-        try:
-            computed = _compared(origin, function, plain, experts)
-        except UnrecognisedError as error:
-            computed = str(error)
-        if may_know:
-            gates[key] = computed
-    if isinstance(computed, str):
-        raise UnrecognisedError(computed)
-    return GateOfExperts(*computed, method, RunningCode(method), activations, function, RunningCode(function))
+    key = recognise_experts, key_of_module(origin, plain), *[activation.formula for _, activation in activations]
+    gate = found_once(lambda: _compared(origin, function, plain, experts), *key)
+    return GateOfExperts(*gate, method, RunningCode(method), activations, function, RunningCode(function))
 
 
 _TOKENS, _EXPERTS, _TOP_K, _WIDTH, _INNER = 12, 3, 2, 16, 8
@@ -364,7 +349,7 @@ def _is_gate(replica: Any, activation: Formula, interleaved: bool, *names: str |
 
 def _agrees(replica: Any, function: Any, gate: tuple[Formula, bool, str | None, str | None]) -> bool:
     """Return whether a replica's outputs and all gradients have the bits of the formula, with absent experts too."""
-    steps = Steps(reference.expert_permute, reference.expert_bias, _gate_formula, reference.expert_unpermute)
+    steps = reference.expert_permute, reference.expert_bias, _gate_formula, reference.expert_unpermute
     formula = partial(outputs, replica, function, steps, _options(replica, *gate))
     generator = torch.Generator().manual_seed(0)
 

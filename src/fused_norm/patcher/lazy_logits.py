@@ -44,7 +44,9 @@ _ASKS = frozenset({"grad_fn", "retain_grad", "register_hook"})
 _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """Functions that take lazy logits as ``inputs``; older PyTorch hands those of ``backward`` to its engine alone."""
 
-_WRITES = frozenset({"__setitem__", "copy_", "set_", "data"})
+_ASSIGNMENTS = frozenset(name for name in dir(Tensor) if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
+"""The methods of operators such as ``+=``."""
+
 _SAMPLED = 4096
 
 
@@ -315,12 +317,7 @@ class LazyLogits(LazyTensor):
                 return loss
         elif func in _DIFFERENTIATES:
             return _differentiated(func, args, kwargs)
-        if (
-            name in _WRITES
-            or (name.endswith("_") and not name.endswith("__"))
-            or name.startswith("__i")
-            or "out" in kwargs
-        ):
+        if writes(name) or "out" in kwargs:
             _read_families((args, kwargs), name)
         with plain_functions():
             return func(*_real(args, name), **_real(kwargs, name))
@@ -505,6 +502,12 @@ def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
             with plain_functions():
                 loss = _Loss.apply(loss, logits, how, False, *projection.arguments)
     return loss
+
+
+def writes(name: str) -> bool:
+    """Return whether a function of this name, or who gets an attribute of it, may write into a tensor."""
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in ("__setitem__", "__set__", "data") or name in _ASSIGNMENTS
 
 
 def _is_count(value: Any) -> bool:

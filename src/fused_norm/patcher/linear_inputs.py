@@ -20,10 +20,8 @@ from ..kernels.autocast import autocast_dtype, is_any_autocast_on, set_autocast
 from ..kernels.triton.memory import norm_dtype
 from ..kernels.triton.norm_backward import MOST_CONSUMERS
 from .adapters import FusedAdapter, adapter_reads_in, is_lora_layer, linear_reads_in, why_stock, why_unfused
-from .four_bit import why_unreadable
-from .fused_linear_4bit import FusedLinear4bit, why_linear_is_stock
+from .four_bit import AdapterInput, FusedLinear4bit, why_linear_is_stock, why_unreadable
 from .fused_norm_module import is_disabled, spec_and_weights, warn_once
-from .linear_values import AdapterInput
 from .recompute import recomputes
 
 _SINCE = (

@@ -38,7 +38,7 @@ class Step(NamedTuple):
 def step_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step | None:
     """Return the step that a function of lazy logits takes; None for a function that needs their values."""
     if name in ("float", "to", "detach", "contiguous"):
-        return _cast_of(lazy, name, func, args, kwargs)
+        return _cast_of(lazy, name, args, kwargs)
     if name in ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide") and not kwargs:
         if len(args) != 1 or type(args[0]) not in (int, float) or args[0] == 0:
             return None
@@ -59,7 +59,7 @@ def step_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step 
     return None
 
 
-def _cast_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step | None:
+def _cast_of(lazy: Tensor, name: str, args: Any, kwargs: Any) -> Step | None:
     if name == "detach":
         return Step("detach", Tensor.detach)
     if name == "contiguous":

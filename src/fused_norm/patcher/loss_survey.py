@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .class_swap import (
     has_derived_class,
     stock_class,
 )
-from .fused_classes import fused_head_class, fused_loss_class
+from .fused_classes import fused_class, fused_loss_class
 from .hooks import name_of_function
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
 from .losses import FusedHead, FusedLoss, replaced_function, why_compiled_loss, why_seen
@@ -32,18 +32,17 @@ _CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy"})
 """Names by which forwards compute a loss of their own."""
 
 
-def survey_losses(surveyed: SurveyedModel) -> list[Site]:
+def survey_losses(surveyed: SurveyedModel, heads: Sequence[tuple[Any, Any]]) -> list[Site]:
     """The rows of heads of language models; the classes of both are planned, but for models that have a plan.
+
+    ``heads``: the language models, each with its head.
 
     Raises:
         FusedNormError: if a head is to be stock again and other code has built on its fused class.
     """
     rows: dict[int, Site] = {}
     fused = set()
-    model = surveyed.modules[""]
-    for module, head in language_models(model):
-        if id(head) not in surveyed.paths:
-            continue
+    for module, head in heads:
         block = surveyed.blocks.get(surveyed.paths[id(module)])
         row = rows.get(id(head))
         if row is None:
@@ -58,9 +57,9 @@ def survey_losses(surveyed: SurveyedModel) -> list[Site]:
         rows[id(head)] = row
         if row.reason is None:
             surveyed.plan(module, fused_loss_class(stock_class(module)))
-            surveyed.plan(head, fused_head_class(stock_class(head)))
+            surveyed.plan(head, fused_class(FusedHead, stock_class(head)))
             fused |= {id(head), id(module)}
-    for module in model.modules():
+    for module in surveyed.modules.values():
         is_fused = isinstance(module, FusedLoss | FusedHead) and not has_derived_class(module)
         if is_fused and id(module) not in fused and id(module) not in surveyed.changes:
             surveyed.plan(module, stock_class(module))
@@ -111,7 +110,7 @@ def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterato
     if head.weight.dtype == torch.float64:
         yield f"its head computes in {head.weight.dtype}", "unrecognised"
     yield replaced_function(), "overridden"
-    for fused in (fused_loss_class(origin), fused_head_class(linear)):
+    for fused in (fused_loss_class(origin), fused_class(FusedHead, linear)):
         yield fused_override_reason(fused), "overridden"
     yield why_compiled_loss(module), "overridden"
     yield _why_other_loss(module, origin, head), "unrecognised"

@@ -27,7 +27,7 @@ from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from .fused_norm_module import is_disabled, warn_once
 from .hooks import Fused, are_plain_calls, has_hooks, replaced_linear
-from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
+from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection, writes
 from .running_code import RunningCode
 
 _CROSS_ENTROPY = RunningCode(functional.cross_entropy)
@@ -129,10 +129,6 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-_ASSIGNMENTS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "mod", "floordiv", "and", "or", "xor", "pow"))
-"""The methods of operators such as ``+=``."""
-
-
 @dataclass
 class _Count:
     """The number of labels, which all that are selected from them share.
@@ -186,7 +182,7 @@ class CountedLabels(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         lead = args[0] if args else None
-        if _writes(func.__name__) or "out" in kwargs:
+        if writes(func.__name__) or "out" in kwargs:
             for labels in (*args, *kwargs.values()):
                 if isinstance(labels, CountedLabels):
                     labels._count.is_known = False
@@ -194,12 +190,6 @@ class CountedLabels(Tensor):
             result = result.as_subclass(cls)
             result._count = lead._count
         return result
-
-
-def _writes(name: str) -> bool:
-    """Return whether a function of this name may write into a tensor."""
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    return is_in_place or name in ("__setitem__", "__set__") or name in _ASSIGNMENTS
 
 
 def _selects(name: str, args: Any, kwargs: Any) -> bool:

@@ -22,16 +22,17 @@ from ..kernels import reference
 from ..kernels.arguments import GATES
 from ..kernels.reference import NormFunctions
 from ..spec import CASTINGS, Casting, GatedNormSpec, NormSpec
-from .code_fingerprint import fingerprint, own_attributes
 from .probe import (
     DTYPES,
     Case,
     NotTakenError,
-    Outcomes,
     Recognizer,
     UnrecognisedError,
     agrees_in_gradients,
     cpu_replica,
+    found_once,
+    key_of_module,
+    own_attributes,
     plain_pytorch,
     strict,
 )
@@ -64,8 +65,6 @@ class Recognised:
 
 _SUBTRACTS_MEAN = "subtracts a mean, so it is no RMSNorm"
 
-_outcomes: Outcomes[Recognised] = Outcomes()
-
 
 def looks_like_norm(module: nn.Module) -> bool:
     """Return whether a module is called a norm, or holds one weight and an eps, as norms do; it gets a row then."""
@@ -91,10 +90,9 @@ def recognise(module: nn.Module) -> Recognised:
         UnrecognisedError: if it computes no known formula, or cannot be run to find out.
     """
     _check_structure(module)
-    weight = "weight" in module._buffers, _weight_of(module) is not None
-    return _outcomes.get_or_compute(
-        fingerprint(module), (_width(module), weight), lambda: _compare_with_formulas(module)
-    )
+    weight = "weight" in module._buffers, _weight_of(module) is not None, _width(module)
+    key = recognise, key_of_module(type(module), own_attributes(module)), weight
+    return found_once(lambda: _compare_with_formulas(module), *key)
 
 
 def _check_structure(module: nn.Module) -> None:

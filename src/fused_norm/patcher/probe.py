@@ -1,8 +1,7 @@
 """Finds out what code computes: runs it on small CPU tensors and compares it bit for bit with known formulas.
 
-Each kind of code (norms, rotary embeddings, activations) brings its cases and its formula to a ``Recognizer``. Results
-are cached by the fingerprint of the code (``code_fingerprint.py``): if anything that the code reaches changes, or if it
-reaches something that cannot be compared by value, it is run again.
+Each kind of code (norms, rotary embeddings, activations) brings its cases and its formula to a ``Recognizer``. What
+code reaches may be replaced, so code that was recognised before is run again at each ``apply_fused_norm``.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .code_fingerprint import Fingerprint
+from .hooks import modes
+from .running_code import Identity
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_MOST_OUTCOMES = 1024
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 
 T = TypeVar("T")
 
@@ -34,42 +35,62 @@ class NotTakenError(Exception):
     """Code does not accept the arguments of a case that not all such code accepts; the case is left out."""
 
 
-class Outcomes(Generic[T]):
-    """A cache of one kind of recognition, by fingerprint. It keeps no class, function or module alive."""
+_results_by_key: ContextVar[dict[Any, tuple[Any, str | None]] | None] = ContextVar("fused_norm_results", default=None)
+"""What was found out within ``no_code_changes``, or the message of the error that said why nothing was."""
 
-    def __init__(self) -> None:
-        self._outcomes: dict[Any, tuple[T | None, str]] = {}
 
-    def get_or_compute(self, code: Fingerprint, depends_on: Any, find: Callable[[], T], reason: str = "") -> T:
-        """Return the result of ``find``, or that of an earlier call for code with the same key.
+@contextlib.contextmanager
+def no_code_changes() -> Iterator[None]:
+    """Run code that is alike once, as none is replaced meanwhile."""
+    token = _results_by_key.set({})
+    try:
+        yield
+    finally:
+        _results_by_key.reset(token)
 
-        If the code has no key, its own fingerprint remembers the result.
 
-        Args:
-            code: the fingerprint of the code in question.
-            depends_on: what the result depends on besides the code.
-            find: runs the code to find out.
-            reason: the message of the error if there is no result, in place of that of ``find``.
+def found_once(find: Callable[[], T], *key: Any, reason: str = "") -> T:
+    """Return the result of ``find``; within ``no_code_changes``, the earlier one for this key.
 
-        Raises:
-            UnrecognisedError: if ``find`` does, or did.
-        """
-        outcomes, key = self._outcomes, (code.key, depends_on)
-        if code.key is None:
-            outcomes, key = code.results, (id(self), depends_on)
-        result = outcomes.get(key)
-        if result is None:
-            try:
-                result = find(), ""
-            except UnrecognisedError as error:
-                result = None, str(error)
-            if len(outcomes) >= _MOST_OUTCOMES:
-                outcomes.clear()
-            outcomes[key] = result
-        outcome, found_reason = result
-        if outcome is None:
-            raise UnrecognisedError(reason or found_reason)
-        return outcome
+    ``reason``: the message of the error if there is no result, in place of that of ``find``.
+
+    Raises:
+        UnrecognisedError: if ``find`` does, or did.
+    """
+    results: dict[Any, tuple[Any, str | None]] = {} if (known := _results_by_key.get()) is None else known
+    if key not in results:
+        try:
+            results[key] = find(), None
+        except UnrecognisedError as error:
+            results[key] = None, str(error)
+    result, message = results[key]
+    if message is not None:
+        raise UnrecognisedError(reason or message)
+    return result
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The instance's attributes without those that every module has: parameters, hooks, training flag, forward."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+
+
+def key_of_module(kind: type[nn.Module], attributes: Mapping[str, Any]) -> Any:
+    """A key that modules of one class share if these attributes are the same objects, or equal plain values."""
+    return kind, tuple((name, _key_of_value(value)) for name, value in attributes.items())
+
+
+def _key_of_value(value: Any) -> Any:
+    """A key that is equal for the same value alone: neither 1 and True nor 0.0 and -0.0 are the same."""
+    kind: Any = type(value)
+    if any(kind is plain for plain in (bool, int, str)):
+        return kind, value
+    if kind is float:
+        return kind, value.hex()
+    if kind is tuple or kind is torch.Size:
+        return kind, tuple(map(_key_of_value, value))
+    if kind is partial:  # each module of some activations has one of its own
+        return kind, tuple(map(_key_of_value, (value.func, value.args, tuple(value.keywords.items()))))
+    return Identity(value)
 
 
 @contextlib.contextmanager
@@ -80,7 +101,7 @@ def plain_pytorch(*, gradients: bool = False) -> Iterator[None]:
     """
     with (
         _disable_current_modes(),
-        torch.device("cpu"),
+        torch.device("cpu") if modes() else contextlib.nullcontext(),  # it slows all functions down
         torch.autocast("cpu", enabled=False),
         torch.inference_mode(False),
         torch.set_grad_enabled(gradients),

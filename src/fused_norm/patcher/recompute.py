@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -388,13 +388,8 @@ def _modified(tensor: Tensor, version: int, shape: Sequence[int]) -> RuntimeErro
 def _without_memory(tensor: Tensor) -> Tensor:
     """An empty tensor that has the version of this one, now and later."""
     empty = tensor.detach()
-    empty.data = _empty(tensor.dtype, tensor.device)  # which leaves it its version
+    empty.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # which leaves it its version
     return empty
-
-
-@lru_cache(maxsize=64)
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _is_freed(tensor: Tensor) -> bool:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..spec import RotaryLayout
-from .code_fingerprint import fingerprint
 from .hooks import is_function_as_module, runs_as_compared, short_name
-from .probe import DTYPES, Case, Outcomes, Recognizer, UnrecognisedError, plain_pytorch
-from .running_code import RunningCode
+from .native_code import native_code
+from .probe import DTYPES, Case, Recognizer, UnrecognisedError, found_once, plain_pytorch
+from .running_code import Identity, RunningCode
 
 _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16), (torch.float32, torch.float16))  # fmt: skip
@@ -39,11 +39,9 @@ _Pairs = tuple[RotaryLayout, bool, bool]
 DtypePair = tuple[torch.dtype, torch.dtype]
 AngleForm = Callable[..., Tensor]
 
-_outcomes: Outcomes[Rotation] = Outcomes()
 
-
-def full_cos_sin(angles: Tensor) -> Tensor:
-    """[batch, tokens, width], unchanged."""
+def full_cos_sin(angles: Tensor, positions: Any = None) -> Tensor:
+    """[batch, tokens, width], unchanged; positions are ignored."""
     return angles
 
 
@@ -63,11 +61,6 @@ def mrope_cos_sin(angles: Tensor, sections: Any) -> Tensor:
         return angles
     parts = angles.split(sections * 2, dim=-1)
     return torch.cat([part[index % 3] for index, part in enumerate(parts)], dim=-1)
-
-
-def unindexed_cos_sin(angles: Tensor, positions: Any) -> Tensor:
-    """[batch, tokens, width], unchanged; the positions are ignored."""
-    return angles
 
 
 @dataclass(frozen=True)
@@ -146,12 +139,13 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     """
     if not isinstance(function, FunctionType) and not is_function_as_module(function):
         raise UnrecognisedError(f"the rotation is a {type(function).__name__}, not a function")
-    code = fingerprint(function)
-    if code.native is not None:  # a foreign kernel may write out of bounds for shapes that it does not expect
-        raise UnrecognisedError(f"{short_name(function)} runs {code.native}, which is not tried")
+    kernel = found_once(lambda: native_code(function), native_code, Identity(function))
+    if kernel is not None:  # it may write out of bounds for shapes that it does not expect
+        raise UnrecognisedError(f"{short_name(function)} runs {kernel}, which is not tried")
     what = "one tensor" if arguments == 3 else "q and k"
     reason = f"{short_name(function)} does not compute a rotation of pairs of {what}"
-    rotation = _outcomes.get_or_compute(code, arguments, lambda: _compare(function, arguments), reason)
+    key = recognise_rotation, Identity(function), arguments
+    rotation = found_once(lambda: _compare(function, arguments), *key, reason=reason)
     forward = function if isinstance(function, FunctionType) else type(function).forward
     return replace(rotation, function=function, running=RunningCode(forward))
 
@@ -163,9 +157,9 @@ def _compare(function: Any, arguments: int) -> Rotation:
     tensors = min(arguments - 2, 2)
     forms: list[tuple[AngleForm, bool]] = [(full_cos_sin, False), (half_cos_sin, False), (full_cos_sin, True)]
     if arguments == 5:  # one after sin
-        forms = [(indexed_cos_sin, False), (mrope_cos_sin, False), (unindexed_cos_sin, False)]
+        forms = [(indexed_cos_sin, False), (mrope_cos_sin, False), (full_cos_sin, False)]
     for form, tokens_first in forms:
-        cases = partial(_cases, rotate, tensors, form, tokens_first)
+        cases = partial(_cases, rotate, tensors, form, tokens_first, arguments == 5)
         recognizer = Recognizer[_Pairs](cases(_PAIRS[0]), _rotated)
         for layout, by_pair in _LAYOUTS:
             # A function that computes in fp64 shows in fp32 alone.
@@ -205,6 +199,7 @@ def _cases(
     tensors: int,
     form: AngleForm,
     tokens_first: bool,
+    takes_extra: bool,
     dtypes: DtypePair,
     rotary: int = _WIDTH,
 ) -> Iterator[Case]:
@@ -217,6 +212,9 @@ def _cases(
     def random(*shape: int, dtype: torch.dtype = dtypes[1]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
+    def called(angles: tuple[Any, ...], named: dict[str, int], *heads: Tensor) -> Any:
+        return function(*heads, *angles, **named)
+
     heads = [random(_BATCH, number, _TOKENS, _WIDTH, dtype=dtypes[0]) for number in (_HEADS, 1)[:tensors]]
     transposed, half = [x.transpose(1, 2) for x in heads], rotary // 2
     for batch in (_BATCH, 1):
@@ -227,7 +225,7 @@ def _cases(
             shape, extra_args = (_TABLE, rotary), [(positions,)]
         elif form is mrope_cos_sin:
             shape, extra_args = (3, *shape), [([half - 2, 1, 1],), ([1, 2, half - 3],)]
-        elif form is unindexed_cos_sin:
+        elif takes_extra:
             extra_args = [(None,), (positions,)]
         for extra in extra_args:
             cos, sin = random(*shape), random(*shape)
@@ -242,12 +240,11 @@ def _cases(
             else:
                 calls = [(heads, (cos, sin), 1, {}), (transposed, (cos, sin), 2, {"unsqueeze_dim": 2})]
             for inputs, angles, heads_dim, named in calls:
-                code = partial(_call, function, (*angles, *extra), named)
-                yield Case(code, inputs, tuple(form(angle, *extra).unsqueeze(heads_dim) for angle in angles))
-
-
-def _call(function: Callable[..., Any], angles: tuple[Any, ...], named: dict[str, int], *heads: Tensor) -> Any:
-    return function(*heads, *angles, **named)
+                yield Case(
+                    partial(called, (*angles, *extra), named),
+                    inputs,
+                    tuple(form(angle, *extra).unsqueeze(heads_dim) for angle in angles),
+                )
 
 
 def _rotated(how: _Pairs, cos: Tensor, sin: Tensor, *heads: Tensor) -> Any:

@@ -79,7 +79,8 @@ class RunningCode:
             if len(others) != len(running._others):
                 return False
             for held, other in zip(running._others, others, strict=True):
-                if (held._value if held._reference is None else held._reference()) is not other:
+                value = held._value if held._reference is None else held._reference()
+                if value is not other or (value is None and held._reference is not None):  # what it was is gone
                     return False
             running, function = running._wrapped, getattr(function, "__wrapped__", None)
         return True

@@ -7,7 +7,6 @@ import ast
 import copy
 import inspect
 import linecache
-import textwrap
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,7 +23,6 @@ from .running_code import RunningCode
 
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
-_CODE_FIELDS = ("firstlineno", "code", "names", "varnames", "freevars", "cellvars")
 _SEE_NAMES = frozenset({"eval", "exec", "locals"})
 
 Result = TypeVar("Result")
@@ -45,7 +43,7 @@ class Source:
     Attributes:
         definition: its definition, with the decorators that wrap it.
         around: the class whose private names (``self.__name``) it means, or ``_``, which has none.
-        own: the name of its first argument, the instance.
+        own: the name of its first argument, the instance; empty without one.
     """
 
     definition: ast.FunctionDef
@@ -110,7 +108,7 @@ def source_of(layer: Any) -> Source:
             raise SourceError(f"its forward calls {call.func.id}, which sees the names of all that is fused")
     definition = copy.copy(stock)
     definition.decorator_list = list(_decorators_of(wrappers, stock, function))
-    return Source(definition, around, function.__code__.co_varnames[0])
+    return Source(definition, around, next(iter(function.__code__.co_varnames), ""))
 
 
 def _without_others(lines: list[str], line: int) -> str:
@@ -130,9 +128,7 @@ def _without_others(lines: list[str], line: int) -> str:
 def _definition_in(text: str, code: CodeType) -> tuple[ast.FunctionDef, str] | None:
     """The function that code was compiled from, and the name of the class around it; None if the text has another."""
     definitions, codes = _parsed(text, code.co_flags & _FUTURE_FLAGS)
-    line = code.co_firstlineno
-    is_there = any(other.co_firstlineno == line and _fields(other) == _fields(code) for other in codes)
-    return definitions.get(line) if is_there else None
+    return definitions.get(code.co_firstlineno) if code in codes else None  # whatever the names of their files
 
 
 @lru_cache(maxsize=4)
@@ -330,10 +326,9 @@ def returns_sum(value: Any) -> bool:
     if not isinstance(value, FunctionType):
         return False
     try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+        last = source_of(Helper(value, is_method=False)).definition.body[-1]
+    except SourceError:
         return False
-    last = definition.body[-1] if isinstance(definition, ast.FunctionDef) else None
     return isinstance(last, ast.Return) and isinstance(last.value, ast.BinOp) and isinstance(last.value.op, ast.Add)
 
 
@@ -343,14 +338,3 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
-
-
-def _fields(code: CodeType) -> list[Any]:
-    """Return what tells code apart from code of another source: the fields of a code object and of all inside it."""
-    return [
-        [
-            *(getattr(part, f"co_{name}") for name in _CODE_FIELDS),
-            *(repr(constant) for constant in part.co_consts if not isinstance(constant, CodeType)),
-        ]
-        for part in _codes(code)
-    ]

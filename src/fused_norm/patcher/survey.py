@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -12,9 +15,9 @@ from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
-from .adapters import is_lora_layer, is_quantised_lora_layer, name_of, why_unfused
-from .block import SurveyedModel, why_left_out
-from .block_survey import decide_block, may_rotate_or_gate, plan_block
+from .activation_recognition import looks_like_activation
+from .adapters import FusedAdapter, is_lora_layer, is_quantised, is_quantised_lora_layer, name_of, why_unfused
+from .block import Block, SurveyedModel, why_left_out
 from .class_swap import (
     ClassChange,
     class_override_reason,
@@ -23,23 +26,32 @@ from .class_swap import (
     has_derived_class,
     stock_class,
 )
-from .four_bit import is_linear_4bit
-from .fused_classes import fused_adapter_class, fused_experts_class, fused_linear_4bit_class, fused_norm_class
-from .fused_experts import KnownGates, is_experts, other_implementation, recognise_experts
-from .fused_linear_4bit import why_linear_is_stock
-from .fused_norm_module import FusedNorm
+from .convolution_recognition import is_causal_convolution
+from .four_bit import FusedLinear4bit, is_linear_4bit, why_linear_is_stock
+from .fused_block import FusedBlock
+from .fused_classes import fused_block_class, fused_class
+from .fused_experts import FusedExperts, is_experts, other_implementation, recognise_experts
+from .fused_norm_module import FusedGatedNorm, FusedNorm
 from .hooks import are_plain_calls, replaced_forward, replaced_linear
 from .loss_survey import language_models, survey_losses
 from .norm_recognition import Recognised, looks_like_norm, recognise
-from .patch_report import Site
+from .patch_report import Cause, Site
+from .patterns import decide_helpers, patterns_of
+from .patterns.convolutions import CONVOLUTION_NAME
+from .patterns.gates import ACTIVATION_FUNCTION, SIGMOID
 from .patterns.heads import QK_NAME
-from .probe import UnrecognisedError
-from .recompute_survey import decide_recompute
+from .patterns.rotations import ROTATION_NAME
+from .probe import UnrecognisedError, no_code_changes
+from .recompute import COMPILED
+from .source import SourceError, WrappedError, global_of, helpers_of, names_in
+
+logger = logging.getLogger("fused_norm")
 
 _ANY_WIDTH = 64
 """Of a weight that another device has all of."""
 
 
+@no_code_changes()
 def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[ClassChange]]:
     """A row for every site, and the changes of class that fuse those to be fused; the model is not touched.
 
@@ -60,21 +72,19 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         if path not in norms
         and path not in experts
         and not isinstance(module, torch.jit.ScriptModule)
-        and may_rotate_or_gate(module)
+        and _may_rotate_or_gate(module)
     }
     adapters = {
         path: module for path, module in modules.items() if is_lora_layer(module) or is_quantised_lora_layer(module)
     }
     inside = {id(layer._modules.get("base_layer")) for layer in adapters.values()}
     linears = {path: module for path, module in modules.items() if is_linear_4bit(module)}
-    heads = {paths[id(head)]: head for _, head in language_models(model) if id(head) in paths}
+    heads = [(module, head) for module, head in language_models(model) if id(head) in paths]
+    selectable = norms | blocks | experts | linears | adapters | {paths[id(head)]: head for _, head in heads}
     count, name = len(norms), type(model).__name__
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
-        if not any(
-            named.selects(path, module)
-            for path, module in (norms | blocks | experts | linears | adapters | heads).items()
-        ):
+        if not any(named.selects(path, module) for path, module in selectable.items()):
             raise FusedNormError(
                 f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention, MLP, LoRA layer or"
                 f" head; one of their paths is {next(iter(norms | blocks), None)}"
@@ -97,30 +107,24 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     holders = _holders(everywhere, surveyed)
     decided = dict.fromkeys([*holders, *blocks])
     for path in decided:
-        decide_block(surveyed.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
-    gates: KnownGates = {}
-    expert_rows = [_survey_experts(path, module, surveyed, gates) for path, module in experts.items()]
+        _decide_block(surveyed.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
+    expert_rows = [_survey_experts(path, module, surveyed) for path, module in experts.items()]
     linear_rows = []
-    for path, linear in linears.items():
+    for path, linear in (linears | adapters).items():
         if id(linear) in inside:  # its LoRA layer reads its weight
             surveyed.plan(linear, stock_class(linear))
         else:
-            row = _survey_linear(path, linear, surveyed, "linear", why_linear_is_stock, fused_linear_4bit_class)
-            linear_rows.append(row)
-    linear_rows += [
-        _survey_linear(path, layer, surveyed, "adapter", why_unfused, fused_adapter_class)
-        for path, layer in adapters.items()
-    ]
+            linear_rows.append(_survey_linear(path, linear, surveyed))
 
     def rows() -> list[Site]:
         in_blocks = [row for path in decided for row in surveyed.block(path).sites]
         return [*surveyed.norm_sites.values(), *in_blocks, *expert_rows, *linear_rows]
 
-    layers = decide_recompute(surveyed, rows())
+    layers = _decide_recompute(surveyed, rows())
     # A forward that cannot be rewritten after all may have had all that is fused in a layer.
-    while not all(plan_block(block, surveyed) for block in surveyed.blocks.values()):
-        layers = decide_recompute(surveyed, rows())
-    losses = survey_losses(surveyed)
+    while not all(_plan_block(block, surveyed) for block in surveyed.blocks.values()):
+        layers = _decide_recompute(surveyed, rows())
+    losses = survey_losses(surveyed, heads)
     about_blocks = [layer.layer for layer in layers] + [block.consumers_row for block in surveyed.blocks.values()]
     return [*rows(), *losses, *(row for row in about_blocks if row is not None)], [*surveyed.changes.values()]
 
@@ -154,14 +158,20 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
         return site.skipped(unwanted, "option")
     if isinstance(norm, FusedNorm) and replace(norm.fused_norm_spec, eps=spec.eps) == spec:
         spec = norm.fused_norm_spec  # eps is read at each call
-    fused = fused_norm_class(origin, spec, recognised.eps_name, site.replaced)
+    fused = fused_class(
+        FusedGatedNorm if isinstance(spec, GatedNormSpec) else FusedNorm,
+        origin,
+        fused_norm_spec=spec,
+        fused_norm_replaced=site.replaced,
+        fused_norm_eps_name=recognised.eps_name,
+    )
     if override := fused_override_reason(fused):
         return site.skipped(override, "overridden")
     model.plan(norm, fused)
     return site
 
 
-def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel, gates: KnownGates) -> Site:
+def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel) -> Site:
     """The row of a module of experts; its class is planned."""
     origin = stock_class(experts)
     row = Site(path, "experts", origin.__name__)
@@ -174,35 +184,33 @@ def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel, gates: 
         model.plan(experts, origin)
         return row.skipped(other, "overridden")
     try:
-        gate = recognise_experts(experts, origin, gates)
+        gate = recognise_experts(experts, origin)
     except UnrecognisedError as error:
         model.plan(experts, origin)
         return row.skipped(str(error))
-    fused = fused_experts_class(origin, gate)
+    fused = fused_class(FusedExperts, origin, fused_norm_gate=gate)
     if override := fused_override_reason(fused):
         return row.skipped(override, "overridden")
     model.plan(experts, fused)
     return replace(row, activation=str(gate))
 
 
-def _survey_linear(
-    path: str,
-    linear: nn.Module,
-    model: SurveyedModel,
-    kind: Kind,
-    why_stock: Callable[[Any], str | None],
-    fused_class: Callable[[Any], type[nn.Module]],
-) -> Site:
+def _survey_linear(path: str, linear: nn.Module, model: SurveyedModel) -> Site:
     """The row of a 4-bit linear or a LoRA layer, which asks at each call what kernels take; its class is planned."""
-    origin = stock_class(linear)
+    origin, is_adapter = stock_class(linear), not is_linear_4bit(linear)
+    kind: Kind = "adapter" if is_adapter else "linear"
     row = Site(path, kind, name_of(origin))
     if override := forward_override_reason(linear) or replaced_forward(origin) or replaced_linear():
         return row.skipped(override, "overridden")
     if unwanted := why_left_out(kind, path, linear, model.options):
         row = row.skipped(unwanted, "option")
-    elif reason := why_stock(linear):
+    elif reason := why_unfused(linear) if is_adapter else why_linear_is_stock(linear):
         row = row.skipped(reason)
-    model.plan(linear, fused_class(origin) if row.reason is None else origin)
+    new = origin
+    if row.reason is None:
+        base = FusedAdapter if is_adapter else FusedLinear4bit
+        new = fused_class(base, origin, fused_norm_is_quantised=is_quantised(linear))
+    model.plan(linear, new)
     return row
 
 
@@ -236,3 +244,183 @@ def _holders(modules: Mapping[str, nn.Module], surveyed: SurveyedModel) -> dict[
             path = path.rpartition(".")[0]
             holders[surveyed.paths[id(modules[path])]] = None
     return holders
+
+
+def _decide_block(block: Block, *, is_layer: bool) -> None:
+    """Find the sites of a module; those to be fused are among its rewrites, and those of blocks it hands norms to."""
+    problem: SourceError | None = None
+    block.sites += decide_helpers(block)
+    try:
+        block.sites += patterns_of(block.origin).decide(block)
+    except SourceError as error:
+        problem = error
+    block.sites += _without_patterns(block, block.sites, is_layer=is_layer, error=problem)
+
+
+def _plan_block(block: Block, model: SurveyedModel) -> bool:
+    """Plan the class of a module whose rewrites and recomputing are decided.
+
+    Returns:
+        False if its forward cannot be rewritten. Its rows say why, and other modules may have to be planned again.
+
+    Raises:
+        FusedNormError: if its class is to change and other code has built on the fused one.
+    """
+    module, rewrites, recompute = block.module, tuple(block.rewrites), block.recompute
+    new = None
+    if block.override_reason is not None or block.is_sealed:
+        if isinstance(module, FusedBlock) and module.fused_norm_recompute and not recompute:
+            rewrites = module.fused_norm_rewrites
+            new = fused_block_class(block.origin, rewrites) if rewrites else block.origin
+    elif rewrites or recompute:
+        try:
+            new = fused_block_class(block.origin, rewrites, recompute)
+        except SourceError as error:
+            block.keep(str(error), "unrecognised")
+            return False
+        if override := fused_override_reason(new):
+            if block.layer is None or not recompute:
+                block.keep(override, "overridden")
+                return False
+            block.layer = block.layer.skipped(override, None)
+            return _plan_block(block, model)
+    elif isinstance(module, FusedBlock):  # another class is not from here
+        new = block.origin
+    model.plan(module, new)
+    return True
+
+
+def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, error: SourceError | None) -> list[Site]:
+    """A row for each kind of site that cannot be seen, if the forward was replaced or its source cannot be read.
+
+    What a module had before follows from what it holds, what was fused in it, and the names in its forward. ``error``:
+    the one that its source gave, None if it can be read.
+    """
+    replaced = isinstance(error, WrappedError)  # which is another's doing
+    reason = None if error is None else str(error)
+    override = block.override_reason or class_override_reason(block.origin) or (reason if replaced else None)
+    if override is None and reason is None:
+        return []
+    module = block.module
+    rewrites = module.fused_norm_rewrites if override and isinstance(module, FusedBlock) else ()
+    fused = {rewrite.pattern for rewrite in rewrites}
+    heads = override and any(block.holds_norm(name) for name in module._modules if QK_NAME.fullmatch(name))
+    own_names = replaced or not override  # those of a forward that another has replaced tell nothing
+    kinds: dict[Kind, object] = {
+        "residual": is_layer,
+        "rope": heads or fused & {"heads", "rotations"} or (own_names and _names_rotation(block.origin)),
+        "mlp": "gates" in fused or (replaced and _names_activation(module)),
+        "conv": "convolutions" in fused or (own_names and _convolves(module)),
+    }
+    kinds_in_rows = {row.kind for row in rows}
+    row = partial(Site, block.path, module=block.origin.__name__, reason=override or reason)
+    cause: Cause = "overridden" if override else "unrecognised"
+    return [
+        row(kind=kind, cause=cause) for kind, is_present in kinds.items() if is_present and kind not in kinds_in_rows
+    ]
+
+
+def _may_rotate_or_gate(module: nn.Module) -> bool:
+    """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
+    return (
+        isinstance(module, FusedBlock)
+        or _names_rotation(type(module))
+        or _convolves(module)
+        or _names_activation(module, SIGMOID)
+    )
+
+
+def _names_rotation(origin: Any) -> bool:
+    """Return whether a forward, or a method that it calls, uses the name of a rotary embedding of its file."""
+    methods = (helper for helper in helpers_of(origin).values() if helper.is_method)
+    return any(
+        ROTATION_NAME.search(name) and global_of(forward, name) is not None
+        for forward in (origin, *methods)
+        for name in names_in(forward)
+    )
+
+
+def _convolves(module: nn.Module) -> bool:
+    """Return whether a module holds a causal convolution, or its forward uses the name of a function for one."""
+    holds_one = any(map(is_causal_convolution, module._modules.values()))
+    return holds_one or any(map(CONVOLUTION_NAME.search, names_in(stock_class(module))))
+
+
+def _names_activation(module: nn.Module, *extra: str) -> bool:
+    """Return whether a module's forward uses the name of an activation that it holds, or of a function.
+
+    So it does if a method or a function that it calls does. ``extra``: names that count too.
+    """
+    origin = stock_class(module)
+    names = names_in(origin).union(*map(names_in, helpers_of(origin).values()))
+    if any(map(ACTIVATION_FUNCTION.search, names)) or not names.isdisjoint(extra):
+        return True
+    functions = (FunctionType, BuiltinFunctionType)
+    members: dict[str, Any] = {name: f for name, f in vars(module).items() if isinstance(f, functions)}
+    members |= {name: child for name, child in module._modules.items() if child is not None}
+    return any(name in names and looks_like_activation(name, member) for name, member in members.items())
+
+
+def _decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Block]:
+    """The layers in which something is fused, each with its row on recomputing; none if that option is off.
+
+    Args:
+        model: the layers of it that are to recompute outputs are told so.
+        sites: the rows of all sites that are decided.
+    """
+    level = model.options.recompute
+    for block in model.blocks.values():
+        block.layer = None
+    layers = [model.block(path) for path in _layers(model, sites)] if level else []
+    wholes = compiled_modules(model.modules[""]) if layers else []
+    compiled = [layer.path for layer in layers if any(_is_within(layer.path, whole) for whole in wholes)]
+    if compiled:
+        numbers = repr(level), len(compiled), len(layers)
+        logger.warning("recompute=%s does nothing in %s of %s layers: %s", *numbers, COMPILED)
+    others = [layer.path for layer in layers if layer.path not in compiled]
+    if parts := [whole for whole in wholes if any(_is_within(whole, path) for path in others)]:
+        several = repr(level), len(parts), parts[0]
+        logger.warning("recompute=%s does nothing in %s parts of layers, %s the first: %s", *several, COMPILED)
+    for layer in layers:
+        reason = layer.override_reason
+        if reason is None and layer.is_sealed:
+            if not layer.module.fused_norm_recompute:
+                reason = "other code has built on its class since it was patched; remove_fused_norm before sharding"
+        elif reason is None and layer.path in compiled:
+            reason = COMPILED
+        elif reason is None and getattr(layer.module, "gradient_checkpointing", False):
+            reason = "gradient checkpointing is on in this layer, and keeps less"
+        layer.layer = Site(layer.path, "recompute", layer.origin.__name__, reason=reason)
+    return layers
+
+
+def compiled_modules(model: nn.Module) -> list[str]:
+    """Return the paths of the modules of a model that ``torch.compile`` has been called on, or on their forward."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if module._compiled_call_impl
+        or "_orig_mod" in module._modules
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    ]
+
+
+def _is_within(path: str, whole: str) -> bool:
+    """Return whether a module is another module, or a part of it, by their paths."""
+    return not whole or path == whole or path.startswith(f"{whole}.")
+
+
+def _layers(model: SurveyedModel, sites: Iterable[Site]) -> Iterator[str]:
+    """The paths of modules with something fused inside that stand in a ``ModuleList``, the outermost one."""
+    seen = set()
+    for site in sites:
+        names = site.path.split(".") if site.reason is None else []
+        for depth in range(1, len(names)):
+            if isinstance(model.modules[".".join(names[:depth])], nn.ModuleList):
+                path = ".".join(names[: depth + 1])
+                is_linear = path == site.path and site.kind in ("linear", "adapter")
+                is_layer = path not in model.norm_sites and not is_linear
+                if is_layer and path not in seen:
+                    seen.add(path)
+                    yield path
+                break

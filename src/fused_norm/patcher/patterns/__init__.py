@@ -15,9 +15,9 @@ from ..activation_recognition import Activation
 from ..block import Block
 from ..convolution_recognition import ConvolutionFunction, recognise_convolution
 from ..dataflow import flow_of
+from ..fused_block import Rewrite
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from ..rewrite import Rewrite
 from ..rotation_recognition import Rotation, recognise_rotation
 from ..source import Helper, SourceError, cached_by_forward, compiled, global_of, helpers_of, source_of
 from .adds import Add, decide_missed_add, find_adds, find_missed_adds

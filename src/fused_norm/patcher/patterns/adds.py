@@ -48,8 +48,8 @@ from torch import nn
 
 from ..block import Block, alike
 from ..dataflow import Conditions, Dataflow, computed, computes_nothing, may_hold, mentions
+from ..fused_block import Rewrite
 from ..patch_report import Site
-from ..rewrite import Rewrite
 from ..source import global_of, returns_sum
 from .calls import Callee, EditedForward, Match, Missed, call_of_own, callee_name, is_name, operands_of
 from .consumers import Consumer, consumer_of

@@ -36,7 +36,7 @@ from ..adapters import is_quantised
 from ..attention_functions import HARMLESS
 from ..block import Block
 from ..dataflow import Dataflow, mentions
-from ..rewrite import Rewrite
+from ..fused_block import Rewrite
 from .calls import EditedForward, Match, call_of_own, callee_name, is_name
 
 _REARRANGED = ("view", "reshape", "transpose")
@@ -119,7 +119,11 @@ def _attention_after(flow: Dataflow, rotation: ast.Assign, q: str, k: str) -> At
         and not any(mentions(statement, function) for statement in (rotation, *updates))
         and all(flow.is_read_only_in(definition, *updates, query, key) for definition in flow.made_by(rotation))
         and any(is_name(target, value.id) for target in assigned)
-        and all(_is_argument(flow, name) for name in (cache, mask, extra) if isinstance(name, ast.Name))
+        and all(
+            flow.definition_of(name) in flow.arguments.values()  # unchanged
+            for name in (cache, mask, extra)
+            if isinstance(name, ast.Name)
+        )
     ):
         arguments = [cache, mask, ast.Name(k, ast.Load()), value, extra]
         values = _values(flow, before, updates, k, value, function)
@@ -180,9 +184,3 @@ def _looks_up(flow: Dataflow, statement: ast.stmt, name: str) -> bool:
         case ast.If(test, body, []):
             return uses_only(test, flow.own) and all(_looks_up(flow, inner, name) for inner in body)
     return False
-
-
-def _is_argument(flow: Dataflow, name: ast.Name) -> bool:
-    """Return whether a name holds an argument of the forward, unchanged."""
-    definition = flow.definition_of(name)
-    return definition is not None and definition is flow.arguments.get(name.id)

@@ -42,8 +42,8 @@ from ...kernels.triton.norm_backward import MOST_CONSUMERS
 from ..adapters import name_of
 from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
+from ..fused_block import Rewrite
 from ..hooks import are_plain_calls
-from ..rewrite import Rewrite
 from ..source import SourceError, cached_by_forward, names_in
 from .calls import EditedForward, Match, call_of_own, callee_name
 
@@ -73,14 +73,9 @@ class Inputs(Match):
     calls: list[ast.Call]
     other: str | None
 
-    @property
-    def consumers(self) -> tuple[str, ...]:
-        """The attributes of the module that read the argument."""
-        return tuple(map(callee_name, self.calls))
-
     def consumers_in(self, block: Block) -> tuple[str, ...]:
-        """The consumers that a module has: an attribute that is None or missing belongs to another config."""
-        return tuple(name for name in self.consumers if block.member(name) is not None)
+        """The attributes that read the argument in a module: one that is None or missing belongs to another config."""
+        return tuple(name for name in map(callee_name, self.calls) if block.member(name) is not None)
 
     def obstacle(self, block: Block) -> str | None:
         """Why the consumers cannot have inputs of their own, or None."""

@@ -27,10 +27,10 @@ from ..activation_recognition import Activation, recognise_activation
 from ..block import Block
 from ..convolution_recognition import is_causal_convolution, recognise_convolution
 from ..dataflow import Conditions, Dataflow, may_hold
-from ..hooks import has_hooks
+from ..fused_block import Rewrite
+from ..hooks import are_plain_calls
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from ..rewrite import Rewrite
 from ..source import global_of
 from .calls import Callee, EditedForward, Match, call_of_own, callee_name
 from .gates import activation_of
@@ -105,7 +105,7 @@ def decide_convolutions(convolutions: Sequence[Convolution], block: Block) -> It
         row = block.own_row("conv", block.applied_parts("convolutions", index) is not None)
         watched = [] if convolution.callee.is_function else [convolution.callee.resolve(block)]
         watched += [] if convolution.act is None else [convolution.act.resolve(block)]
-        if any(isinstance(part, nn.Module) and (has_hooks(part) or "forward" in vars(part)) for part in watched):
+        if any(isinstance(part, nn.Module) and not are_plain_calls(part) for part in watched):
             row = row.skipped("hooks or other code stand on its convolution or the activation of it", "overridden")
         try:
             activation = convolution.recognised(block, block.origin)

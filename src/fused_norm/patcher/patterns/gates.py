@@ -42,10 +42,10 @@ from ..activation_recognition import looks_like_activation, recognise_activation
 from ..adapters import is_quantised
 from ..block import Block
 from ..dataflow import Conditions, Dataflow, edits_in_place, may_hold
-from ..hooks import has_hooks
+from ..fused_block import Rewrite
+from ..hooks import are_plain_calls
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from ..rewrite import Rewrite
 from .calls import Callee, EditedForward, Match, Missed, call_of_own, callee_name, operands_of
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
@@ -124,7 +124,7 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
         if earlier is not None and earlier.activation is not None:
             continue
         row, act = block.own_row("mlp", block.applied_parts("gates", index) is not None), gate.act.resolve(block)
-        if isinstance(act, nn.Module) and (has_hooks(act) or "forward" in vars(act)):
+        if isinstance(act, nn.Module) and not are_plain_calls(act):
             row = row.skipped("hooks or other code stand on its activation", "overridden")
         try:
             activation = recognise_activation(act)

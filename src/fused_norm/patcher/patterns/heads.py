@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from ...spec import Kind
 from ..block import Block, alike
 from ..dataflow import Dataflow, edits_in_place, mentions
+from ..fused_block import Rewrite
 from ..patch_report import Site
-from ..rewrite import Rewrite
 from .attentions import Attention
 from .calls import EditedForward, Match, call_of_own, callee_name
 from .rotations import unless_unrecognised

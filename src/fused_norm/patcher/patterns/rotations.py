@@ -29,9 +29,9 @@ from torch import nn
 
 from ..block import Block
 from ..dataflow import Conditions, Dataflow, may_hold
+from ..fused_block import Rewrite
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from ..rewrite import Rewrite
 from ..rotation_recognition import recognise_rotation
 from ..source import global_of
 from .attentions import Attention
