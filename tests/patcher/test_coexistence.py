@@ -387,6 +387,21 @@ def test_the_hub_binds_nothing_over_what_is_fused(part: str, monkeypatch) -> Non
     assert kernelized(model) == paths
 
 
+@pytest.mark.parametrize(("part", "kind"), [("norm", "norm"), ("layers.0.mlp", "mlp")])
+def test_what_the_hub_has_bound_before_runs_and_is_reported(part: str, kind: str, monkeypatch, device: str) -> None:
+    stock, model = twins("llama", device)
+    monkeypatch.setattr(type(stock.model.get_submodule(part)), "kernel_layer_name", "AsTheHubCallsIt", raising=False)
+    fused_norm.remove_fused_norm(model)
+    bound = kernelized(model)
+    report = fused_norm.apply_fused_norm(model, strict=False)
+    rows = [site for site in report.kept if site.kind == kind]
+    assert [site.path for site in rows] == bound
+    assert all("its forward was replaced on the instance, by" in site.reason for site in rows)
+    assert all("of_the_hub" in site.reason and site.cause == "overridden" for site in rows)
+    assert report.counts["rope"] == 2
+    assert_near(step(model, tokens(device)), step(stock, tokens(device)))
+
+
 @pytest.mark.parametrize("first", ["peft", "fused_norm"])
 def test_lora_trains_the_same_on_top_or_below(first: str, device: str) -> None:
     torch.manual_seed(3)
