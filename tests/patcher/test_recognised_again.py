@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import functools
 import gc
 import math
 import os
+import pickle
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -63,6 +65,10 @@ def turned(x):
     return torch.cat((-second, first), dim=-1)
 
 
+def neighbours_turned(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
 def rotate(q, k, cos, sin, unsqueeze_dim=1):
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + turned(q) * sin, k * cos + turned(k) * sin
@@ -84,6 +90,85 @@ def test_of_norms_alike_an_apply_runs_one_and_each_that_differs(monkeypatch) -> 
     for times in (1, 2):
         fused_norm.apply_fused_norm(model)
         assert len(ran) == times * (1 + len(differing) + 1)
+
+
+class ByName(type):
+    """Classes that are equal if their names are."""
+
+    def __eq__(cls, other: object) -> bool:
+        return getattr(other, "__name__", None) == cls.__name__
+
+    def __hash__(cls) -> int:
+        return hash(cls.__name__)
+
+
+def flag(value: bool) -> functools.partial:
+    held = functools.partial(int)
+    held.value = value
+    return held
+
+
+class FlaggedNorm(Norm):
+    """A norm that is centered if an attribute of a partial function says so, or if it has a certain buffer."""
+
+    def __init__(self, held: functools.partial, *buffers: str) -> None:
+        super().__init__()
+        self.held = held
+        for name in buffers:
+            self.register_buffer(name, None)
+
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True) if self.held.value or "centers" in self._buffers else x)
+
+
+class NormLikeAnother(Norm, metaclass=ByName):
+    pass
+
+
+NORM_LIKE_ANOTHER = ByName("NormLikeAnother", (Norm,), {"centered": True})
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [
+        lambda: (FlaggedNorm(flag(False)), FlaggedNorm(flag(True))),
+        lambda: (FlaggedNorm(flag(False), "other"), FlaggedNorm(flag(False), "centers")),
+        lambda: (NormLikeAnother(), NORM_LIKE_ANOTHER()),
+    ],
+    ids=["an attribute of a partial function", "the name of a buffer", "a class that equals another"],
+)
+def test_norms_that_differ_in_little_are_told_apart(norms: Callable[[], tuple[Norm, Norm]]) -> None:
+    for order in (1, -1):
+        model = nn.Sequential(*norms()[::order])
+        (kept,) = fused_norm.apply_fused_norm(model).kept
+        assert kept.path == ("1" if order == 1 else "0")
+
+
+def test_norms_with_equal_lists_of_their_own_are_alike(monkeypatch) -> None:
+    ran = []
+    compare = norm_recognition._compare_with_formulas
+    monkeypatch.setattr(norm_recognition, "_compare_with_formulas", lambda norm: ran.append(norm) or compare(norm))
+    model = nn.Sequential(*(Norm() for _ in range(3)))
+    for norm in model:
+        vars(norm).update(sizes=[1, {"a": torch.device("cpu")}])
+    model[2].sizes.append(model[2].sizes)
+    assert fused_norm.apply_fused_norm(model).counts["norm"] == 3
+    assert ran == [model[0], model[2]]
+
+
+class InferenceFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+
+def test_a_norm_that_cannot_be_differentiated_is_kept() -> None:
+    class InferenceNorm(Norm):
+        def forward(self, x):
+            return super().forward(InferenceFunction.apply(x))
+
+    (kept,) = fused_norm.apply_fused_norm(nn.Sequential(InferenceNorm(), Norm())).kept
+    assert kept.path == "0"
 
 
 def test_of_activations_alike_an_apply_runs_one(monkeypatch) -> None:
@@ -145,6 +230,19 @@ def test_what_is_replaced_between_two_models_or_after_patching_is_seen(
     for model in (build(config, seed=0), patched_before):
         assert fused_norm.apply_fused_norm(model).counts == usual
         assert relative(logits(model), expected) < 2e-6
+
+
+def test_copies_are_of_the_class_of_what_they_copy_whatever_was_patched_before(monkeypatch) -> None:
+    config = tiny_config("llama", num_hidden_layers=1)
+    before, model = build(config, seed=0), build(config, seed=0)
+    fused_norm.apply_fused_norm(before)
+    monkeypatch.setattr(modeling_llama, "rotate_half", neighbours_turned)
+    expected = logits(model)
+    assert fused_norm.apply_fused_norm(model).counts["rope"] == 1
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert list(map(type, copied.modules())) == list(map(type, model.modules()))
+        assert relative(logits(copied), expected) < 2e-6
+    assert type(before.model.layers[0].self_attn) is not type(model.model.layers[0].self_attn)
 
 
 @pytest.mark.parametrize("where", [Norm, CONFIG])
@@ -243,6 +341,7 @@ REACH_A_KERNEL: dict[str, Callable[..., Any]] = {
     "a function inside": lambda x: (lambda: OfOthers.apply(x))(),
     "a class and a list on it": lambda x: Holder.run(),
     "an attribute of a module": lambda x: MODULE.kernel(x),
+    "getattr": lambda x: getattr(MODULE, "kernel").apply(x),  # noqa: B009
     "a default": with_default,
     "a partial function": functools.partial(print, OfOthers),
     "a cache": remembering,

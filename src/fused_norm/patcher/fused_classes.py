@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from itertools import chain
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -95,13 +96,14 @@ def fused_class(
             return constructor, values, *state
         if not are_plain_calls(inside=derived):  # what runs is the forward that the class has now
             return constructor, (origin, *values[1:]), *state
-        return _rebuild, (origin, made_by), *state
+        return _rebuild, (origin, made_by, derived.fused_norm_key), *state
 
     members |= {name: getattr(origin, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {
         "fused_norm_origin": origin,
         "fused_norm_origin_forward": origin.forward,
         "fused_norm_origin_code": RunningCode(origin.forward),
+        "fused_norm_key": uuid4().hex,
         "kernel_layer_name": _NoHubKernel(),
         "__reduce_ex__": reduce_ex,
     }
@@ -121,10 +123,14 @@ def _made_before(origin: Any, members: Mapping[str, Any]) -> Any:
     return None
 
 
-def _rebuild(origin: Any, made_by: tuple[Any, ...]) -> nn.Module:
-    """An empty instance of a fused class, for pickle and deepcopy to fill."""
+def _rebuild(origin: Any, made_by: tuple[Any, ...], key: str) -> nn.Module:
+    """An empty instance of a fused class, for pickle and deepcopy to fill.
+
+    ``key``: that of the class. In another process, or if none of its instances lives, the class is made again, of the
+    code that runs there.
+    """
     make, arguments, members = made_by
-    kind: Any = _made_before(origin, {"fused_norm_made_by": made_by}) or make(*arguments, **members)
+    kind: Any = _made_before(origin, {"fused_norm_key": key}) or make(*arguments, **members)
     return object.__new__(kind)
 
 

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -89,7 +90,8 @@ def _reached_from_function(function: FunctionType) -> Iterator[Any]:
     codes = [function.__code__]
     for code in codes:  # grows meanwhile
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    names = dict.fromkeys(name for code in codes for name in code.co_names)
+    texts = (constant for code in codes for constant in code.co_consts if isinstance(constant, str))  # ``getattr``
+    names = dict.fromkeys(chain((name for code in codes for name in code.co_names), texts))
     places = [function.__globals__]
     for place in places:  # grows meanwhile
         for value in [place[name] for name in names if name in place]:

@@ -91,7 +91,8 @@ def recognise(module: nn.Module) -> Recognised:
     """
     _check_structure(module)
     weight = "weight" in module._buffers, _weight_of(module) is not None, _width(module)
-    key = recognise, key_of_module(type(module), own_attributes(module)), weight
+    names = *module._parameters, None, *module._buffers
+    key = recognise, key_of_module(type(module), own_attributes(module)), weight, names
     return found_once(lambda: _compare_with_formulas(module), *key)
 
 

@@ -76,7 +76,10 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 def key_of_module(kind: type[nn.Module], attributes: Mapping[str, Any]) -> Any:
     """A key that modules of one class share if these attributes are the same objects, or equal plain values."""
-    return kind, tuple((name, _key_of_value(value)) for name, value in attributes.items())
+    try:
+        return Identity(kind), tuple((name, _key_of_value(value)) for name, value in attributes.items())
+    except RecursionError:  # a container holds itself
+        return Identity(attributes)
 
 
 def _key_of_value(value: Any) -> Any:
@@ -86,10 +89,14 @@ def _key_of_value(value: Any) -> Any:
         return kind, value
     if kind is float:
         return kind, value.hex()
-    if kind is tuple or kind is torch.Size:
+    if kind is torch.device:
+        return kind, str(value)
+    if kind is tuple or kind is list or kind is torch.Size:
         return kind, tuple(map(_key_of_value, value))
-    if kind is partial:  # each module of some activations has one of its own
-        return kind, tuple(map(_key_of_value, (value.func, value.args, tuple(value.keywords.items()))))
+    if kind is dict:
+        return kind, tuple((_key_of_value(name), _key_of_value(item)) for name, item in value.items())
+    if kind is partial and not vars(value):  # each module of some activations has one of its own
+        return kind, tuple(map(_key_of_value, (value.func, value.args, value.keywords)))
     return Identity(value)
 
 
@@ -193,10 +200,13 @@ def agrees_in_gradients(
         if not y.requires_grad or not torch.allclose(y, stock, rtol=1e-4, atol=1e-4):
             return False
         dy = torch.linspace(-1, 2, stock.numel(), dtype=torch.float32).view_as(stock)
-        grads = (
-            torch.autograd.grad(output, [*leaves, *parameters], dy, retain_graph=True, materialize_grads=True)
-            for output in (y, stock)
-        )
+        try:
+            grads = [
+                torch.autograd.grad(output, [*leaves, *parameters], dy, retain_graph=True, materialize_grads=True)
+                for output in (y, stock)
+            ]
+        except Exception:  # foreign code may raise anything, as what is for inference alone does
+            return False
         if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*grads, strict=True)):
             return False
     return True
