@@ -222,6 +222,10 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "a copy": lambda logits: logits.copy_(torch.ones_like(logits)),
     "a result": lambda logits: torch.add(torch.ones(*ROWS, VOCABULARY), 1, out=logits),
     "into a view": lambda logits: logits[:, 2:].mul_(2),
+    "into one dimension": lambda logits: logits.view(-1).zero_(),
+    "into an element of each row": lambda logits: logits[..., 0].mul_(2),
+    "into a chunk": lambda logits: logits.chunk(2, dim=-1)[1].fill_(3),
+    "in place": lambda logits: functional.relu(logits, inplace=True),
     "through data": lambda logits: logits.data.mul_(2),
 }
 
@@ -231,7 +235,7 @@ def test_what_was_made_of_them_before_a_write_is_as_of_real_ones(name: str) -> N
     def write(logits: Tensor) -> list[Tensor]:
         copied, view = logits * 0.5, logits[:, 1:]
         WRITES[name](logits)
-        return [logits + 0, copied + 0, view + 0, logits * 2 + 0]
+        return [view * 2 + 0, logits + 0, copied + 0, view + 0, logits * 2 + 0]
 
     with torch.no_grad():
         assert_as_of_real_logits(Head(trained=False), write, rtol=0, atol=0)

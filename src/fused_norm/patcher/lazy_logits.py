@@ -208,6 +208,7 @@ class LazyLogits(LazyTensor):
     _parent: LazyLogits | None
     _family: Family
     _real: Tensor | None
+    _version_read: int | None  # of the real one, when it was made
     _was_read_apart: bool  # the real one was made of its parent's, and is no result of this one in the graph
     _has_loss: bool  # a fused loss was made of these, or of what steps make of them
 
@@ -236,7 +237,8 @@ class LazyLogits(LazyTensor):
                 lazy: LazyLogits = _Lazy.apply(like, steps, projection.dtype, parent, *projection.arguments)
             else:
                 lazy = cls(like, projection.x.device)
-        lazy._projection, lazy._steps, lazy._parent, lazy._real = projection, steps, parent, None
+        lazy._projection, lazy._steps, lazy._parent = projection, steps, parent
+        lazy._real = lazy._version_read = None
         lazy._was_read_apart = lazy._has_loss = False
         lazy._family = Family() if parent is None else parent._family
         lazy._family.members.add(lazy)
@@ -256,7 +258,13 @@ class LazyLogits(LazyTensor):
                         self._real = _Read.apply(self)
                 else:
                     self._real, self._was_read_apart = self._computed(reader), self._parent is not None
+            self._version_read = _version(self._real)
         return self._real
+
+    def was_written(self) -> bool:
+        """Return whether these or what they were made of have been written into since a read, as by way of a view."""
+        read = (lazy for lazy in self.with_ancestors() if lazy._real is not None)
+        return any(_version(lazy._real) != lazy._version_read for lazy in read)
 
     def with_ancestors(self) -> Iterator[LazyLogits]:
         """These logits, what they were made of, and so on."""
@@ -289,7 +297,12 @@ class LazyLogits(LazyTensor):
     def _computed(self, reader: str) -> Tensor:
         if self._parent is None:
             return self._projection.compute()
-        return self._steps[-1].run(self._parent.read(reader))
+        parent = self._parent.read(reader)
+        result = self._steps[-1].run(parent)
+        if self._parent.was_written() and not _share_memory(result, parent):
+            # The step was taken before the write: none is taken afterwards.
+            result = _after(self._steps, self._projection.compute())
+        return result
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -309,7 +322,8 @@ class LazyLogits(LazyTensor):
                     if name == "grad" and place is not lead and lead.retains_grad:  # by the engine
                         raise RuntimeError(_TOO_LATE)
                     return func(place, *args[1:], **kwargs)
-            if lead._real is None and (step := step_of(lead, name, func, args[1:], kwargs)) is not None:
+            is_lazy = lead._real is None and not lead.was_written()
+            if is_lazy and (step := step_of(lead, name, func, args[1:], kwargs)) is not None:
                 return lead if step.name == "same" else lead.then(step)
         if func is GENUINE["cross_entropy"]:
             loss = _cross_entropy(*args, **kwargs)
@@ -446,6 +460,14 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype |
         return functional.linear(x, weight, bias)
 
 
+def _after(steps: tuple[Step, ...], logits: Tensor) -> Tensor:
+    return reduce(lambda logits, step: step.run(logits), steps, logits)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def _gradient_of(function: Callable[[Tensor], Tensor], made_by: tuple[Any, ...], gradient: Tensor) -> Tensor:
     """The gradient of logits for that of a function of them.
 
@@ -453,7 +475,7 @@ def _gradient_of(function: Callable[[Tensor], Tensor], made_by: tuple[Any, ...],
     """
     steps, dtype, x, weight, bias = made_by
     again = torch.is_grad_enabled()
-    logits = reduce(lambda logits, step: step.run(logits), steps, _logits(x, weight, bias, dtype))
+    logits = _after(steps, _logits(x, weight, bias, dtype))
     with torch.enable_grad():
         leaf = logits if again and logits.requires_grad else logits.detach().requires_grad_()
         return torch.autograd.grad(function(leaf), leaf, gradient, create_graph=again)[0]
@@ -561,7 +583,7 @@ def _is_of_sharding(hook: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith("torch.distributed.")
 
 
-def _version(tensor: Tensor) -> int | None:
+def _version(tensor: Any) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
