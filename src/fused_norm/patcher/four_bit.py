@@ -84,9 +84,8 @@ class FusedLinear4bit(Fused):
         products = linear["compute_dtype"]
         weight = packed_weight(self, x, products, is_readable=adapter_input is not None, is_called=True)
         reason = weight if isinstance(weight, str) else None
-        if (
-            reason is None and adapter_input is None
-        ):  # else the guard of the forward that passes an AdapterInput has asked
+        # The guard of the forward that passes an AdapterInput has asked.
+        if reason is None and adapter_input is None:
             reason = replaced_linear() or _changed_class(self)
         if reason is None and dtype not in (None, products):
             reason = f"autocast is to {dtype}, and it computes in {products}"
@@ -112,9 +111,10 @@ def why_linear_is_stock(linear: Any) -> str | None:
 
     Whether other code has replaced all linears is another question, ``replaced_linear``.
     """
-    reason = _changed_class(linear) if isinstance(linear, FusedLinear4bit) else None
-    reason = why_unreadable(linear, is_called=True) if reason is None else reason
-    return reason or (None if reason is None else replaced_forward(stock_class(linear)) or "")
+    if isinstance(linear, FusedLinear4bit) and (reason := _changed_class(linear)):
+        return reason
+    reason = why_unreadable(linear, is_called=True)
+    return replaced_forward(stock_class(linear)) or "" if reason == "" else reason
 
 
 def _changed_class(linear: FusedLinear4bit) -> str | None:

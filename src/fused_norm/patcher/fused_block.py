@@ -47,10 +47,10 @@ class Rewrite:
     Attributes:
         pattern: the list in ``Patterns`` that has the match, such as ``adds``.
         index: the match's index in that list.
-        parts: what of it is fused. Of an add: ``norm``, ``inner``, ``dropout``, ``consumers``, and ``called`` for a
-            norm whose call other code sees; of a consumed norm: ``consumers``, ``input``; of heads: ``rotation``; of
-            a rotation, by itself or of heads: ``values``; of inputs: the attributes of the linears; of a gate:
-            ``consumer``.
+        parts: the parts of the match that are fused. An add has ``norm``, ``inner``, ``dropout``, ``consumers``, and
+            ``called`` if other code sees the call of its norm; a consumed norm ``consumers`` and ``input``; heads
+            ``rotation``, and their rotation, or one by itself, ``values``; a gate ``consumer``; inputs the attributes
+            of the linears.
         activation: that of a gate, or of a module that convolves.
     """
 

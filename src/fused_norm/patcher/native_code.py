@@ -55,7 +55,7 @@ def _is_of_python_or_torch(module: Any) -> bool:
 
 
 def _reached_from(thing: Any) -> Iterator[Any]:
-    """What a thing leads to. Only its exact type is asked: a subclass may do anything."""
+    """Yield what a thing holds or names. Its exact type alone says what that is, as a subclass may do anything."""
     kind: Any = type(thing)
     if kind is FunctionType:
         if not _is_of_python_or_torch(thing.__globals__.get("__name__")):

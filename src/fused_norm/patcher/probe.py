@@ -36,7 +36,7 @@ class NotTakenError(Exception):
 
 
 _results_by_key: ContextVar[dict[Any, tuple[Any, str | None]] | None] = ContextVar("fused_norm_results", default=None)
-"""What was found out within ``no_code_changes``, or the message of the error that said why nothing was."""
+"""Results of ``found_once`` within ``no_code_changes``, by key: each beside None, or None beside an error's message."""
 
 
 @contextlib.contextmanager
