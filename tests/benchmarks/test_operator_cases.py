@@ -58,6 +58,7 @@ def test_every_operator_of_the_project_is_measured():
     in_steps_alone = {
         "linear_4bit",
         "lora_add",
+        "lora_linear",
         "lora_linear_4bit",
         "expert_bias",
         "expert_permute",

@@ -187,7 +187,7 @@ def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:
             torch.zeros(()),
         )
         for way, weight in (("", single), (" quantised twice", double)):
-            options = block, 0.5, 1.1, 1.1, torch.bfloat16, dtype
+            options = 0.5, 1.1, 1.1, torch.bfloat16, dtype, block
             name = f"blocks of {block}{way}"
             for operator in ("lora_linear_4bit", "lora_summands_4bit"):
                 yield forward_backward(operator, name, x, x, a, b, code, packed, *weight, None, None, *options)
@@ -256,9 +256,11 @@ def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator
             base, x16 = torch.empty(rows, 1024, dtype=dtype), torch.empty(rows, 4096, dtype=torch.bfloat16)
             yield forward_backward("lora_add", f"rank {rank}, {rows} rows", base, x16, a, b, 0.5)
             mask = torch.zeros(rows, 4096, dtype=torch.bool)
-            yield forward_backward(
-                "lora_add_dropped", f"rank {rank}, {rows} rows", base, x16, a, b, mask, 0.5, 1.1, 1.1
-            )
+            w = torch.empty(1024, 4096, dtype=torch.bfloat16)
+            options = 0.5, 1.1, 1.1, torch.bfloat16
+            for way, given in (("", None), (", dropout", mask)):
+                name = f"rank {rank}, {rows} rows{way}"
+                yield forward_backward("lora_linear", name, x16, x16, a, b, w, None, given, *options)
     yield from four_bit_calls(dtype)
     yield from loss_calls(dtype)
     yield from conv_calls(dtype)

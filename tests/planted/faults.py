@@ -26,7 +26,8 @@ from fused_norm.kernels.gated_rms_norm import GATED_RMS_NORM
 from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
 from fused_norm.kernels.linear_4bit import LINEAR_4BIT, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from fused_norm.kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
+from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.lora_linear import LORA_LINEAR
 from fused_norm.kernels.norm import (
     ADD_RMS_NORM,
     ADD_RMS_NORM_FOR_CONSUMERS,
@@ -55,6 +56,7 @@ from .planting import (
     Losses,
     Planting,
     Results,
+    apart,
     falls_back,
     in_backward,
     in_compiled_backward,
@@ -72,12 +74,13 @@ from .planting import (
 _NORMED = (RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM, QK_NORM, GATED_RMS_NORM)
 _OF_EXPERTS = (EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE)
 _IN_MODELS = (*_NORMED, ROPE, GLU, CAUSAL_CONV1D, *_OF_EXPERTS)
-OF_ADAPTERS = (LORA_ADD, LORA_ADD_DROPPED, LORA_LINEAR_4BIT)
+OF_ADAPTERS = (LORA_ADD, LORA_LINEAR, LORA_LINEAR_4BIT)
 """The operators of adapters."""
 _EVERY = (*_IN_MODELS, LINEAR_4BIT, *OF_ADAPTERS)
 OF_ROWS = tuple(operator for operator in _EVERY if operator is not EXPERT_BIAS)
 """Operators whose first tensor has the rows of a batch, and may hold NaN; EXPERT_BIAS begins with a parameter."""
 _IN_4_BITS = (LINEAR_4BIT, LORA_LINEAR_4BIT)
+_WITH_LINEARS = (LORA_LINEAR, LORA_LINEAR_4BIT)
 _WITH_RANKS = (*OF_ADAPTERS, LORA_SUMMANDS_4BIT)
 _OF_QLORA = (LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT, GLU_FOR_CONSUMERS)
 _NORM_OF_SUM = (ADD_RMS_NORM, NORM_ADD_NORM)
@@ -550,7 +553,7 @@ def _recomputes_as(**levels: Any) -> Planting:
 
 def _in_16_bits(right: Any, memory: Any, operator: Any, *arguments: Any) -> Any:
     y, reason = right(operator, *arguments)
-    dtype = arguments[-2]
+    *_, dtype, _, _ = arguments
     return (y.to(dtype) if y is not None and operator is LORA_LINEAR_4BIT else y), reason
 
 
@@ -642,8 +645,12 @@ _AMONG_CONSUMERS: tuple[tuple[Any, ...], ...] = (
 
 _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     # The linear's output has no gradient.
-    ("dbase", "lora", replaced_by(LORA_ADD, "compute_grads", lambda right, _, *call: (None, *right(*call)[1:]))),
-    ("fallback", "lora-alone", falls_back(LORA_ADD)),  # runs stock code silently
+    (
+        "dbase",
+        "lora",
+        apart(replaced_by(LORA_ADD, "compute_grads", lambda right, _, *call: (None, *right(*call)[1:]))),
+    ),
+    ("fallback", "lora-alone", falls_back(LORA_ADD, LORA_LINEAR)),  # runs stock code silently
     # The input is not cast if dropout is on.
     ("dropout-cast", "lora-dropout", replaced_by(FusedAdapter, "_cast_for_adapter", lambda right, _, layer, x, to: x)),
     ("dropout-none", "lora-dropout", replaced_by(nn.Dropout, "forward", _nothing_dropped)),  # nothing is dropped
@@ -714,8 +721,9 @@ _IN_FORWARDS: tuple[tuple[Any, ...], ...] = (
     # The last rank is lost.
     ("rank", _WITH_RANKS, lambda call: call.results(a=torch.cat((call["a"][:-1], 0 * call["a"][-1:])))),
     ("base", (LORA_ADD,), lambda call: call.results(base=torch.zeros_like(call["base"]))),
-    ("factor", (LORA_LINEAR_4BIT,), lambda call: call.results(factor=call["factor"] ** 2)),  # it is applied twice
-    ("cut", (LORA_LINEAR_4BIT,), lambda call: call.results(adapter_x=_half_nearer_zero(call["adapter_x"]))),
+    ("base", (LORA_LINEAR,), lambda call: call.results(w=torch.zeros_like(call["w"]))),
+    ("factor", _WITH_LINEARS, lambda call: call.results(factor=call["factor"] ** 2)),  # it is applied twice
+    ("cut", _WITH_LINEARS, lambda call: call.results(adapter_x=_half_nearer_zero(call["adapter_x"]))),
     ("absmax", _IN_4_BITS, lambda call: call.results(scale=call["scale"].roll(-1))),  # of the next block
     # The two codes of a byte are swapped.
     ("codes", _IN_4_BITS, lambda call: call.results(packed=call["packed"] << 4 | call["packed"] >> 4)),
@@ -729,7 +737,8 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("back", (ROPE,), lambda call: call.results(sin=-call["sin"])),  # the gradient is rotated on instead of back
     # The gradient between the products lacks the scale.
     ("dh", (LORA_ADD,), lambda call: call.results("dx", "da", scale=1.0)),
-    ("dh", (LORA_LINEAR_4BIT,), lambda call: call.results("dadapter_x", "da", factor=1.0)),
+    ("dh", _WITH_LINEARS, lambda call: call.results("dadapter_x", "da", factor=1.0)),
+    ("dbase", (LORA_LINEAR,), _edited(torch.zeros_like, "dx")),  # the linear passes no gradient on
     ("absmax-back", _IN_4_BITS, lambda call: call.results(scale=call["scale"].roll(-1))),
     # The gradient of b uses other rows.
     ("shifted", _WITH_RANKS, lambda call: call.results(h=call["h"].roll(1, -2))),
@@ -771,9 +780,11 @@ def _faults() -> Iterator[Fault]:
     for planting, forms in ((in_forward, _IN_FORWARDS), (in_backward, _IN_BACKWARDS)):
         for name, operators, wrong, *hidden in forms:
             for operator in operators:
-                where = "lora" if operator is LORA_ADD else "qlora" if operator in _OF_QLORA else "eager"
-                where = {LINEAR_4BIT: "qlora-qv", LORA_ADD_DROPPED: "lora-dropout"}.get(operator, where)
-                yield Fault(f"{operator.name}-{name}", planting(operator, wrong), *hidden, where=where)
+                where = "qlora" if operator in _OF_QLORA else "eager"
+                where = {LINEAR_4BIT: "qlora-qv", LORA_ADD: "lora", LORA_LINEAR: "lora"}.get(operator, where)
+                planted = planting(operator, wrong)
+                planted = apart(planted) if operator is LORA_ADD else planted
+                yield Fault(f"{operator.name}-{name}", planted, *hidden, where=where)
 
     for name, wrong in (
         ("columns", _scales_of_columns),  # codes have the scales of columns, not of rows
@@ -799,7 +810,7 @@ def _faults() -> Iterator[Fault]:
             yield Fault(f"{what_has_it}-{name}", planted, *hidden, where="loss")
     for name, planted, *hidden in _IN_RECOMPUTATION:
         yield Fault(f"recomputed-{name}", planted, *hidden, where="recompute")
-    planting = with_changed_table(LinearOutputs, "_READ", lambda nodes: nodes | {"LoraAddBackward": lambda *_: None})
+    planting = with_changed_table(LinearOutputs, "_READ", lambda nodes: nodes | {"LoraLinearBackward": lambda *_: None})
     yield Fault("recomputed-adapters", planting, where="lora-recompute")
     passthrough = partial(replaced_by, FusedBlock, "fused_norm_passthrough")
     one_row = falls_back(*_IN_MODELS, where=lambda x: len(x) == 1 and torch.is_grad_enabled())

@@ -43,6 +43,8 @@ from .fused_calls import (
     with_arguments,
 )
 
+_LINEARS_WITH_ADAPTERS = ("lora_linear", "lora_linear_4bit")
+
 _LOSS_SCALE = 2.0**12
 _EPS_OF_FP32 = torch.finfo(torch.float32).eps
 
@@ -170,7 +172,7 @@ def compare(
                     rounding *= 2
                 add(record.gradients, place, distance(gradient, right) / rounding)
                 has_same_products = _is_of_head(call) or (
-                    argument == "x" and not {"linear_4bit", "lora_linear_4bit"}.isdisjoint(call.operators)
+                    argument == "x" and not {*_LINEARS_WITH_ADAPTERS, "linear_4bit"}.isdisjoint(call.operators)
                 )
                 if has_same_products and stock.last_place > _EPS_OF_FP32:
                     add(record.turned, place, share_apart(gradient, right))
@@ -304,7 +306,7 @@ def _is_of_head(call: FusedCall) -> bool:
 
 def _has_products(call: FusedCall) -> bool:
     """Return whether a call multiplies matrices, and sums in another order than stock code does."""
-    return not {"lora_add", "lora_linear_4bit"}.isdisjoint(call.operators) or _is_of_head(call)
+    return not {*_LINEARS_WITH_ADAPTERS, "lora_add"}.isdisjoint(call.operators) or _is_of_head(call)
 
 
 def _beginning(tensor: Tensor) -> Tensor:

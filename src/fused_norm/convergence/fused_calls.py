@@ -60,7 +60,7 @@ _KINDS: Mapping[str, _Kind] = {
     "conv": _Kind({"causal_conv1d"}, {"fused_norm_conv", "fused_norm_conv_module"}),
     "experts": _Kind({"expert_gate"}, {"forward"}),
     "linear": _Kind({"linear_4bit"}, {"forward"}),
-    "adapter": _Kind({"lora_add", "lora_linear_4bit", "lora_summands_4bit", _IN_FLOAT32}, {"forward"}),
+    "adapter": _Kind({"lora_add", "lora_linear", "lora_linear_4bit", "lora_summands_4bit", _IN_FLOAT32}, {"forward"}),
     "loss": _Kind({"linear_cross_entropy"}, {"fused_norm_cross_entropy"}),
     "consumers": _Kind({_OWN_INPUTS}, {"fused_norm_inputs"}),
 }

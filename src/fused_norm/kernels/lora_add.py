@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from . import reference
 from .arguments import Unsupported, check_rows, check_scale, other_dtype
 from .operator import BackwardCall, BackwardImpl, Operator, Results
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
@@ -32,10 +31,8 @@ class LoraAdd(Operator):
     gradients = ("dbase", "dx", "da", "db")
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
-        base, x, a, b, *rest = arguments
-        mask, scale, _, _ = _with_dropout(rest)
-        refusal = check_mask(mask, x) if "mask" in self.tensor_names else None
-        refusal = refusal or check_rows("x", x) or check_scale(scale)
+        base, x, a, b, scale = arguments
+        refusal = check_rows("x", x) or check_scale(scale)
         have_same_rows, are_matrices = base.shape[:-1] == x.shape[:-1], a.dim() == b.dim() == 2
         if refusal is not None or (
             have_same_rows and are_matrices and (a.shape[1], *b.shape) == (x.shape[-1], base.shape[-1], len(a))
@@ -47,9 +44,9 @@ class LoraAdd(Operator):
         )
 
     def needs_reference(self, *arguments: Any) -> Unsupported | None:
-        _, x, a, b = tensors = arguments[:4]
-        mask, scale, _, _ = _with_dropout(arguments[4:])
-        if not all(t.numel() for t in tensors) or not (mask is None or mask.is_contiguous()):
+        *tensors, scale = arguments
+        _, x, a, b = tensors
+        if not all(t.numel() for t in tensors):
             return Unsupported("")
         if x.dtype == torch.float32:
             return Unsupported("x is torch.float32, products of which are left to PyTorch")
@@ -66,12 +63,11 @@ class LoraAdd(Operator):
         return x is not None and weight.dtype != x.dtype
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
-        base, x, a, b, *rest = arguments
-        mask, scale, factor, _ = _with_dropout(rest)
+        base, x, a, b, scale = arguments
         h = x.new_empty((*x.shape[:-1], len(a)))
         copies = [empty_weight_like(w, name in copied, x.dtype) for name, w in (("a", a), ("b", b))]
         if launch:
-            launch_narrow(x, a, a.stride()[::-1], h, factor, copies[0], mask)
+            launch_narrow(x, a, a.stride()[::-1], h, 1.0, copies[0])
         y = self.output_of(base, h, b, scale, launch=launch, copy=copies[1])
         return y, h if training else None, *copies
 
@@ -90,8 +86,7 @@ class LoraAdd(Operator):
         return (dy if need_dbase else None, *grads[1:])
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, *masks, a, b, h), (*scales, a_dtype, b_dtype) = call.incoming, call.saved, call.saved_scalars
-        mask, scale, factor, factor_back = _with_dropout([*masks, *scales])
+        (dy,), (x, a, b, h), (scale, a_dtype, b_dtype) = call.incoming, call.saved, call.saved_scalars
         _, need_dx, need_da, need_db = call.needed
         dh = h.new_empty(h.shape) if need_dx or need_da else None
         dx = x.new_empty(x.shape) if need_dx else None
@@ -100,38 +95,10 @@ class LoraAdd(Operator):
             if dh is not None:
                 launch_narrow(dy, b, b.stride(), dh, scale)
             if dh is not None and dx is not None:
-                launch_widen(dh, a, a.stride(), None, dx, factor_back, None, mask)
+                launch_widen(dh, a, a.stride(), None, dx, 1.0)
             if need_da or need_db:
-                launch_weights(h, (dy, db), (x, dh, da), scale, factor, mask)
+                launch_weights(h, (dy, db), (x, dh, da), scale)
         return None, dx, da, db
-
-
-class LoraAddDropped(LoraAdd):
-    """``lora_add`` of an x that dropout is applied to first, in float32: ``round(x * mask * factor)``.
-
-    The gradient of x is rounded before it is multiplied by the mask and ``factor_back``, which PyTorch rounds otherwise
-    than ``factor``, and after it.
-    """
-
-    name = "lora_add_dropped"
-    plain_name = "lora_add"
-    tensors = f"{LoraAdd.tensors}, Tensor mask"
-    options = "float scale, float factor, float factor_back"
-    other_rules = ("mask",)
-    saved = "Tensor x, Tensor mask, Tensor a, Tensor b, Tensor h"
-    saved_scalars = f"{options}, ScalarType a_dtype, ScalarType b_dtype"
-
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (x, mask, *others), (scale, factor, factor_back, *dtypes) = call.saved, call.saved_scalars
-        saved = reference.dropped(x, mask, factor), *others
-        _, dx, da, db = LORA_ADD.reference_backward(call._replace(saved=saved, saved_scalars=(scale, *dtypes)))
-        return None, None if dx is None else reference.dropped(dx, mask, factor_back), da, db
-
-
-def _with_dropout(rest: Sequence[Any]) -> tuple[Tensor | None, float, float, float]:
-    """A call's mask, scale, and factors of dropout; without a mask these are 1."""
-    mask, scale, factor, factor_back = rest if len(rest) == 4 else (None, *rest, 1.0, 1.0)
-    return mask, scale, factor, factor_back
 
 
 def check_mask(mask: Any, x: Tensor) -> Unsupported | None:
@@ -154,7 +121,7 @@ def adapter_obstacle(a: Tensor, b: Tensor, scale: float) -> Unsupported | None:
     return None
 
 
-LORA_ADD, LORA_ADD_DROPPED = LoraAdd(), LoraAddDropped()
+LORA_ADD = LoraAdd()
 
 
 def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:

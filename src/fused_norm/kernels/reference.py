@@ -324,10 +324,14 @@ def lora_add(base: Tensor | None, x: Tensor, a: Tensor, b: Tensor, scale: float)
     return added if base is None else base + added
 
 
-def lora_add_dropped(
-    base: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor, scale: float, factor: float, factor_back: float
-) -> Tensor:
-    return lora_add(base, dropped(x, mask, factor), a, b, scale)
+def lora_linear(adapter_x: Tensor, x: Tensor, a: Tensor, b: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    bias, mask, factor, drop_factor, _, dtype = rest
+    base = torch.nn.functional.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
+    return lora_add(base, _read_by_adapter(adapter_x, mask, drop_factor, dtype), a, b, factor)
+
+
+def _read_by_adapter(x: Tensor, mask: Tensor | None, drop_factor: float, dtype: torch.dtype) -> Tensor:
+    return (x if mask is None else dropped(x, mask, drop_factor)).to(dtype)
 
 
 def dropped(x: Tensor, mask: Tensor, factor: float) -> Tensor:
@@ -381,16 +385,16 @@ def linear_4bit(x: Tensor, *rest: Any) -> Tensor:
     return torch.nn.functional.linear(x.to(dtype), w, bias).to(y_dtype)
 
 
-def lora_summands_4bit(x: Tensor, adapter_x: Tensor, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *weight, bias, mask, block, factor, drop_factor, _, dtype, _ = rest
+def lora_summands_4bit(adapter_x: Tensor, x: Tensor, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *weight, bias, mask, factor, drop_factor, _, dtype, _, block = rest
     w = dequantize(weight, block, (len(b), a.shape[1]), dtype)
-    adapter_x = adapter_x if mask is None else dropped(adapter_x, mask, drop_factor)
-    return torch.nn.functional.linear(x.to(dtype), w, bias), lora_add(None, adapter_x.to(dtype), a, b, factor)
+    read = _read_by_adapter(adapter_x, mask, drop_factor, dtype)
+    return torch.nn.functional.linear(x.to(dtype), w, bias), lora_add(None, read, a, b, factor)
 
 
 def lora_linear_4bit(*arguments: Any) -> Tensor:
     base, added = lora_summands_4bit(*arguments)
-    return base.to(arguments[-1]) + added
+    return base.to(arguments[-2]) + added
 
 
 def _clamp_has_gradient_at_limit() -> bool:

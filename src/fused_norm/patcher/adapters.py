@@ -1,9 +1,9 @@
-"""LoRA layers of PEFT that run their adapter, and add its output to that of the linear, in two kernels.
+"""LoRA layers of PEFT that compute their linear and their adapter as one operator.
 
 PEFT casts a layer's input to the dtype of its adapter, float32 beside a 16-bit model, and autocast casts it back before
 the adapter's first product. PEFT multiplies the output of the second product by a scale, and adds that to what the
-linear returns. Linear and dropout are called as PEFT calls them; a 4-bit linear whose weight kernels read is computed
-with its adapter, by one operator.
+linear returns. If other code would miss a call of the linear, or if it is trained or of 8 bits, it is called as PEFT
+calls it, and an operator computes the adapter and adds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch.nn import functional
 from ..kernels import reference
 from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
-from ..kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
-from ..kernels.operator import dispatch_modes
+from ..kernels.lora_add import LORA_ADD
+from ..kernels.lora_linear import LORA_LINEAR
+from ..kernels.operator import Operator, dispatch_modes
 from ..kernels.triton.devices import is_transformed
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
 from .four_bit import (
@@ -72,49 +73,49 @@ class FusedAdapter(Fused):
         first, second = parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
         dropout = parts["lora_dropout"]._modules[name]
         a, b, scale = first.weight, second.weight, layer.scaling[name]
-        dropped = None
+        linear, mask, factors, dropped = parts["base_layer"], None, (1.0, 1.0), None
+        operator: Operator | None = None
+        options: tuple[Any, ...]
         if self.fused_norm_is_quantised:
             assert dtype is not None
-            y_dtype = torch.promote_types((adapter_input and adapter_input.dtype) or x.dtype, dtype)
-            if adapter_input is not None and adapter_input.y_dtype is not None:
-                y_dtype = adapter_input.y_dtype
-            weight = packed_weight(parts["base_layer"], x, dtype, is_readable=adapter_input is not None)
-            if not isinstance(weight, str):
-                # Who passes an adapter's input in another dtype than stock's has asked (``adapter_reads_in``).
-                is_idle = adapter_input is not None and adapter_input.dtype not in (None, own.dtype)
-                mask, factors = None, (1.0, 1.0)
-                if not is_idle and not is_idle_dropout(dropout):
-                    if own.dtype in (torch.float32, dtype):  # kernels round what is dropped to the latter alone
-                        mask = mask_of_dropout(dropout, own, own.dtype)
-                    if mask is None:
-                        dropped = dropout(self._cast_for_adapter(own, a.dtype))
-                    else:
-                        factors = dropout_factors(dropout.p)
-                adapter_x = own if dropped is None else dropped
-                tensors = adapter_x, a, b, *weight[0], parts["base_layer"].bias, mask
+            drops_in, y_dtype = own.dtype, adapter_input and adapter_input.y_dtype
+            if y_dtype is None:
+                y_dtype = torch.promote_types((adapter_input and adapter_input.dtype) or x.dtype, dtype)
+            packed = packed_weight(linear, x, dtype, is_readable=adapter_input is not None)
+            if isinstance(packed, str):
+                warn_once(self.fused_norm_origin, packed, "its linear by bitsandbytes' code")
+            else:
                 is_sum = adapter_input is None or not adapter_input.returns_summands
                 operator = LORA_LINEAR_4BIT if is_sum else LORA_SUMMANDS_4BIT
-                y, _ = run_fused(operator, x, *tensors, weight[1], scale, *factors, dtype, y_dtype)
-                if y is not None:
-                    return y if is_sum else Summands(*y)
-                if mask is not None:
-                    dropped = reference.dropped(own, mask, factors[0])
-            else:
-                warn_once(self.fused_norm_origin, weight, "its linear by bitsandbytes' code")
-        base = parts["base_layer"](x)
+                weight, options = [*packed[0]], (dtype, y_dtype, packed[1])
+        else:
+            drops_in = a.dtype if getattr(layer, "cast_input_dtype_enabled", True) else own.dtype
+            if type(linear) is nn.Linear and (adapter_input is not None or are_plain_calls(linear)):
+                w = linear.weight
+                products = dtype or (w.dtype if x.dtype == a.dtype == b.dtype == w.dtype else None)
+                if products not in (None, torch.float32) and not w.requires_grad:
+                    operator, weight, options = LORA_LINEAR, [w], (products,)
+        if operator is not None:
+            rounds_once = drops_in in (torch.float32, options[0])  # kernels round what they read, or drop, once
+            if not rounds_once or not is_idle_dropout(dropout):
+                if rounds_once and own.dtype in (drops_in, options[0]):
+                    mask = mask_of_dropout(dropout, own, drops_in)
+                if mask is None:
+                    dropped = dropout(self._cast_for_adapter(own, a.dtype))
+                else:
+                    factors = dropout_factors(dropout.p)
+            read = own if dropped is None else dropped
+            y, _ = run_fused(operator, read, x, a, b, *weight, linear.bias, mask, scale, *factors, *options)
+            if y is not None:
+                return Summands(*y) if operator is LORA_SUMMANDS_4BIT else y
+            if mask is not None:
+                dropped = reference.dropped(own, mask, factors[0])
+        base = linear(x)
         if adapter_input is not None and self.fused_norm_is_quantised:
             base = base.to(adapter_input.y_dtype or adapter_input.dtype or base.dtype)
-        if dropped is None and own.dtype == dtype and a.dtype == torch.float32:  # a cast to float32 is taken back
-            if is_idle_dropout(dropout):
-                dropped = own
-            elif not self.fused_norm_is_quantised and getattr(layer, "cast_input_dtype_enabled", True):
-                mask = mask_of_dropout(dropout, own, torch.float32)
-                if mask is not None:
-                    factors = dropout_factors(dropout.p)
-                    y, _ = run_fused(LORA_ADD_DROPPED, base, own, a, b, mask, scale, *factors)
-                    if y is not None:
-                        return y
-                    dropped = reference.dropped(own, mask, factors[0])
+        # PEFT's cast to float32 is taken back.
+        if dropped is None and own.dtype == dtype and a.dtype == torch.float32 and is_idle_dropout(dropout):
+            dropped = own
         if dropped is None:
             dropped = dropout(self._cast_for_adapter(own, a.dtype))
         x = dropped if dtype is None or dropped.dtype == torch.float64 else dropped.to(dtype)

@@ -32,7 +32,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..kernels.autocast import set_autocast
 from ..kernels.glu import GLU, GLU_FOR_CONSUMERS
 from ..kernels.linear_4bit import LINEAR_4BIT, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
-from ..kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
+from ..kernels.lora_add import LORA_ADD
+from ..kernels.lora_linear import LORA_LINEAR
 from ..kernels.norm import RECOMPUTED_NORM
 from ..kernels.operator import Operator, Recompute, calls
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
@@ -60,7 +61,7 @@ _CONSUMERS_OF_LINEARS: Mapping[RecomputeLevel, Sequence[Operator | None]] = {
 }
 """Those for which outputs of linears are recomputed: operators, of their first two arguments, and None, all others."""
 
-_LINEARS = (LINEAR_4BIT, LORA_ADD, LORA_ADD_DROPPED, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT)
+_LINEARS = (LINEAR_4BIT, LORA_ADD, LORA_LINEAR, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT)
 """The operators that save what linears save, and are recomputed as these are."""
 
 _OTHER_HOOKS = "other saved-tensor hooks are active, as under gradient checkpointing or offloading"
@@ -238,7 +239,9 @@ class _SavedTensorHook:
     def _linear_output(self, node: Any, tensor: Tensor) -> _Output | None:
         """The output of a linear after a norm, which a node has made, and this tensor is, or is a view of."""
         # Another product reads rows, and what it reads is kept: the small output of a LoRA layer's first one.
-        made_version = 1 if LINEAR_4BIT.owns(node) else 0  # PyTorch counts a product that it writes into a tensor
+        # PyTorch counts a product, or a cast, that it writes into a tensor; of a sum in float32 a kernel writes all.
+        is_sum = LORA_LINEAR.owns(node) or LORA_LINEAR_4BIT.owns(node)
+        made_version = int(LINEAR_4BIT.owns(node) or (is_sum and tensor.dtype != torch.float32))
         if tensor._version != made_version or (self._operator is None and tensor.dim() == 2):
             return None
         matrix = LinearOutputs(self._outputs).output_of(node)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.linear_4bit import LINEAR_4BIT, LORA_LINEAR_4BIT
-from ..kernels.lora_add import LORA_ADD, LORA_ADD_DROPPED
+from ..kernels.lora_add import LORA_ADD
+from ..kernels.lora_linear import LORA_LINEAR, LoraLinear, Options
 
 CAST = "ToCopyBackward0"
 
@@ -144,14 +145,13 @@ class LinearOutputs:
 
     def _sum_with_adapter(self, node: Any) -> Matrix | None:
         """The output of a linear with that of its LoRA adapter, of which the node keeps what is behind its dropout."""
-        operator = next((candidate for candidate in (LORA_ADD, LORA_ADD_DROPPED) if candidate.owns(node)), None)
-        if operator is None:
+        if not LORA_ADD.owns(node):
             return None
         base = self._behind(node.next_functions[0])
         *_, b, h = [_kept(raw) for raw in node._raw_saved_tensors]
         if base is None or b is None or h is None:
             return None
-        operands = base.recipe, h.flatten(0, -2), b, operator.scalars_of(node)[0]
+        operands = base.recipe, h.flatten(0, -2), b, LORA_ADD.scalars_of(node)[0]
         return base._replace(recipe=Recipe.from_call(LORA_ADD.output_of, *operands))
 
     def _linear_of_4_bits(self, node: Any) -> Matrix | None:
@@ -166,20 +166,22 @@ class LinearOutputs:
         how = partial(_linear_of_4_bits, features=features, block=block, dtype=node._input_metadata[0].dtype)
         return Matrix(Recipe.from_call(how, x.recipe, *linear), x.rows, features, True)
 
-    def _linear_with_adapter_in_4_bits(self, node: Any) -> Matrix | None:
-        """The output of a linear with a weight of 4 bits and its LoRA adapter, as one operator has made it."""
-        if not LORA_LINEAR_4BIT.owns(node):
+    def _linear_with_adapter(self, node: Any) -> Matrix | None:
+        """The output of a linear with its LoRA adapter, as one operator has made it."""
+        operator = next((candidate for candidate in (LORA_LINEAR, LORA_LINEAR_4BIT) if candidate.owns(node)), None)
+        if operator is None:
             return None
-        b, h = [_kept(saved) for saved in node._raw_saved_tensors[-2:]]
-        if b is None or h is None:
+        _, _, a, b, h, *w = [_kept(saved) for saved in node._raw_saved_tensors]
+        if a is None or b is None or h is None or None in w:
             return None
-        linear: Any = LORA_LINEAR_4BIT.unhooked_of(node)
-        metadata = node._input_metadata[0]
-        block, factor, *_ = LORA_LINEAR_4BIT.scalars_of(node)
-        x = self._of_norm(node.next_functions[0], 2 * linear[1].numel() // len(b), h.dtype)
+        linear = *w, *operator.unhooked_of(node)
+        factor, drop_factor, drop_factor_back, *_, last = operator.scalars_of(node)
+        y_dtype, block = node._input_metadata[0].dtype, 0 if operator is LORA_LINEAR else last
+        options = Options(factor, drop_factor, drop_factor_back, h.dtype, y_dtype, block)
+        x = self._of_norm(node.next_functions[1], a.shape[1], h.dtype)
         if x is None:
             return None
-        how = partial(_with_adapter_in_4_bits, block=block, factor=factor, dtype=metadata.dtype)
+        how = partial(_with_adapter, operator=operator, options=options)
         recipe = Recipe.from_call(how, x.recipe, h.flatten(0, -2), b, *linear)
         return Matrix(recipe, x.rows, len(b), True)
 
@@ -197,11 +199,11 @@ class LinearOutputs:
         "MmBackward0": _product,
         "AddmmBackward0": _product,
         "LoraAddBackward": _sum_with_adapter,
-        "LoraAddDroppedBackward": _sum_with_adapter,
         CAST: _cast,
         "MatMul4BitBackward": _product_in_4_bits,
         "Linear4bitBackward": _linear_of_4_bits,
-        "LoraLinear4bitBackward": _linear_with_adapter_in_4_bits,
+        "LoraLinearBackward": _linear_with_adapter,
+        "LoraLinear4bitBackward": _linear_with_adapter,
     }
 
 
@@ -220,10 +222,12 @@ def _linear_of_4_bits(x: Tensor, *linear: Tensor | None, features: int, block: i
     return LINEAR_4BIT.output_of(x, weight, bias, features, block, dtype)
 
 
-def _with_adapter_in_4_bits(
-    x: Tensor, h: Tensor, b: Tensor, *linear: Tensor | None, block: int, factor: float, dtype: torch.dtype
+def _with_adapter(
+    x: Tensor, h: Tensor, b: Tensor, *linear: Tensor | None, operator: LoraLinear, options: Options
 ) -> Tensor:
-    (y,) = LORA_LINEAR_4BIT.outputs_of(x, h, b, linear, block, factor, dtype)
+    *weight, bias = linear
+    w = operator.matrix(weight, options.block, (len(b), x.shape[-1]), x, launch=True)
+    (y,) = operator.outputs_of(x, h, b, w, bias, options)
     return y
 
 

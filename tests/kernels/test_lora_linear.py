@@ -1,0 +1,260 @@
+"""lora_linear has the bits of PyTorch's linear, of dropout and of ``lora_add``, and keeps what stock code keeps."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.flop_counter import FlopCounterMode
+
+from fused_norm.kernels import reference
+from fused_norm.kernels.lora_add import LORA_ADD
+from fused_norm.kernels.lora_linear import LORA_LINEAR
+from fused_norm.patcher.adapters import dropout_factors, mask_of_dropout
+
+from ..conftest import slow
+from .numerics import BF16, FP16, FP32, assert_same, same_products
+
+SCALE, DROP, DROP_BACK = FACTORS = 0.7, 1 / 0.95, 1 / 0.9
+"""The scale of an adapter, and the factors of dropout of values and gradients, which differ more than PyTorch's."""
+
+
+class Dropout(torch.autograd.Function):
+    """Dropout by a given mask, as PyTorch computes it on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.mask = mask
+        return reference.dropped(x, mask, DROP)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return reference.dropped(dy, ctx.mask, DROP_BACK), None
+
+
+class Layer:
+    """A frozen linear and an adapter; products are of ``dtype``."""
+
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype = BF16,
+        *,
+        rows: tuple[int, ...] = (2, 5),
+        k: int = 64,
+        n: int = 48,
+        rank: int = 4,
+        weight: torch.dtype | None = None,
+        bias: bool = False,
+        factors: torch.dtype = FP32,
+    ) -> None:
+        self.dtype, self.rows = dtype, rows
+        draw = partial(torch.randn, device=device)
+        self.w = draw(n, k).mul(k**-0.5).to(weight or dtype)
+        self.bias = draw(n).to(weight or dtype) if bias else None
+        self.a, self.b = draw(rank, k).mul(k**-0.5).to(factors), draw(n, rank).to(factors)
+        self.x, self.dy = draw(*rows, k), draw(*rows, n).to(dtype)
+        self.mask = torch.rand(*rows, k, device=device) < 0.9
+
+    def fused(self, x: Tensor, own: Tensor, a: Tensor, b: Tensor, mask: Tensor | None = None) -> Any:
+        return LORA_LINEAR(own, x, a, b, self.w, self.bias, mask, *FACTORS, self.dtype)
+
+    def stock(self, x: Tensor, own: Tensor, a: Tensor, b: Tensor, mask: Tensor | None = None) -> Any:
+        read = own if mask is None else Dropout.apply(own, mask)
+        base = linear(x.to(self.dtype), self.w.to(self.dtype), None if self.bias is None else self.bias.to(self.dtype))
+        return LORA_ADD(base, read.to(self.dtype), a, b, SCALE)
+
+    def leaves(self, x: torch.dtype, own: torch.dtype | None = None, needed: str = "xoab") -> list[Tensor]:
+        """Return x, what the adapter reads and the factors; without ``own``, the adapter reads x."""
+        tensors = [self.x.to(x), self.x.to(own or x), self.a, self.b]
+        leaves = [t.clone().requires_grad_(name in needed) for name, t in zip("xoab", tensors, strict=True)]
+        return leaves if own is not None else [leaves[0], *leaves[:1], *leaves[2:]]
+
+    def results(self, way: Any, leaves: list[Tensor], mask: Tensor | None = None) -> list[Tensor]:
+        """Return the output, and the gradients of the leaves that require one."""
+        y = way(*leaves, mask)
+        needed = dict.fromkeys(leaf for leaf in leaves if leaf.requires_grad)
+        return [y, *torch.autograd.grad(y, [*needed], self.dy)]
+
+
+@pytest.mark.parametrize("needed", ["xoab", "ab", "x", "b"])
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(("x", "own"), [(BF16, None), (FP32, None), (BF16, FP32), (BF16, BF16), (FP32, FP32)], ids=str)
+def test_a_call_has_the_bits_of_a_linear_of_dropout_and_of_lora_add(
+    x: torch.dtype, own: torch.dtype | None, drops: bool, needed: str, device: str
+) -> None:
+    for bias, weight, factors in itertools.product((False, True), (BF16, FP32), (BF16, FP32)):
+        layer = Layer(device, bias=bias, weight=weight, factors=factors)
+        leaves, mask = layer.leaves(x, own, needed), layer.mask if drops else None
+        expected = layer.results(layer.stock, leaves, mask)
+        for _ in range(2):  # recorded, and repeated
+            for actual, right in zip(layer.results(layer.fused, leaves, mask), expected, strict=True):
+                assert actual.dtype == right.dtype
+                assert same_products(actual, right), (bias, weight, factors)
+        with torch.no_grad():
+            assert same_products(layer.fused(*leaves, mask), expected[0])
+
+
+@pytest.mark.parametrize("sizes", [{"k": 77, "n": 130, "rank": 5}, {"k": 1024, "n": 8, "rank": 33}], ids=str)
+@pytest.mark.parametrize("rows", [(7,), (130,), (1, 1), ()], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, *slow(FP16)], ids=str)
+def test_calls_of_any_shape_do(dtype: torch.dtype, rows: tuple[int, ...], sizes: dict[str, int], device: str) -> None:
+    layer = Layer(device, dtype, rows=rows, bias=True, **sizes)
+    for mask in (None, layer.mask):
+        leaves = layer.leaves(dtype)
+        expected = layer.results(layer.stock, leaves, mask)
+        for actual, right in zip(layer.results(layer.fused, leaves, mask), expected, strict=True):
+            assert actual.dtype == right.dtype
+            assert same_products(actual, right)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("own", [None, FP32], ids=str)
+def test_registered_operators_make_the_same_gradients(own: torch.dtype | None, drops: bool, device: str) -> None:
+    layer, by_mode = Layer(device, bias=True, weight=FP32), []
+    for mode in (nullcontext(), FlopCounterMode(display=False)):
+        with mode:
+            by_mode.append(layer.results(layer.fused, layer.leaves(BF16, own), layer.mask if drops else None))
+    assert_same(*by_mode)
+
+
+@pytest.mark.parametrize("x", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("weight", [BF16, FP32], ids=str)
+def test_what_stock_code_keeps_is_kept(x: torch.dtype, drops: bool, weight: torch.dtype, device: str) -> None:
+    """The parameter of 16 bits itself, and a copy of a wider one; x in 16 bits, and a mask."""
+    layer, saved = Layer(device, weight=weight, bias=True), []
+    leaves, mask = layer.leaves(x), layer.mask if drops else None
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda t: t):
+        for _ in range(2):
+            saved.clear()
+            layer.fused(*leaves, mask)
+    shapes = [(*layer.rows, 64), *[(*layer.rows, 64)] * drops, (4, 64), (48, 4), (*layer.rows, 4), (48, 64)]
+    assert [tuple(tensor.shape) for tensor in saved] == shapes
+    assert {tensor.dtype for tensor in saved} == {BF16} | ({torch.bool} if drops else set())
+    assert (saved[-1].data_ptr() == layer.w.data_ptr()) == (weight == BF16)
+    assert (saved[0].data_ptr() == leaves[0].data_ptr()) == (x == BF16)
+    y = layer.fused(*leaves, mask)
+    layer.w.add_(1.0)
+    is_kept_itself = weight == BF16
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") if is_kept_itself else nullcontext():
+        y.sum().backward()
+
+
+def test_a_weight_that_is_written_between_is_in_the_next_call(device: str) -> None:
+    layer = Layer(device, weight=FP32)
+    leaves = layer.leaves(BF16)
+    for _ in range(3):
+        expected, y = layer.results(layer.stock, leaves), layer.fused(*leaves)
+        layer.w.mul_(2.0)  # stock code keeps what it was rounded to
+        assert_same([y, *torch.autograd.grad(y, [leaves[0], *leaves[2:]], layer.dy)], expected)
+
+
+def test_what_is_dropped_is_not_hidden_if_it_is_nan(device: str) -> None:
+    layer = Layer(device, rows=(3,))
+    x, own, a, b = (leaf.detach() for leaf in layer.leaves(BF16, BF16))
+    own[0, 0], own[2, 0] = float("nan"), float("inf")
+    layer.mask[:, 0] = False
+    y = layer.fused(x, own, a, b, layer.mask)
+    assert y.isnan().all(dim=1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("x", [BF16, FP32], ids=str)
+def test_a_gradient_is_differentiated_again_or_refused(x: torch.dtype, drops: bool, device: str) -> None:
+    layer = Layer(device)
+
+    def second(way: Any) -> Tensor:
+        leaves = layer.leaves(x)
+        y = way(*leaves, layer.mask if drops else None)
+        (da,) = torch.autograd.grad(y.float().square().sum(), leaves[2], create_graph=True)
+        return torch.autograd.grad(da.square().sum(), leaves[3])[0].double()
+
+    if x == FP32:  # its copy in 16 bits was saved, and not x
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            second(layer.fused)
+    else:
+        expected = second(layer.stock)
+        assert (second(layer.fused) - expected).norm() < 2e-2 * expected.norm()
+
+
+def test_only_a_frozen_linear_that_fits_is_taken(device: str) -> None:
+    layer = Layer(device, bias=True)
+    x, own, a, b = layer.leaves(BF16)
+    given = {"a": a, "w": layer.w, "bias": layer.bias, "mask": None, "dtype": BF16}
+    t = layer.w.t().contiguous().t()
+    for changed, reason in (
+        ({}, None),
+        ({"w": layer.w.clone().requires_grad_()}, "its weight or bias is trained"),
+        ({"bias": layer.b[:, 0].clone().requires_grad_()}, "its weight or bias is trained"),
+        ({"w": t}, "w is not contiguous"),
+        ({"w": layer.w.half()}, "w is torch.float16, and products are of torch.bfloat16"),
+        ({"bias": layer.b[:, 0].half().contiguous()}, "bias is torch.float16, and products are of torch.bfloat16"),
+        ({"dtype": FP32}, "its products are of torch.float32, which are left to PyTorch"),
+        ({"a": torch.randn(257, 64, device=device)}, None),
+        ({"mask": layer.x}, "mask must be a tensor of torch.bool"),
+        ({"mask": layer.mask[1:]}, "mask must have x's shape (2, 5, 64), not (1, 5, 64)"),
+        ({"mask": (layer.mask.transpose(0, 1).contiguous().transpose(0, 1))}, ""),  # computed by the reference
+        ({"w": layer.w[1:]}, "must have shapes"),
+        ({"bias": layer.bias[1:]}, "must have shapes"),  # type: ignore[index]
+    ):
+        now = given | changed
+        if "a" in changed:
+            reason, now["b"] = "a rank of 257 is more than 256", torch.randn(48, 257, device=device)
+        refusal = LORA_LINEAR.unsupported(
+            own, x, now["a"], now.get("b", b), now["w"], now["bias"], now["mask"], *FACTORS, now["dtype"]
+        )
+        actual = refusal and refusal.reason
+        assert actual == reason or (reason == "must have shapes" and reason in str(actual)), changed.keys()
+
+
+def test_arguments_that_kernels_do_not_take_are_computed_by_the_formula(device: str) -> None:
+    layer = Layer(device, FP32, bias=True)
+    x, own, a, b = layer.leaves(FP32)
+    y = LORA_LINEAR.checked(own, x, a, b, layer.w, layer.bias, layer.mask, *FACTORS, FP32)
+    read = reference.dropped(x, layer.mask, DROP)
+    assert torch.equal(y, linear(x, layer.w, layer.bias) + read @ a.t() @ b.t() * SCALE)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch draws in another way on a CPU")
+@pytest.mark.parametrize("p", [0.05, 0.1, 1 / 3, 0.5, 0.99])
+@pytest.mark.parametrize("drawn_in", [FP32, None], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 64), (4, 1000, 1024), (1, 7), (16384, 1024), (3, 333, 77)])
+def test_on_a_gpu_a_mask_is_the_one_that_dropout_between_casts_draws(
+    shape: tuple[int, ...], drawn_in: torch.dtype | None, p: float
+) -> None:
+    """Between no casts too, of an x that is not aligned as a whole tensor is."""
+    dropout, dtype = nn.Dropout(p), BF16 if p < 0.5 else FP16
+    x, dy = torch.randn((2, *shape), device="cuda").to(dtype)
+    if drawn_in is None:
+        x = x.new_empty(x.numel() + 1)[1:].view(shape).copy_(x)
+    x.requires_grad_()
+
+    def by_mask() -> list[Tensor]:
+        mask = mask_of_dropout(dropout, x, drawn_in or dtype)
+        assert mask is not None
+        return [
+            reference.dropped(tensor, mask, factor) for tensor, factor in zip((x, dy), dropout_factors(p), strict=True)
+        ]
+
+    def by_dropout() -> list[Tensor]:
+        y = dropout(x.to(drawn_in or dtype)).to(dtype)
+        return [y, *torch.autograd.grad(y, [x], dy)]
+
+    results = []
+    for way in (by_mask, by_dropout):
+        torch.manual_seed(3)
+        results.append([*way(), *way(), torch.rand(4, device="cuda")])
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def test_on_a_cpu_pytorchs_dropout_runs() -> None:
+    assert mask_of_dropout(nn.Dropout(0.5), torch.ones(2, 8, dtype=BF16), FP32) is None
