@@ -59,7 +59,7 @@ class FuseOptions:
             the weighted sum. None is on.
         linear: dequantise the weights of bitsandbytes' 4-bit linears, those without an adapter, in one kernel, and read
             and write 16 bits around them if stock code casts to these. None follows ``adapter``.
-        adapter: fuse what PEFT's LoRA layers add to their linear: the adapter's products, scale and sum. None is on.
+        adapter: fuse PEFT's LoRA layers: the linear, and the adapter's products, scale and sum. None is on.
         loss: fuse the vocabulary head of a language model with its loss, so that logits are not held:
             ``outputs.logits`` computes them when it is read, and raises if weights have been written to since. None is
             on.
@@ -96,7 +96,7 @@ class FuseOptions:
     linear: bool | None = _switch(
         "linear", "the weight of a 4-bit linear, dequantised in one kernel", follows="adapter", alone=True
     )
-    adapter: bool | None = _switch("adapter", "the adapter of a LoRA layer + the sum with its linear")
+    adapter: bool | None = _switch("adapter", "a LoRA layer: its linear, its adapter and their sum")
     loss: bool | None = _switch("loss", "the vocabulary head + its loss")
     modules: ModuleFilter | None = None
     casting: Mapping[str, Casting] | None = None

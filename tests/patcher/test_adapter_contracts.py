@@ -48,7 +48,7 @@ def pair(device: str, **options: Any) -> tuple[Any, Any]:
 
 def is_fused(y: Tensor) -> bool:
     """Return whether a kernel has added the adapter's output, according to the graph."""
-    return y.grad_fn.name() in ("LoraAddBackward", "LoraAddDroppedBackward", "LoraLinearBackward")
+    return y.grad_fn.name() in ("LoraAddBackward", "LoraLinearBackward")
 
 
 def step(

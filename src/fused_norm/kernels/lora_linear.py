@@ -65,7 +65,7 @@ class LoraLinear(Operator):
         "w": ("x",),
     }
     unhooked: ClassVar[tuple[str, ...]] = ("bias",)
-    saved = "Tensor adapter_x, Tensor? mask, Tensor a, Tensor b, Tensor h, Tensor w, Tensor? bias"
+    saved = "Tensor adapter_x, Tensor? mask, Tensor a, Tensor b, Tensor w, Tensor h, Tensor? bias"
     saved_scalars = (
         "float factor, float drop_factor, float drop_factor_back, ScalarType x_dtype, ScalarType? adapter_x_dtype,"
         " ScalarType a_dtype, ScalarType b_dtype"
@@ -196,14 +196,20 @@ class LoraLinear(Operator):
             launch_widen(h, b, b.stride()[::-1], base if adds else None, y, options.factor, copy)
         return (y,) if adds else (base, y)
 
+    def _parts_of(self, call: BackwardCall) -> tuple[Sequence[Any], list[Any], list[Tensor | None], int]:
+        """The gradients of outputs; adapter_x, mask, a, b and h; the tensors of the weight; and ``block``."""
+        args = self.backward_by_name(call)
+        saved = [args[name] for name in ("adapter_x", "mask", "a", "b", "h")]
+        return call.incoming, saved, [args[name] for name in self.weight_names], args.get("block", 0)
+
     def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
         if call.saved_scalars[4] is None:
             call = call._replace(needed=(False, *call.needed[1:]))
         return super().compute_grads(impl, call)
 
     def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy, *others), (adapter_x, mask, a, b, h, *linear) = call.incoming, call.saved
-        factor, drop_factor, drop_factor_back, x_dtype, adapter_dtype, a_dtype, b_dtype, *rest = call.saved_scalars
+        (dy, *others), (adapter_x, mask, a, b, h), weight, block = self._parts_of(call)
+        factor, drop_factor, drop_factor_back, x_dtype, adapter_dtype, a_dtype, b_dtype, *_ = call.saved_scalars
         dadded = others[0] if others else dy  # the gradients of both summands, which are those of the sum
         need_dadapter, need_dx, need_da, need_db = call.needed
         dtype, shape = h.dtype, adapter_x.shape
@@ -215,7 +221,6 @@ class LoraLinear(Operator):
         da, db = empty_weight_like(a, need_da, a_dtype), empty_weight_like(b, need_db, b_dtype)
         dx = dx_narrow = None
         if need_dx:
-            weight, block = linear[: len(self.weight_names)], rest[0] if rest else 0
             w = self.matrix(weight, block, (len(b), shape[-1]), narrow, launch=launch)
             dx_narrow = product(narrow, w, None, transposed=False, launch=launch)
             dx = dx_narrow if x_dtype == dtype else h.new_empty(shape, dtype=x_dtype)
@@ -236,8 +241,8 @@ class LoraLinear(Operator):
         return dadapter, dx, da, db
 
     def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy, *others), (adapter_x, mask, a, b, h, *linear) = call.incoming, call.saved
-        factor, drop_factor, drop_factor_back, x_dtype, adapter_dtype, a_dtype, b_dtype, *rest = call.saved_scalars
+        (dy, *others), (adapter_x, mask, a, b, h), weight, block = self._parts_of(call)
+        factor, drop_factor, drop_factor_back, x_dtype, adapter_dtype, a_dtype, b_dtype, *_ = call.saved_scalars
         dtype, has_one_gradient = h.dtype, adapter_dtype is None
         given_dtype, is_needed = (x_dtype, call.needed[1]) if has_one_gradient else (adapter_dtype, call.needed[0])
         if given_dtype != dtype and is_needed and torch.is_grad_enabled():
@@ -245,7 +250,6 @@ class LoraLinear(Operator):
                 f"{self.plain_name or self.name}: x is {given_dtype} and was kept in {dtype}, so its gradient cannot be"
                 " differentiated again; run the forward inside fused_norm.disabled() for that"
             )
-        weight, block = linear[: len(self.weight_names)], rest[0] if rest else 0
         w = self.reference_matrix(weight, block, (len(b), a.shape[1]), dtype)
         if mask is not None and not was_dropped(call):
             adapter_x = reference.dropped(adapter_x, mask, drop_factor)

@@ -100,10 +100,13 @@ class FusedAdapter(Fused):
             if not rounds_once or not is_idle_dropout(dropout):
                 if rounds_once and own.dtype in (drops_in, options[0]):
                     mask = mask_of_dropout(dropout, own, drops_in)
-                if mask is None:
-                    dropped = dropout(self._cast_for_adapter(own, a.dtype))
-                else:
+                if mask is not None:
                     factors = dropout_factors(dropout.p)
+                elif self.fused_norm_is_quantised:
+                    dropped = dropout(self._cast_for_adapter(own, a.dtype))
+                else:  # x would get the gradient of its linear before that of its adapter, which stock adds first
+                    operator = None
+        if operator is not None:
             read = own if dropped is None else dropped
             y, _ = run_fused(operator, read, x, a, b, *weight, linear.bias, mask, scale, *factors, *options)
             if y is not None:

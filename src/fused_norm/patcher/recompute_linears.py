@@ -171,7 +171,7 @@ class LinearOutputs:
         operator = next((candidate for candidate in (LORA_LINEAR, LORA_LINEAR_4BIT) if candidate.owns(node)), None)
         if operator is None:
             return None
-        _, _, a, b, h, *w = [_kept(saved) for saved in node._raw_saved_tensors]
+        _, _, a, b, *w, h = [_kept(saved) for saved in node._raw_saved_tensors]
         if a is None or b is None or h is None or None in w:
             return None
         linear = *w, *operator.unhooked_of(node)
