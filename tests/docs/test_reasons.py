@@ -64,7 +64,7 @@ OF_USERS_CALLS = {
     "target must be a tensor of int64, not …",
     "… must be a Python number, not …",
     "… must be an int, not …",
-    "adapter_x, x, a, b, the weight and bias must have shapes [..., K], [..., K], [r, K], [N, r], [N, K] and [N], not …",
+    "adapter_x, x, a, b, weight and bias must have shapes [..., K], [..., K], [r, K], [N, r], [N, K] and [N], not …",
     "its weight or bias is trained",
     "w is not contiguous",
     "x must have an even last dimension, gates and what they multiply, not shape …",

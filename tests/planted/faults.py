@@ -56,7 +56,6 @@ from .planting import (
     Losses,
     Planting,
     Results,
-    apart,
     falls_back,
     in_backward,
     in_compiled_backward,
@@ -647,8 +646,8 @@ _IN_ADAPTERS: tuple[tuple[Any, ...], ...] = (
     # The linear's output has no gradient.
     (
         "dbase",
-        "lora",
-        apart(replaced_by(LORA_ADD, "compute_grads", lambda right, _, *call: (None, *right(*call)[1:]))),
+        "lora-dropout",
+        replaced_by(LORA_ADD, "compute_grads", lambda right, _, *call: (None, *right(*call)[1:])),
     ),
     ("fallback", "lora-alone", falls_back(LORA_ADD, LORA_LINEAR)),  # runs stock code silently
     # The input is not cast if dropout is on.
@@ -764,7 +763,9 @@ _IN_BACKWARDS: tuple[tuple[Any, ...], ...] = (
     ("dw", _WITH_WEIGHTS, _edited(torch.zeros_like, *WEIGHTS)),  # the gradient of a weight is zero
     ("dw-tile", _WITH_WEIGHTS, _without_rows(lambda rows: 8)),  # dw lacks the last eight rows
     ("dw-share", _WITH_WEIGHTS, _without_rows(lambda rows: rows // 4)),  # dw lacks a quarter of the rows
-    ("frozen", _WITH_WEIGHTS, _dx_where_the_weight_is_frozen),  # dx is wrong if the weight is frozen
+    # dx is wrong if the weight is frozen.
+    ("frozen", tuple(op for op in _WITH_WEIGHTS if op is not LORA_ADD), _dx_where_the_weight_is_frozen),
+    ("frozen", (LORA_ADD,), _dx_where_the_weight_is_frozen, "the first layer's input has no gradient"),
     # The gradient of the first consumer is missing.
     ("dropped", (*_FOR_CONSUMERS, GLU_FOR_CONSUMERS), _of_consumers(lambda dys: dys[:-1])),
     # That of the last consumer counts twice.
@@ -781,10 +782,9 @@ def _faults() -> Iterator[Fault]:
         for name, operators, wrong, *hidden in forms:
             for operator in operators:
                 where = "qlora" if operator in _OF_QLORA else "eager"
-                where = {LINEAR_4BIT: "qlora-qv", LORA_ADD: "lora", LORA_LINEAR: "lora"}.get(operator, where)
-                planted = planting(operator, wrong)
-                planted = apart(planted) if operator is LORA_ADD else planted
-                yield Fault(f"{operator.name}-{name}", planted, *hidden, where=where)
+                # On a CPU, where PyTorch draws what is dropped, the linear is called.
+                where = {LINEAR_4BIT: "qlora-qv", LORA_ADD: "lora-dropout", LORA_LINEAR: "lora"}.get(operator, where)
+                yield Fault(f"{operator.name}-{name}", planting(operator, wrong), *hidden, where=where)
 
     for name, wrong in (
         ("columns", _scales_of_columns),  # codes have the scales of columns, not of rows

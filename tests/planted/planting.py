@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from fused_norm.check.distances import share_different
 from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from fused_norm.kernels.lora_linear import LORA_LINEAR
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator
 from fused_norm.kernels.recording import forget_all
 from fused_norm.patcher import adapters, fused_block, fused_norm_module
@@ -321,17 +320,6 @@ def falls_back(*operators: Operator, where: Callable[[Tensor], bool] = lambda x:
         with contextlib.ExitStack() as stack:
             for module in (fused_block, fused_norm_module, adapters):
                 stack.enter_context(mock.patch.object(module, "run_fused", declines))
-            yield state
-
-    return planted
-
-
-def apart(planting: Planting) -> Planting:
-    """Plant a fault in models whose LoRA layers call their linears, and then ``lora_add``."""
-
-    @contextlib.contextmanager
-    def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        with falls_back(LORA_LINEAR)(model), planting(model) as state:
             yield state
 
     return planted
