@@ -16,6 +16,7 @@ from .tables import losses_in_markdown, pivot, speed, steps_in_markdown
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks" / "results" / "h200" / "results.json"
+OPERATORS_ON_H100 = ROOT / "benchmarks" / "results" / "h100" / "operators" / "results.json"
 
 STEPS = {
     "full fine-tuning, Qwen3-0.6B": "Qwen3-0.6B loss 4x4096",
@@ -132,6 +133,11 @@ def operators(run: Results) -> str:
     return in_markdown(pivot(run.of("kernels"), speed(run.copy_bandwidth))).replace("*", "")
 
 
+def operators_on_h100(_: Results) -> str:
+    """As ``operators``, of the run on an H100."""
+    return operators(Results.load(OPERATORS_ON_H100))
+
+
 TABLES: Mapping[str, Mapping[str, Callable[[Results], str]]] = {
     "README.md": {"steps": first_table},
     "docs/numbers.md": {
@@ -142,6 +148,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[Results], str]]] = {
         "operators": operators,
     },
     "docs/options.md": {"memory": less_memory},
+    "docs/tuning.md": {"operators-h100": operators_on_h100},
 }
 """What makes the tables of each page, by their marks."""
 

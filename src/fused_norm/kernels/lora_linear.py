@@ -113,7 +113,7 @@ class LoraLinear(Operator):
         if not fit or not self.has_shape(weight, (len(b), a.shape[1])):
             shapes = ", ".join(str(tuple(t.shape)) for t in (adapter_x, x, a, b, *weight, bias) if t is not None)
             return Unsupported(
-                "adapter_x, x, a, b, the weight and bias must have shapes [..., K], [..., K], [r, K], [N, r], [N, K]"
+                "adapter_x, x, a, b, weight and bias must have shapes [..., K], [..., K], [r, K], [N, r], [N, K]"
                 f" and [N], not {shapes}",
                 ValueError,
             )

@@ -97,7 +97,9 @@ class FusedAdapter(Fused):
                     operator, weight, options = LORA_LINEAR, [w], (products,)
         if operator is not None:
             rounds_once = drops_in in (torch.float32, options[0])  # kernels round what they read, or drop, once
-            if not rounds_once or not is_idle_dropout(dropout):
+            # Who passes an adapter's input in another dtype than stock's has asked (``adapter_reads_in``).
+            is_known = adapter_input is not None and adapter_input.dtype not in (None, own.dtype)
+            if not is_known and not (rounds_once and is_idle_dropout(dropout)):
                 if rounds_once and own.dtype in (drops_in, options[0]):
                     mask = mask_of_dropout(dropout, own, drops_in)
                 if mask is not None:
