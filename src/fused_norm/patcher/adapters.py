@@ -2,8 +2,8 @@
 
 PEFT casts a layer's input to the dtype of its adapter, float32 beside a 16-bit model, and autocast casts it back before
 the adapter's first product. PEFT multiplies the output of the second product by a scale, and adds that to what the
-linear returns. If other code would miss a call of the linear, or if it is trained or of 8 bits, it is called as PEFT
-calls it, and an operator computes the adapter and adds.
+linear returns. If other code would miss a call of the linear, or if it is trained, of 8 bits or reads float32, it is
+called as PEFT calls it, and an operator computes the adapter and adds.
 """
 
 from __future__ import annotations
@@ -91,9 +91,11 @@ class FusedAdapter(Fused):
         else:
             drops_in = a.dtype if getattr(layer, "cast_input_dtype_enabled", True) else own.dtype
             if type(linear) is nn.Linear and (adapter_input is not None or are_plain_calls(linear)):
-                w = linear.weight
-                products = dtype or (w.dtype if x.dtype == a.dtype == b.dtype == w.dtype else None)
-                if products not in (None, torch.float32) and not w.requires_grad:
+                w, products = linear.weight, x.dtype
+                is_uncast = dtype is None and a.dtype == b.dtype == w.dtype == products
+                # An input in float32 would be kept in 16 bits, and a gradient could not be differentiated again.
+                is_narrow = products == own.dtype and products.itemsize == 2
+                if is_narrow and not w.requires_grad and (dtype == products or is_uncast):
                     operator, weight, options = LORA_LINEAR, [w], (products,)
         if operator is not None:
             rounds_once = drops_in in (torch.float32, options[0])  # kernels round what they read, or drop, once
