@@ -16,7 +16,7 @@ from fused_norm.kernels.operator import OPERATORS, Operator
 from fused_norm.kernels.triton.norm_backward import MOST_CONSUMERS
 from fused_norm.spec import NormSpec
 
-from ..conftest import slow
+from ..conftest import slow_rows
 from .numerics import BF16, FP16, FP32, assert_same
 
 GEMMA, LLAMA = NormSpec("gemma", True), NormSpec("llama")
@@ -175,8 +175,9 @@ def test_outputs_are_one_tensor_in_memory_and_none_is_a_view(name: str, device: 
 
 
 @NAMES
-@pytest.mark.parametrize("wide", [0b1, 0b10, 0b101, 0b111])
-@pytest.mark.parametrize("width", [48, *slow(40960)])
+@pytest.mark.parametrize(
+    ("wide", "width"), [(0b1, 48), (0b10, 48), (0b101, 48), (0b111, 48), *slow_rows((0b101, 40960))]
+)
 def test_some_consumers_read_float32(name: str, wide: int, width: int, device: str) -> None:
     """The others read 16 bits; all gradients are summed in float32, beginning with the last consumer's."""
     tensors = tensors_of(name, device, FP32, FP32, width)

@@ -40,13 +40,18 @@ def launches(monkeypatch) -> list[str]:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Return a list of the shapes ``[K, N]`` of the weights of recomputed products."""
     shapes: list[tuple[int, ...]] = []
-    compute = recompute_linears._linear
+    compute, with_adapter = recompute_linears._linear, recompute_linears._with_adapter
 
     def noted(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
         shapes.append(tuple(weight.shape))
         return compute(x, weight, *bias)
 
+    def noted_with_adapter(x: Tensor, h: Tensor, b: Tensor, *linear: Any, **how: Any) -> Tensor:
+        shapes.append((x.shape[-1], len(b)))
+        return with_adapter(x, h, b, *linear, **how)
+
     monkeypatch.setattr(recompute_linears, "_linear", noted)
+    monkeypatch.setattr(recompute_linears, "_with_adapter", noted_with_adapter)
     return shapes
 
 
