@@ -1,10 +1,10 @@
 """Outputs of the linears after a norm, read off the autograd graph so that a backward can compute them again.
 
 What made such a tensor is told by the nodes behind it: a product of matrices, with a bias or without, or with a weight
-of 4 bits by bitsandbytes; the sum of it and a LoRA adapter's output; casts. They end at an output of a norm, which is
-recomputed itself, and at tensors that the nodes keep anyway: weights, and what an adapter's second product reads,
-behind its dropout. So no module is asked or called, and no random number drawn. An output of anything else is kept,
-also that of a linear with a bias that is not trained, which no node keeps.
+of 4 bits by bitsandbytes; the sum of it and a LoRA adapter's output, perhaps by one operator; casts. They end at an
+output of a norm, which is recomputed itself, and at tensors that the nodes keep anyway: weights, and what an adapter's
+second product reads, behind its dropout. So no module is asked or called, and no random number drawn. An output of
+anything else is kept, also that of PyTorch's linear with a bias that is not trained, which its node does not keep.
 
 The same library call with operands of the same shapes and memory orders makes the same bits.
 """
