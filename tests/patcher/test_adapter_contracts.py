@@ -345,6 +345,21 @@ def test_a_batch_of_several_adapters_is_pefts(device: str) -> None:
     assert torch.equal(results[1][1], layer_of(fused).base_layer(x[1]))
 
 
+def test_a_gradient_of_an_input_in_float32_is_differentiated_again(device: str) -> None:
+    seconds = []
+    for model in pair(device):
+        x = torch.linspace(-1, 1, 5 * WIDTH, device=device).view(5, WIDTH).requires_grad_()
+        with torch.autocast(device, BF16):
+            y = model(x)
+        weight = layer_of(model).lora_A["default"].weight
+        (da,) = torch.autograd.grad(y.float().square().sum(), weight, create_graph=True)
+        (dx,) = torch.autograd.grad(da.square().sum(), x)
+        seconds.append(dx.double())
+    expected, actual = seconds
+    assert expected.any()
+    assert (actual - expected).norm() < 2e-2 * expected.norm()
+
+
 def test_inputs_that_kernels_do_not_take_have_pefts_bits(device: str) -> None:
     stock, fused = pair(device)
     inputs: list[Tensor] = [

@@ -20,7 +20,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Options(NamedTuple):
-    """What is not a tensor in a call of ``LoraLinear``.
+    """The options of a call of ``LoraLinear``, or of an operator that derives from it.
 
     Attributes:
         factor: that of the adapter's output.
@@ -236,7 +236,7 @@ class LoraLinear(Operator):
                 elif dx is not dx_narrow:
                     perform(Cast(dx_narrow, dx))
             if need_da or need_db:
-                dropout = () if mask is None or was_dropped(call) else (drop_factor, mask)
+                dropout = () if mask is None or _was_dropped(call) else (drop_factor, mask)
                 launch_weights(h, (added, db), (adapter_x, dh, da), factor, *dropout)
         return dadapter, dx, da, db
 
@@ -251,7 +251,7 @@ class LoraLinear(Operator):
                 " differentiated again; run the forward inside fused_norm.disabled() for that"
             )
         w = self.reference_matrix(weight, block, (len(b), a.shape[1]), dtype)
-        if mask is not None and not was_dropped(call):
+        if mask is not None and not _was_dropped(call):
             adapter_x = reference.dropped(adapter_x, mask, drop_factor)
         saved, scalars = (adapter_x.to(dtype), a, b, h), (factor, a_dtype, b_dtype)
         adapter_call = BackwardCall((others[0] if others else dy,), saved, scalars, (False, True, *call.needed[2:]))
@@ -266,7 +266,7 @@ class LoraLinear(Operator):
         return dadapter, dx, da, db
 
 
-def was_dropped(call: BackwardCall) -> bool:
+def _was_dropped(call: BackwardCall) -> bool:
     """Return whether dropout was applied to the adapter_x that a call has saved: to a copy, of one in float32."""
     x_dtype, adapter_dtype = call.saved_scalars[3:5]
     return (x_dtype if adapter_dtype is None else adapter_dtype) == torch.float32

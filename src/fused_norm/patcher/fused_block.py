@@ -48,9 +48,9 @@ class Rewrite:
         pattern: the list in ``Patterns`` that has the match, such as ``adds``.
         index: the match's index in that list.
         parts: the parts of the match that are fused. An add has ``norm``, ``inner``, ``dropout``, ``consumers``, and
-            ``called`` if other code sees the call of its norm; a consumed norm ``consumers`` and ``input``; heads
-            ``rotation``, and their rotation, or one by itself, ``values``; a gate ``consumer``; inputs the attributes
-            of the linears.
+            ``called`` if other code sees the call of its norm. A consumed norm has ``consumers`` and ``input``, and a
+            gate has ``consumer``. Heads have ``rotation``. A rotation has ``values``, of heads or by itself. Inputs
+            have the attributes of the linears.
         activation: that of a gate, or of a module that convolves.
     """
 
