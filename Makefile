@@ -12,6 +12,8 @@ MATRIX := 4.57.6 5.23.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.ready-demo
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt --editable
 
 # Two workers of one thread each: with more threads than cores the tests get slower, not faster. Some tests take minutes,
 # so a worker without work takes over what another has not begun.
@@ -23,8 +25,8 @@ export OMP_NUM_THREADS := 1
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
-demo: $(READY) ## train stock and fused twins on real text and compare them; the page with the curves lands in build/demo
-	$(BIN)/fused-norm demo --out build/demo $(DEMO)
+demo: $(DEMO_READY) ## train stock and fused twins on real text and compare them; the page with the curves lands in build/demo
+	$(BIN)/fused-norm demo --jobs 2 --out build/demo $(DEMO)
 
 converge: $(READY) ## hold fused training against a measured noise floor; the report lands in build/converge
 	$(BIN)/fused-norm converge --out build/converge $(CONVERGE)
@@ -81,19 +83,23 @@ clean: ## remove the virtual environments and everything built
 # ensurepip is what Debian's python3 lacks until python3-venv is installed.
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
-$(READY): pyproject.toml constraints.txt
+$(DEMO_READY): pyproject.toml constraints.txt
 	@for python in $(PYTHON); do \
 		if $$python -c '$(USABLE)' 2>/dev/null; then exec $$python -m venv $(VENV); fi; \
 	done; \
 	echo "None of '$(PYTHON)' is a Python 3.11 or newer with its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; \
 	echo "Install one, or name one: make PYTHON=/path/to/python3" >&2; \
 	exit 1
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) '.[demo]'
+	@touch $@
+
+$(READY): $(DEMO_READY)
+	$(INSTALL) '.[dev]'
 	@touch $@
 
 # What only the documentation, or only a release, needs.
 $(VENV)/.ready-%: $(READY)
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	$(INSTALL) '.[$*]'
 	@touch $@
 
 # An environment on top of the first one holds only what another transformers needs in other versions; torch is shared.

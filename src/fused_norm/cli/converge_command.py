@@ -98,7 +98,11 @@ def run(args: argparse.Namespace) -> int:
         with writing_to(results_folder(args.out)):
             store = ResultStore(args.out, fresh=args.again)
     say: Callable[..., Any] = partial(print, flush=True) if first else lambda *_: None
-    spread = f"{plan.processes} processes ({plan.facts['spread']})" if plan.processes > 1 else "one process"
+    spread = "one process"
+    if plan.processes > 1:
+        spread = f"{plan.processes} processes ({plan.facts['spread']})"
+    elif args.jobs > 1:
+        spread = f"{args.jobs} processes share the comparisons"
     say(f"device: {backend(device)}, {spread}")
     say(f"text:   {plan.facts['text']}")
     shared = f"{_counted(len(by_baseline(plan.comparisons)), 'stock run')} with {plan.settings.controls} controls each"
