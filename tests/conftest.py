@@ -79,8 +79,12 @@ def _in_full_precision():
 
 @pytest.fixture
 def large_graphs():
-    """Keep operators in compiled graphs, under autocast too and for tensors as small as those of tests."""
+    """Keep operators in compiled graphs, under autocast too and for tensors as small as those of tests.
+
+    What earlier tests have compiled is forgotten: it counts towards the limit at which Dynamo stops compiling a function.
+    """
     from fused_norm.kernels.operator import force_fused_in_graphs
 
+    torch._dynamo.reset()
     with force_fused_in_graphs():
         yield

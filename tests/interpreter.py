@@ -13,10 +13,15 @@ one of them is subnormal.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
+_replaced: list[tuple[Any, str, Any, Any]] = []
+"""Where the interpreter has been changed: the owner of a name, the name, its value before and now."""
 
 
 def speed_up() -> None:
@@ -28,77 +33,101 @@ def speed_up() -> None:
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
-    parts = (
-        (interpreter, "_get_np_dtype"),
-        (core.block_type, "__init__"),
-        (core.tensor, "__init__"),
-        (semantic.TritonSemantic, "broadcast_impl_value"),
-        (interpreter, "_convert_float"),
-        (semantic.TritonSemantic, "binary_op_type_checking_impl"),
-        (interpreter, "_patch_builtin"),
-        (core, "_unwrap_if_constexpr"),
-        (interpreter.TensorHandle, "__init__"),
-        (interpreter.InterpreterBuilder, "create_expand_dims"),
-    )
-    if not all(name in vars(owner) for owner, name in parts):
+    makers = {
+        (interpreter, "_get_np_dtype"): _remembered_np_dtype,
+        (core.block_type, "__init__"): _remembered_block,
+        (core.tensor, "__init__"): _remembered_tensor,
+        (semantic.TritonSemantic, "broadcast_impl_value"): _unless_of_one_shape,
+        (semantic.TritonSemantic, "binary_op_type_checking_impl"): _operands_of_known_types,
+        (core, "_unwrap_if_constexpr"): _unwrapped,
+        (interpreter, "_convert_float"): _shifted,
+        (interpreter, "_patch_builtin"): _remembered_patch,
+        (interpreter.TensorHandle, "__init__"): _unchecked_handle,
+    }
+    if not all(name in vars(owner) for owner, name in makers) or not hasattr(tl, "math"):
         return
-    np_dtype, init_block, init_tensor, broadcast, convert, check_operands, _, unwrap, *_ = (
-        getattr(owner, name) for owner, name in parts
-    )
-    np_dtypes: dict[str, Any] = {}
-    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
-    block_shapes: dict[tuple[int, ...], Any] = {}
-    tensors: dict[str, dict[str, Any]] = {}
+    for (owner, name), make in makers.items():
+        before = getattr(owner, name)
+        _replaced.append((owner, name, before, make(before)))
+    for owner, name, _, now in _replaced:
+        setattr(owner, name, now)
 
-    def remembered_np_dtype(dtype: Any) -> Any:
+
+@contextlib.contextmanager
+def as_triton_has_it() -> Iterator[None]:
+    """A context in which the interpreter is Triton's own."""
+    for owner, name, before, _ in _replaced:
+        setattr(owner, name, before)
+    try:
+        yield
+    finally:
+        for owner, name, _, now in _replaced:
+            setattr(owner, name, now)
+
+
+def _remembered_np_dtype(np_dtype: Any) -> Any:
+    from triton.language import core
+
+    np_dtypes: dict[str, Any] = {}
+
+    def remembered(dtype: Any) -> Any:
         name = dtype.element_ty.name if type(dtype) is core.block_type else dtype.name
         if name not in np_dtypes:
             np_dtypes[name] = np_dtype(dtype)
         return np_dtypes[name]
 
-    def remembered_block(block: Any, element_ty: Any, shape: Any) -> None:
+    return remembered
+
+
+def _remembered_block(init: Any) -> Any:
+    from triton.language import core
+
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
+
+    def remembered(block: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([size.value if type(size) is core.constexpr else size for size in shape])
         key = (element_ty.name, *sizes)
         if key not in blocks:
-            init_block(block, element_ty, shape)
-            same_shape = block_shapes.setdefault(sizes, block.shape)
+            init(block, element_ty, shape)
+            same_shape = shapes.setdefault(sizes, block.shape)
             blocks[key] = {"shape": same_shape, "numel": block.numel, "name": block.name}
         vars(block).update(blocks[key], element_ty=element_ty)
 
-    def remembered_tensor(tensor: Any, handle: Any, dtype: Any) -> None:
+    return remembered
+
+
+def _remembered_tensor(init: Any) -> Any:
+    tensors: dict[str, dict[str, Any]] = {}
+
+    def remembered(tensor: Any, handle: Any, dtype: Any) -> None:
         if dtype.name not in tensors:
-            init_tensor(tensor, handle, dtype)
+            init(tensor, handle, dtype)
             tensors[dtype.name] = vars(tensor) | {"handle": None}
         vars(tensor).update(tensors[dtype.name], handle=handle, type=dtype)
 
-    def remembered_broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+    return remembered
+
+
+def _unless_of_one_shape(broadcast: Any) -> Any:
+    def broadcast_unless_of_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
         if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
-    def shifted(numbers: Any, dtype: Any, to: Any, rounding: Any) -> Any:
-        names, shifts = (dtype.name, to.name), rounding is None
-        if shifts and names == ("fp32", "bf16") and not _has_subnormal(bits := numbers.view(np.uint32), 0x7F800000):
-            return (bits >> 16).astype(np.uint16)
-        if shifts and names == ("bf16", "fp32") and not _has_subnormal(numbers, 0x7F80):
-            return numbers.astype(np.uint32) << 16
-        return convert(numbers, dtype, to, rounding)
+    return broadcast_unless_of_one_shape
 
-    def operands_of_known_types(self: Any, lhs: Any, rhs: Any, *rules: Any, **named_rules: Any) -> tuple[Any, Any]:
-        key = (_key(lhs), _key(rhs), *rules, *named_rules.items())
-        types = operand_types.get(key)
-        if types is None:
-            lhs, rhs = check_operands(self, lhs, rhs, *rules, **named_rules)
-            operand_types[key] = lhs.type, rhs.type
-            return lhs, rhs
-        return _operand(self, lhs, types[0]), _operand(self, rhs, types[1])
 
-    operand_types: dict[Any, tuple[Any, Any]] = {}
+def _operands_of_known_types(check_operands: Any) -> Any:
+    """Give both operands of an operation the types that they had the last time, without broadcasting their numbers."""
+    from triton.language import core
 
-    def _key(operand: Any) -> Any:
+    known: dict[Any, tuple[Any, Any]] = {}
+
+    def key_of(operand: Any) -> Any:
         return operand.type.name if type(operand) is core.tensor else (type(operand), operand)
 
-    def _operand(self: Any, operand: Any, ty: Any) -> Any:
+    def as_type(self: Any, operand: Any, ty: Any) -> Any:
         if type(operand) is not core.tensor:
             operand = self.scalar_constant(operand, dtype=ty.scalar)
         elif operand.type.name == ty.name:
@@ -107,7 +136,49 @@ def speed_up() -> None:
             operand = self.cast(operand, ty.scalar)
         return core.tensor(operand.handle, ty)
 
-    def called_by_the_interpreter(member: Any) -> Any:
+    def operands(self: Any, lhs: Any, rhs: Any, *rules: Any, **named_rules: Any) -> tuple[Any, Any]:
+        key = (key_of(lhs), key_of(rhs), *rules, *named_rules.items())
+        types = known.get(key)
+        if types is None:
+            lhs, rhs = check_operands(self, lhs, rhs, *rules, **named_rules)
+            known[key] = lhs.type, rhs.type
+            return lhs, rhs
+        return as_type(self, lhs, types[0]), as_type(self, rhs, types[1])
+
+    return operands
+
+
+def _unwrapped(unwrap: Any) -> Any:
+    from triton.language import core
+
+    def unwrapped(operand: Any) -> Any:
+        kind = type(operand)
+        if kind is core.tensor or kind is int or kind is float:
+            return operand
+        return operand.value if kind is core.constexpr else unwrap(operand)
+
+    return unwrapped
+
+
+def _shifted(convert: Any) -> Any:
+    def shifted(numbers: Any, dtype: Any, to: Any, rounding: Any) -> Any:
+        names, shifts = (dtype.name, to.name), rounding is None
+        if shifts and names == ("fp32", "bf16") and not _has_subnormal(bits := numbers.view(np.uint32), 0x7F800000):
+            return (bits >> 16).astype(np.uint16)
+        if shifts and names == ("bf16", "fp32") and not _has_subnormal(numbers, 0x7F80):
+            return numbers.astype(np.uint32) << 16
+        return convert(numbers, dtype, to, rounding)
+
+    return shifted
+
+
+def _remembered_patch(_: Any) -> Any:
+    """Replace the functions of Triton's language, which are looked up once, before a test replaces any of them."""
+    import triton.language as tl
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    def called_in_a_kernel(member: Any) -> Any:
         function = getattr(member, "__wrapped__", member)  # without the check that it is called in a kernel
 
         def call(*args: Any, **named: Any) -> Any:
@@ -116,38 +187,27 @@ def speed_up() -> None:
 
         return call
 
-    def built_ins_of(package: Any) -> list[tuple[str, Any, Any]]:
+    def functions_of(package: Any) -> list[tuple[str, Any, Any]]:
         members = [(name, member) for name, member in inspect.getmembers(package) if core.is_builtin(member)]
-        return [(name, member, called_by_the_interpreter(member)) for name, member in members]
+        return [(name, member, called_in_a_kernel(member)) for name, member in members]
 
-    # Looked up now, before a test replaces any of them.
-    built_ins = {package: built_ins_of(package) for package in (tl, core, core.tensor, tl.math)}
+    functions = {package: functions_of(package) for package in (tl, core, core.tensor, tl.math)}
 
-    def remembered_patch(package: Any, builder: Any, scope: Any) -> None:
-        if package not in built_ins:
-            built_ins[package] = built_ins_of(package)
-        for name, member, replacement in built_ins[package]:
+    def patch(package: Any, _: Any, scope: Any) -> None:
+        if package not in functions:
+            functions[package] = functions_of(package)
+        for name, member, replacement in functions[package]:
             if getattr(package, name) is member:
                 scope.set_attr(package, name, replacement)
 
-    def unwrapped(operand: Any) -> Any:
-        kind = type(operand)
-        if kind is core.tensor or kind is int or kind is float:
-            return operand
-        return operand.value if kind is core.constexpr else unwrap(operand)
+    return patch
 
-    def init_handle(handle: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+
+def _unchecked_handle(_: Any) -> Any:
+    def init(handle: Any, data: Any, dtype: Any, attr: Any = None) -> None:
         handle.data, handle.dtype, handle.attr = data, dtype, {} if attr is None else attr
 
-    def expand_dims(builder: Any, handle: Any, axis: int) -> Any:
-        return interpreter.TensorHandle(handle.data[(slice(None),) * axis + (None,)], handle.dtype.scalar)
-
-    replacements = (
-        remembered_np_dtype, remembered_block, remembered_tensor, remembered_broadcast, shifted,
-        operands_of_known_types, remembered_patch, unwrapped, init_handle, expand_dims,
-    )  # fmt: skip
-    for (owner, name), replacement in zip(parts, replacements, strict=True):
-        setattr(owner, name, replacement)
+    return init
 
 
 def _has_subnormal(bits: Any, exponent: int) -> bool:

@@ -9,6 +9,10 @@ import triton.language as tl
 from fused_norm.kernels import add_rms_norm
 from fused_norm.kernels.triton.devices import INTERPRETED
 
+from ..interpreter import as_triton_has_it
+from .calls import CALLS, every_call
+from .numerics import assert_same
+
 if not INTERPRETED:
     pytest.skip("kernels are compiled", allow_module_level=True)
 
@@ -55,3 +59,11 @@ def test_what_was_replaced_is_put_back_after_an_error_too(prepared: list[str]) -
     assert (interpreter._patch_lang, tl.load) == (before, load)
     assert interpreter.interpreter_builder.options is options
     assert options.sanitize_overflow
+
+
+@CALLS
+def test_what_makes_it_faster_for_tests_changes_no_bit(case: str) -> None:
+    call = every_call("cpu")[case]
+    fast = call.results()
+    with as_triton_has_it():
+        assert_same(fast, call.results())
