@@ -81,7 +81,8 @@ def _in_full_precision():
 def large_graphs():
     """Keep operators in compiled graphs, under autocast too and for tensors as small as those of tests.
 
-    What earlier tests have compiled is forgotten: it counts towards the limit at which Dynamo stops compiling a function.
+    What earlier tests have compiled is forgotten: it counts towards the limit at which Dynamo stops compiling a
+    function.
     """
     from fused_norm.kernels.operator import force_fused_in_graphs
 
