@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.ready-demo
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt --editable
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 # Two workers of one thread each: with more threads than cores the tests get slower, not faster. Some tests take minutes,
 # so a worker without work takes over what another has not begun.
@@ -83,6 +83,7 @@ clean: ## remove the virtual environments and everything built
 # ensurepip is what Debian's python3 lacks until python3-venv is installed.
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
+# The demo imports a tenth of what is installed: what it needs is compiled as it is imported, the rest for the tests.
 $(DEMO_READY): pyproject.toml constraints.txt
 	@for python in $(PYTHON); do \
 		if $$python -c '$(USABLE)' 2>/dev/null; then exec $$python -m venv $(VENV); fi; \
@@ -90,16 +91,17 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	echo "None of '$(PYTHON)' is a Python 3.11 or newer with its venv module (Debian, Ubuntu: apt install python3-venv)." >&2; \
 	echo "Install one, or name one: make PYTHON=/path/to/python3" >&2; \
 	exit 1
-	$(INSTALL) '.[demo]'
+	$(INSTALL) --no-compile --editable '.[demo]'
 	@touch $@
 
 $(READY): $(DEMO_READY)
-	$(INSTALL) '.[dev]'
+	$(INSTALL) --editable '.[dev]'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
 	@touch $@
 
 # What only the documentation, or only a release, needs.
 $(VENV)/.ready-%: $(READY)
-	$(INSTALL) '.[$*]'
+	$(INSTALL) --editable '.[$*]'
 	@touch $@
 
 # An environment on top of the first one holds only what another transformers needs in other versions; torch is shared.
