@@ -51,6 +51,7 @@ class _InPlaceBackward(_WrongBackward):
         return dy.zero_()
 
 
+@pytest.mark.slow
 def test_right_results_are_timed_and_the_default_beside_modes(run):
     rows = measured(run, STOCK, FUSED)
     assert set(rows) == {(name, direction) for name in ("stock", "fused") for direction in ("forward", "backward")}

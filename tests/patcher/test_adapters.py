@@ -342,6 +342,7 @@ def test_adapters_train_on_two_ranks(tmp_path: Path) -> None:
             assert fused == pytest.approx(stock, rel=5e-3), way
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_switched_added_and_copied_as_in_stock(
     device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

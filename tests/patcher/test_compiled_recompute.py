@@ -109,6 +109,7 @@ def bytes_kept_for_the_backward(model: Any, device: str) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+@pytest.mark.slow
 def test_compiled_layers_keep_as_much_at_every_level_and_less_under_checkpointing(device: str) -> None:
     kept = []
     for level in (False, *LEVELS):

@@ -817,7 +817,8 @@ TRAINERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["accumulation"], TRAINERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
 def test_the_trainer_trains_as_without_and_reads_no_logits(
     name: str, device: str, tmp_path: Path, reads: list[str]
 ) -> None:
