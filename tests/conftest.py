@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -35,6 +36,12 @@ def slow(*values: Any) -> list[Any]:
 def slow_rows(*rows: Sequence[Any]) -> list[Any]:
     """Return rows of several parameters that only slow tests use."""
     return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what lives to the end: all that was imported and collected."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
