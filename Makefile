@@ -83,7 +83,7 @@ clean: ## remove the virtual environments and everything built
 # ensurepip is what Debian's python3 lacks until python3-venv is installed.
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
-# The demo imports a tenth of what is installed: what it needs is compiled as it is imported, the rest for the tests.
+# The demo's packages are compiled as it imports them; before the tests all are, but for files of other Pythons.
 $(DEMO_READY): pyproject.toml constraints.txt
 	@for python in $(PYTHON); do \
 		if $$python -c '$(USABLE)' 2>/dev/null; then exec $$python -m venv $(VENV); fi; \

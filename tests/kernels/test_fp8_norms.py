@@ -375,7 +375,6 @@ def test_opcheck(name: str, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_as_one_graph_with_equal_results(backend: str, device: str) -> None:
-    torch._dynamo.reset()
     leaves = [tensor.detach().requires_grad_() for tensor in usual_tensors_of(ADDED, device)]
 
     def layer(x: Tensor, r: Tensor, w: Tensor) -> tuple[Quantized, Tensor, tuple[Tensor, ...]]:

@@ -318,7 +318,6 @@ def test_gradients_come_in_batches(device: str) -> None:
 @pytest.mark.usefixtures("large_graphs")
 @pytest.mark.parametrize("frozen", [(), ("a", "b"), ("base",)], ids=str)
 def test_a_compiled_call_gives_the_same_bits(frozen: tuple[str, ...], device: str) -> None:
-    torch._dynamo.reset()
     inputs = draw_inputs(device, *SMALL)
     compiled = torch.compile(by(lora_add, 0.7), fullgraph=True, backend="aot_eager", dynamic=True)
 

@@ -42,11 +42,6 @@ COMPILED = (
 LLAMA = Norm("llama", x=BF16, w=BF16, r=BF16)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "transposed heads"])
 @CALLS

@@ -145,7 +145,6 @@ COMPILED = [
 def test_a_model_compiled_for_any_length_trains_as_it_does_uncompiled(
     model_type: str, dynamic: bool | None, backend: str, device: str
 ) -> None:
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     _, fused = twins(model_type, device)
     compiled = torch.compile(fused, dynamic=dynamic, backend=backend, fullgraph=True)
@@ -201,7 +200,6 @@ def test_what_is_left_to_the_compiler_is_the_stock_forward(
 
 
 def test_compiled_code_notices_the_switch(device: str, launches: list[str]) -> None:
-    torch._dynamo.reset()
     stock, fused = twins(tiny_config("llama", num_hidden_layers=1), device)
     ids = tokens(device)
     compiled = torch.compile(fused, backend="eager")

@@ -154,7 +154,7 @@ def _convolved(x):
 
 CALLS = {"rope": _rotated, "glu": _gated, "causal_conv1d": _convolved}
 WITHOUT_NORMS = [name for name, fault in FAULTS.items() if name.partition("-")[0] in CALLS and fault.where == "eager"]
-SOME = (*("rope-back", "rope-half", "glu-swapped", "glu-unrounded", "causal_conv1d-tap", "causal_conv1d-unrounded"),)
+SOME = ("rope-back", "rope-half", "glu-swapped", "glu-unrounded", "causal_conv1d-tap", "causal_conv1d-unrounded")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
