@@ -96,7 +96,7 @@ $(DEMO_READY): pyproject.toml constraints.txt
 
 $(READY): $(DEMO_READY)
 	$(INSTALL) --editable '.[dev]'
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 # What only the documentation, or only a release, needs.
