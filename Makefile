@@ -1,7 +1,7 @@
 # `make` lists the targets. Each of them sets up what it needs; a second run finds it there.
 # PYTHON=/path/to/python3 picks the interpreter; DEMO="--steps 50", CONVERGE="qwen3 --axis lora", BENCH="features",
-# COVERAGE="qwen3" and TESTS="-k qk" hand options to the demo, the convergence suite, the benchmarks, the sweep over all
-# model types and pytest.
+# COVERAGE="qwen3", MUTANTS="--store" and TESTS="-k qk" hand options to the demo, the convergence suite, the benchmarks,
+# the sweep over all model types, the planted one-line faults and pytest.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -17,10 +17,10 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint
 
 # Two workers of one thread each: with more threads than cores the tests get slower, not faster. Some tests take minutes,
 # so a worker without work takes over what another has not begun.
-PYTEST := -m pytest -n 2 --dist worksteal
+PYTEST := -m pytest -n 2 --dist worksteal --durations 10
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo converge faults bench coverage test test-all lint format matrix newest docs dist clean
+.PHONY: help demo converge faults bench coverage test test-slow test-all release-tests mutants lint format matrix newest docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -43,8 +43,17 @@ coverage: $(READY) ## count what all model types of transformers have, and what 
 test: $(READY) ## run the fast tests: every operator, family and command, in a few minutes
 	$(BIN)/python $(PYTEST) -m "not slow" $(TESTS)
 
-test-all: test ## run the slow tests too
-	$(BIN)/python $(PYTEST) -m slow $(TESTS)
+test-slow: $(READY) ## run the slow tests
+	$(BIN)/python $(PYTEST) -m "slow and not release" $(TESTS)
+
+test-all: test test-slow ## run the fast and the slow tests
+
+release-tests: $(READY) ## run the tests that are too rare and slow for CI: other architectures, more seeds
+	$(BIN)/python $(PYTEST) -m release $(TESTS)
+
+mutants: $(READY) ## plant the stored one-line faults again; each that tests caught must be caught
+	$(BIN)/python -m tools.mutants map
+	$(BIN)/python -m tools.mutants again $(MUTANTS)
 
 lint: $(READY) ## check style, format and types
 	$(BIN)/ruff check
