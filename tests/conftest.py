@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import linecache
 import os
 import random
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,6 +62,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = marker.args[0] if marker.args else 1
         if available < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {available}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the rewritten forwards of models that the failing test holds to its report."""
+    report = yield
+    if report.when == "call" and report.failed and call.excinfo is not None:
+        values = [value for entry in call.excinfo.traceback for value in entry.frame.f_locals.values()]
+        modules = [module for value in values if isinstance(value, torch.nn.Module) for module in value.modules()]
+        forwards = [inspect.unwrap(type(module).forward) for module in modules]
+        files = [forward.__code__.co_filename for forward in forwards if hasattr(forward, "__code__")]
+        for file in [file for file in dict.fromkeys(files) if file.startswith("<fused_norm ")][:2]:
+            report.sections.append((file, "".join(linecache.getlines(file)[:40])))
+    return report
 
 
 @pytest.fixture(scope="session")
