@@ -12,18 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from compiled_launches import Noted, compiled
+from compiled_launches import TARGETS, Noted, compiled
 
-from fused_norm.kernels.fp8 import FORMATS, FP8Format, kernels
-from fused_norm.kernels.operator import norm_spec
-from fused_norm.kernels.plans import Device
-from fused_norm.kernels.triton import norm_forward
+import fused_norm.kernels.fp8  # noqa: F401 -- registers its operators
+from fused_norm.kernels.operator import OPERATORS
+from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.launch import launches
+from fused_norm.spec import NormSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def layout_of_the_sum(call: Callable[[], None]) -> tuple[str, str]:
+def layout_of_the_sum(call: Callable[[], Any]) -> tuple[str, str]:
     """Return the shape and layout of the fp32 values that the first kernel of a call sums."""
     with launches.by(noted := Noted()):
         call()
@@ -35,33 +35,21 @@ def layout_of_the_sum(call: Callable[[], None]) -> tuple[str, str]:
 
 def main() -> int:
     """Compare the layouts and return the exit status."""
-    for module in (norm_forward, kernels):
-        module.device_props = lambda device: Device()  # type: ignore[attr-defined]
-    spec, rows = norm_spec("llama", False, 1e-6), 4096
+    devices._hardware_of = lambda device: TARGETS["sm_90"].device
+    spec, rows = NormSpec("llama"), 4096
 
-    def plain(x: Any, r: Any, w: Any) -> tuple[str, str]:
-        def call() -> None:
-            inputs = norm_forward.NormInputs(x, w, r)
-            norm_forward.launch_norm_forward(spec, inputs, norm_forward.empty_norm(spec, inputs, True))
-
-        return layout_of_the_sum(call)
-
-    def fp8(x: Any, r: Any, w: Any, fp8_format: FP8Format) -> tuple[str, str]:
-        def call() -> None:
-            outputs = kernels.empty_norm_fp8(spec, x, r, w, fp8_format)
-            kernels.launch_norm_fp8(spec, (x, r, w, None, None), fp8_format, outputs)
-
-        return layout_of_the_sum(call)
+    def forward(name: str, *arguments: Any) -> tuple[str, str]:
+        return layout_of_the_sum(lambda: OPERATORS[name].forward(*arguments, training=True))
 
     for width in (256, 1024, 4096, 5120, 32768):
         for x_dtype, r_dtype in ((BF16, None), (BF16, BF16), (FP32, FP32), (BF16, FP32), (BF16, FP16)):
             x, w = torch.empty(rows, width, dtype=x_dtype), torch.empty(width, dtype=BF16)
             r = None if r_dtype is None else torch.empty(rows, width, dtype=r_dtype)
             total = x if r is None else torch.empty(rows, width, dtype=torch.promote_types(x.dtype, r.dtype))
-            expected = plain(total, None, w)
-            actual = {} if r is None else {"add": plain(x, r, w)}
+            expected = forward("rms_norm", total, w, spec, None)
+            actual = {} if r is None else {"add": forward("add_rms_norm", x, r, w, spec, None, 1.0)}
             for name in ("tensorwise", "rowwise", "block128", "mxfp8") if width == 4096 else ("block128",):
-                actual[name] = fp8(x, r, w, FORMATS[name])
+                actual[name] = forward("norm_fp8", x, r, w, None, None, spec, 1.0, name)
             for name, layout in actual.items():
                 if layout != expected:
                     sys.stdout.write(f"{name} {width} {x_dtype} {r_dtype}: {layout} instead of {expected}\n")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import fused_norm.kernels.fp8
 import fused_norm.kernels.linear_4bit  # noqa: F401 -- registers operators that no public function loads
-from fused_norm.kernels.fp8.operators import NORM_FP8
-from fused_norm.kernels.operator import OPERATORS
 
 from .compiled_launches import TARGETS
+from .conftest import ALL
 
 WITHOUT_FP8 = ("sm_80", "sm_86", "gfx942")
 """Targets on which norms write FP8 by PyTorch's own operators."""
@@ -34,13 +34,23 @@ def test_a_norm_fits_an_amd_gpu_and_a_small_nvidia_one() -> None:
     assert len(compiled_by("compiled_plans.py", "gfx942", "sm_120", *few)) == 8
 
 
+IN_CI = ("sm_90", "gfx942")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_launches_of_every_operator_fit(target: str) -> None:
-    lines = compiled_by("compiled_plans.py", target, "--widths", "128", "5120", "40960")
-    absent = {NORM_FP8.name} if target in WITHOUT_FP8 else set()
-    assert any(operator.plain_name for operator in OPERATORS.values())
-    assert {line.split()[1] for line in lines} == set(OPERATORS) - absent
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        *((target, ("--widths", "5120", "40960", "128", "--few")) for target in IN_CI),
+        *(pytest.param(target, ("--widths", "128", "5120", "40960"), marks=pytest.mark.release) for target in TARGETS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "few" if "--few" in value else "all",
+)
+def test_launches_of_every_operator_fit(target: str, options: tuple[str, ...]) -> None:
+    lines = compiled_by("compiled_plans.py", target, *options)
+    absent = {"norm_fp8"} if target in WITHOUT_FP8 else set()
+    assert any(operator.plain_name for operator in ALL.values())
+    assert {line.split()[1] for line in lines} == set(ALL) - absent
 
 
 @pytest.mark.slow

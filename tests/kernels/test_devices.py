@@ -11,21 +11,6 @@ import triton
 
 from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton import devices
-from fused_norm.kernels.triton.devices import INTERPRETED, device_props, runs_kernels_on
-
-
-def test_kernels_run_on_gpus_and_meta_and_interpreted_cpu_tensors() -> None:
-    cpu, meta, double = torch.ones(1), torch.ones(1, device="meta"), torch.ones(1, dtype=torch.float64)
-    assert runs_kernels_on(cpu) == runs_kernels_on(cpu, None, cpu) == INTERPRETED
-    assert runs_kernels_on(meta)
-    assert not runs_kernels_on(double)
-    assert not runs_kernels_on(meta, double)
-    with torch.autograd.forward_ad.dual_level():
-        assert not runs_kernels_on(meta)
-
-
-def test_facts_of_the_cpu() -> None:
-    assert device_props(torch.device("cpu")) == Device(processors=4)
 
 
 def _nvidia(major: int, optin: int) -> dict[str, Any]:
@@ -54,16 +39,15 @@ def test_facts_of_gpus(
     module = SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(name="none known", **properties))
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(devices, "name_of", lambda _: ("none known", ""))
     with caplog.at_level("WARNING", logger="fused_norm"):
-        assert device_props.__wrapped__(torch.device(kind, 0)) == expected
+        assert devices._hardware_of(torch.device(kind, 0)) == expected
     unsupported = "none known is not supported: Triton asks for compute capability 8.0 or newer"
     assert caplog.messages == [unsupported] * (hip is None and properties.get("major") == 7)
 
 
 @pytest.mark.gpu
 def test_facts_of_the_gpu() -> None:
-    facts = device_props(torch.device("cuda", 0))
+    facts = devices._hardware_of(torch.device("cuda", 0))
     properties = torch.cuda.get_device_properties(0)
     assert facts.processors == properties.multi_processor_count
     assert facts.warp_size == 32

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import triton.language as tl
+from triton import knobs
 
 from fused_norm.kernels import add_rms_norm
-from fused_norm.kernels.triton.devices import INTERPRETED
 
 from ..interpreter import as_triton_has_it
 from .calls import CALLS, every_call
 from .numerics import assert_same
 
-if not INTERPRETED:
+if not knobs.runtime.interpret:
     pytest.skip("kernels are compiled", allow_module_level=True)
 
 from triton.runtime import interpreter

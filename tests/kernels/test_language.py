@@ -7,10 +7,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
-from fused_norm.kernels.triton.devices import INTERPRETED
 from fused_norm.kernels.triton.language import round_to, rows_of
-from fused_norm.kernels.triton.qk_kernels import _place_of
 
 from .numerics import BF16, DTYPES, FP16, FP32
 
@@ -59,7 +58,7 @@ def test_round_to_is_the_cast_of_torch(dtype: torch.dtype, device: str) -> None:
     assert number.sum() > SIZE - 64
     assert torch.equal(rounded[number].view(torch.int32), expected[number].float().view(torch.int32))
     storable = number
-    if INTERPRETED and dtype == BF16:  # the interpreter's own cast mangles the subnormal ones
+    if knobs.runtime.interpret and dtype == BF16:  # the interpreter's own cast mangles the subnormal ones
         storable = number & ((expected == 0) | (expected.abs() >= torch.finfo(BF16).smallest_normal))
     assert torch.equal(stored[storable].view(integer), expected[storable].view(integer))
     assert stored[~number].isnan().all()
@@ -67,24 +66,13 @@ def test_round_to_is_the_cast_of_torch(dtype: torch.dtype, device: str) -> None:
 
 
 @triton.jit
-def _index_kernel(tile_ptr, row_ptr, token_ptr, head_ptr, H, TILE: tl.constexpr, LONG: tl.constexpr):
-    index = tl.arange(0, TILE)
-    tile = tl.load(tile_ptr)
-    tl.store(row_ptr + index, rows_of(tile, TILE, LONG))
-    # In sequences of one token, the index of a token is that of its sequence.
-    batch, _, _, _, _ = _place_of(tile, (TILE, 1, H), TILE, 4, LONG)
-    tl.store(token_ptr + index[:, None, None], batch)
-    _, _, head, _, _ = _place_of(tile, (TILE, 1, H), 4, TILE, LONG)
-    tl.store(head_ptr + index[None, :, None], head)
+def _index_kernel(tile_ptr, row_ptr, TILE: tl.constexpr, LONG: tl.constexpr):
+    tl.store(row_ptr + tl.arange(0, TILE), rows_of(tl.load(tile_ptr), TILE, LONG))
 
 
 @pytest.mark.parametrize(("first", "long"), [(3, False), (3, True), (2**27, True), (2**31 - 1, True)])
 def test_rows_of_any_tile_are_counted_without_overflow(first: int, long: bool, device: str) -> None:
-    size, heads = 16, 4
-    rows, tokens, head = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
+    rows = torch.empty(16, dtype=torch.int64, device=device)
     tile = torch.tensor([first], dtype=torch.int32, device=device)
-    _index_kernel[(1,)](tile, rows, tokens, head, heads, TILE=size, LONG=long)
-    expected = first * size + torch.arange(size, device=device)
-    assert torch.equal(rows, expected)
-    assert torch.equal(tokens, expected)
-    assert torch.equal(head, torch.arange(size, device=device))
+    _index_kernel[(1,)](tile, rows, TILE=16, LONG=long)
+    assert torch.equal(rows, first * 16 + torch.arange(16, device=device))

@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
+from operator import mul
 
 import pytest
 import torch
 
-from fused_norm.kernels.fp8 import FORMATS
-from fused_norm.kernels.fp8 import kernels as fp8_kernels
-from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.operator import OPERATORS as ALL
-from fused_norm.kernels.operator import BackwardCall, kernel_backward, norm_spec
-from fused_norm.kernels.plans import WIDEST_BACKWARD, Device
-from fused_norm.kernels.triton import (
-    conv_kernels,
-    experts_kernels,
-    gated_kernels,
-    glu_kernels,
-    norm_backward,
-    norm_forward,
-    qk_launch,
-)
+from fused_norm.kernels.fp8 import add_rms_norm_fp8, rms_norm_fp8
+from fused_norm.kernels.operator import BackwardCall
+from fused_norm.kernels.plans import TABLES, Device
+from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.launch import Launch
-from fused_norm.kernels.triton.memory import INT32_LIMIT, is_long
+from fused_norm.spec import NormSpec
 
 from .calls import NAMES, SEQUENCES, Call, every_call, launches_of
+from .conftest import ALL
 from .numerics import BF16, FP16, FP32
 
-LAUNCHERS = (
-    *(conv_kernels, experts_kernels, fp8_kernels, gated_kernels, glu_kernels),
-    *(norm_backward, norm_forward, qk_launch),
-)
-LLAMA = norm_spec("llama", False, 1e-6)
+LLAMA = NormSpec("llama")
+FAR = 2**31
+"""The first offset that 32 bits do not reach."""
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
+def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Device], None]]:
     """Make every launcher plan for a device."""
 
-    def use(device: Device) -> None:
-        for module in LAUNCHERS:
-            monkeypatch.setattr(module, "device_props", lambda _: device)
+    with ExitStack() as stack:
 
-    return use
+        def use(device: Device) -> None:
+            monkeypatch.setattr(devices, "_hardware_of", lambda _: device)
+            stack.enter_context(devices.use_plans(TABLES[0]))
+
+        yield use
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
@@ -99,25 +91,27 @@ def test_products_are_rounded_before_they_are_added_where_the_bits_depend_on_it(
             assert fused(forward) == (not rounded), (call.name, dtype)
         x, w = (torch.randn(shape, device=device).to(dtype) for shape in ((3, 128), (128,)))
         for r, wide in ((None, dtype), (x, dtype), (x.float(), FP32)):
-            outputs = fp8_kernels.empty_norm_fp8(LLAMA, x, r, w, FORMATS["block128"])
-            tensors = x, r, w, None, None
-            (launch,) = launches_of(partial(fp8_kernels.launch_norm_fp8, LLAMA, tensors, FORMATS["block128"], outputs))
+            norm = partial(rms_norm_fp8, x, w) if r is None else partial(add_rms_norm_fp8, x, r, w)
+            (launch,) = launches_of(partial(norm, fp8_format="block128"))
             assert fused(launch) == (wide != FP32)
 
 
 def test_a_grid_has_no_more_programs_along_its_second_axis_than_a_gpu_takes(on: Callable[[Device], None]) -> None:
     on(Device())
-    x = torch.empty(2**18, WIDEST_BACKWARD + 16, device="meta")
-    rstd, dx = torch.empty(2**18, 1, device="meta"), torch.empty_like(x)
-    saved = norm_backward.NormSaved(dx, None, x, None, rstd)
-    gradients = norm_backward.NormGradients(dx, None, None)
-    launched = launches_of(partial(norm_backward.launch_norm_backward, LLAMA, saved, gradients))
+    norm, x = ALL["rms_norm"], torch.empty(2**18, 16_400, device="meta")
+    arguments, results = (x, None, LLAMA, None), [None, torch.empty(2**18, 1, device="meta"), None]
+    saved, facts = norm.save(arguments, results)
+    launched = launches_of(lambda: norm.backward(BackwardCall((x,), saved, facts, [True, False])))
     assert [launch.grid[1] for launch in launched] == [1, 65_535]
 
 
 def expanded(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     """Return rows that are all one row in memory, so that offsets into them stay small."""
     return torch.empty(shape[-1], dtype=dtype, device="meta").expand(shape)
+
+
+def is_far(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and sum(map(mul, tensor.shape, tensor.stride())) >= FAR
 
 
 def offsets(call: Call) -> tuple[list[bool], list[bool]]:
@@ -133,10 +127,10 @@ def offsets(call: Call) -> tuple[list[bool], list[bool]]:
     incoming = [None if output is None else expanded(*output.shape, dtype=output.dtype) for output in outputs]
     needed = [tensor is not None for tensor in call.tensors[: call.differentiated]]
     gradients = BackwardCall(incoming, saved, facts, needed)
-    backward = launches_of(lambda: operator.compute_grads(kernel_backward, gradients))
+    backward = launches_of(lambda: operator.compute_grads(lambda own, call: own.backward(call), gradients))
 
     def has_wide_offsets(launched: list[Launch]) -> list[bool]:
-        far = [launch for launch in launched if is_long([t for t in launch.tensors if t is not None])]
+        far = [launch for launch in launched if any(map(is_far, launch.tensors))]
         flags = [launch.constants.get("INT64", getattr(launch.constants.get("SHAPE"), "LONG", None)) for launch in far]
         return [bool(flag) for flag in flags if flag is not None]
 
@@ -151,7 +145,7 @@ def test_offsets_into_results_are_64_bits_wide_if_32_do_not_reach(case: str, on:
     def large(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() < 4:
             return torch.empty_like(tensor, device="meta")
-        return expanded(2, INT32_LIMIT // 64, 2, tensor.shape[-1], dtype=tensor.dtype)
+        return expanded(2, FAR // 64, 2, tensor.shape[-1], dtype=tensor.dtype)
 
     forward, backward = offsets(call.converted(large))
     assert forward
@@ -166,6 +160,6 @@ def test_offsets_into_any_product_of_an_adapter_are_64_bits_wide_if_32_do_not_re
     rows: int, k: int, n: int, rank: int
 ) -> None:
     a, b = (torch.empty(shape, device="meta") for shape in ((rank, k), (n, rank)))
-    forward, backward = offsets(Call(LORA_ADD.name, (expanded(rows, n), expanded(rows, k), a, b), (0.7,)))
+    forward, backward = offsets(Call("lora_add", (expanded(rows, n), expanded(rows, k), a, b), (0.7,)))
     assert all(forward + backward)
     assert len(forward + backward) == {4: 1, 256: 5}[rank]

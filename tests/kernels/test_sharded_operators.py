@@ -19,18 +19,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fused_norm import kernels
-from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.norm import RMS_NORM
-from fused_norm.kernels.qk_norm_rope import QK_NORM, ROPE
-from fused_norm.kernels.sharded import placement_obstacle
 from fused_norm.spec import NormSpec
 
 from ..patcher.ranks import called_operators
+from .conftest import ALL
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 5, 4, 16
 SHAPES = {"x": (BATCH, TOKENS, WIDTH), "h": (BATCH, HEADS, TOKENS, WIDTH), "w": (WIDTH,), "a": (1, TOKENS, WIDTH)}
 WHOLE = "wa"
 LLAMA = NormSpec("llama")
+RMS_NORM, LORA_ADD, QK_NORM, ROPE = (ALL[name] for name in ("rms_norm", "lora_add", "qk_norm", "rope"))
 
 OPERATORS: dict[str, tuple[Callable[..., Any], str]] = {
     "rms_norm": (kernels.rms_norm, "xw"),
@@ -46,7 +44,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 """Each operator and its tensors: ``x`` is rows, ``h`` heads, ``w`` a weight, ``a`` angles."""
 
-CUTS = [(name, dim) for name in OPERATORS for dim in (1, None)] + [("rms_norm", 0), ("glu", 2)]
+CUTS = [*((name, 1) for name in OPERATORS), ("rms_norm", None), ("qk_norm_rope", None), ("rms_norm", 0), ("glu", 2)]
 """Operators, and the dimension that is sharded; None if all devices have and compute everything."""
 
 
@@ -142,17 +140,24 @@ def test_the_reason_says_what_no_device_can_compute_alone(mesh: DeviceMesh, devi
         for placement in (Shard(1), Shard(2), Partial(), Replicate())
     )
     w, w_cut = (spread(weight, part_of(weight, placement), mesh, placement) for placement in (Replicate(), Shard(0)))
-    assert placement_obstacle((rows, None), (w, None)) is None
-    assert placement_obstacle((whole, residual), (weight,)) is None
-    assert placement_obstacle((cut,), (w,)) == "the input is placed as Shard(dim=2)"
-    assert placement_obstacle((cut, cut), elementwise=True) is None
-    assert placement_obstacle((summed,), (w,)) == "the input is placed as Partial(sum)"
-    assert placement_obstacle((rows,), (w_cut,)) == "not every device has the weight as a whole"
-    assert placement_obstacle((rows, alike), (w,)) == "its DTensors are placed in several ways"
-    assert placement_obstacle((rows,), (weight,)) == "DTensors and plain tensors meet in it"
     elsewhere = DTensor.from_local(whole.detach(), init_device_mesh(device, (1, 2)), [Replicate()] * 2, run_check=False)
-    assert placement_obstacle((alike, elsewhere), (w,)) == "its DTensors are on several meshes"
-    assert RMS_NORM.unsupported(cut, w, LLAMA, None) == ("the input is placed as Shard(dim=2)", None)
+    for x, norm_weight, reason in (
+        (rows, None, None),
+        (rows, w, None),
+        (whole, weight, None),
+        (cut, w, "the input is placed as Shard(dim=2)"),
+        (summed, w, "the input is placed as Partial(sum)"),
+        (rows, w_cut, "not every device has the weight as a whole"),
+        (rows, weight, "DTensors and plain tensors meet in it"),
+    ):
+        assert RMS_NORM.unsupported(x, norm_weight, LLAMA, None) == (reason and (reason, None))
+    add = ALL["add_rms_norm"]
+    assert add.unsupported(whole, residual, weight, LLAMA, None, 1.0) is None
+    several = add.unsupported(rows, alike, w, LLAMA, None, 1.0)
+    assert several == ("its DTensors are placed in several ways", None)
+    meshes = add.unsupported(alike, elsewhere, w, LLAMA, None, 1.0)
+    assert meshes == ("its DTensors are on several meshes", None)
+    assert ALL["glu"].unsupported(cut, cut, "silu") is None
 
 
 def test_an_adapter_is_left_to_pytorch(mesh: DeviceMesh, device: str) -> None:
