@@ -1,4 +1,4 @@
-"""Names below the public interface that tests import, each with the reason; `python -m tests.internals` lists all.
+"""Names below the public interface that tests import; `python -m tests.internals` lists all.
 
 A test reaches the package as a user does: by what `docs/reference.md` documents, by commands, by what packages export.
 Whatever else it needs makes the next redesign dearer, so it is here or it is refused (`test_internals.py`).
@@ -353,7 +353,7 @@ REASONS: dict[str, str] = {
     "fused_norm.spec.KINDS": "not looked at yet",
     "fused_norm.spec.Kind": "not looked at yet",
 }
-"""Why tests import each name."""
+"""Why tests import each name, as far as somebody has looked at it."""
 
 
 def public_names() -> set[str]:

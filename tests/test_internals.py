@@ -1,4 +1,4 @@
-"""Tests import few internal names, each for a reason; the page of contracts names files that are there."""
+"""Tests import no further internal names; the page of contracts names files that are there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST = 320
 """The number of internal names that tests may import."""
 
 
-def test_internal_names_are_listed_with_a_reason() -> None:
+def test_internal_names_are_listed_and_become_no_more() -> None:
     used = internals()
     assert used.keys() == REASONS.keys(), {name: used.get(name) for name in used.keys() ^ REASONS.keys()}
     assert len(used) <= MOST
