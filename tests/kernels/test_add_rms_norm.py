@@ -30,13 +30,7 @@ def test_only_the_norm_is_used(norm: Norm, device: str) -> None:
 
 @pytest.mark.parametrize(
     "norm",
-    [
-        LLAMA,
-        GEMMA,
-        Norm(x=FP32, r=BF16, w=FP16),
-        Norm(x=BF16, r=BF16, w=BF16, scale=0.22),
-        Norm(x=BF16, r=FP32, w=FP16, scale=0.22),
-    ],
+    [LLAMA, GEMMA, Norm(x=FP32, r=BF16, w=FP16), Norm(x=BF16, r=FP32, w=FP16, scale=0.22)],
     ids=str,
 )
 def test_only_the_sum_is_used(norm: Norm, device: str) -> None:
