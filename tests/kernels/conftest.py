@@ -9,7 +9,7 @@ import torch
 
 from fused_norm.kernels import recording
 from fused_norm.kernels.operator import OPERATORS as ALL
-from fused_norm.kernels.triton import norm_backward, norm_forward
+from fused_norm.kernels.triton import norm_backward, norm_forward, qk_launch
 from fused_norm.kernels.triton.launch import Launch
 
 OPERATORS: dict[str, Any] = {
@@ -70,10 +70,12 @@ Planned = Callable[..., None]
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
-    """Change fields of every plan of the "forward" or the "backward" of norms, whatever the shape."""
+    """Change fields of every plan of the "forward" or the "backward" of norms, or of the "device" that heads are on."""
+    places = {"forward": (norm_forward, "forward_plan"), "backward": (norm_backward, "backward_plan")}
+    places["device"] = qk_launch, "device_props"
 
-    def change(direction: str, **fields: Any) -> None:
-        module, name = {"forward": norm_forward, "backward": norm_backward}[direction], f"{direction}_plan"
+    def change(what: str, **fields: Any) -> None:
+        module, name = places[what]
         plan = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args: replace(plan(*args), **fields))
         recording.forget_all()
