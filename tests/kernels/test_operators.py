@@ -109,7 +109,7 @@ def noting(uses_operator: list[bool]) -> Callable[..., Callable]:
     """Return a backend that records for each graph whether the norm's operator is in it."""
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        uses_operator.append(any("fused_norm.rms_norm_forward" in str(node.target) for node in graph.graph.nodes))
+        uses_operator.append(any("rms_norm_forward" in str(node.target) for node in graph.graph.nodes))
         return graph.forward
 
     return backend
