@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from fused_norm.kernels import qk_norm, rope
 from fused_norm.kernels.triton.launch import Launch
-from fused_norm.spec import NormSpec
 
 from ..conftest import slow, slow_rows
-from .calls import launches_of
+from .calls import Call, every_call, launches_of, present
 from .conftest import OPERATORS, Planned
 from .heads import Heads, rotated
 from .numerics import BF16, FP16, FP32, STOCK, Norm, assert_same, run, within
@@ -287,65 +286,50 @@ def test_one_launch_serves_every_batch_and_length(device: str, launches: list[La
         assert len(compiled) == 3, "a forward, a backward and a sum"
 
 
-KINDS = ("norm", "norm and rotation", "rotation", "rotation in fp32")
-"""What may be written in 16 bits instead of float32: one more rounding in the forward, and no other difference."""
+CAST = ("heads", "heads rotated", "heads rotated in part", "rotation cast", "rotation in part")
+"""The calls that may write 16 bits instead of float32: one more rounding in the forward, and no other difference."""
 
 
-def arguments_of(kind: str, device: str, x: torch.dtype, w: torch.dtype, angles: torch.dtype, rotary: int) -> Any:
-    """Return an operator and arguments without the dtype; q and k are wide enough for roundings to differ."""
+def writing(dtype: torch.dtype | None, case: str, usual: torch.dtype | None, device: str) -> Call:
+    """Return a call whose float32 outputs are written in another dtype."""
     torch.manual_seed(0)
-    q, k = (torch.randn(2, 9, heads, 16, device=device).to(x).transpose(1, 2).requires_grad_() for heads in (4, 2))
-    cos, sin = torch.randn(2, 2, 9, rotary, device=device).to(angles)
-    if kind.startswith("rotation"):
-        return OPERATORS["rope"], (q, k, cos, sin, 1, kind == "rotation in fp32", "half", False)
-    weights = [torch.randn(16, device=device).to(w).requires_grad_() for _ in range(2)]
-    rotation = (cos, sin) if kind == "norm and rotation" else (None, None)
-    return OPERATORS["qk_norm"], (q, k, *weights, *rotation, NormSpec("llama"), 1)
+    call = every_call(device, width=16, dtype=usual)[case]
+    return call._replace(options=(*call.options[:-1], dtype))
 
 
-def results_in(operator: Any, args: tuple[Any, ...], dtype: torch.dtype | None, incoming: Any) -> tuple[Any, Any]:
-    """Return the outputs and the gradients of all tensors that require one."""
-    outputs = operator(*args, dtype)
-    inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
-    back = [dy.to(y.dtype) for dy, y in zip(incoming, outputs, strict=True)]
-    return outputs, torch.autograd.grad(outputs, inputs, back)
+@pytest.mark.parametrize("usual", [None, FP32, BF16], ids=str)
+@pytest.mark.parametrize("case", CAST)
+def test_only_float32_is_written_otherwise_and_rounded_once(case: str, usual: torch.dtype | None, device: str) -> None:
+    def results(call: Call, dtype: torch.dtype) -> tuple[list[Tensor], Sequence[Tensor]]:
+        leaves = call.leaves()
+        outputs = call.outputs(leaves)
+        back = [torch.randn(y.shape, device=device).to(dtype).to(y.dtype) for y in outputs]
+        return outputs, torch.autograd.grad(outputs, present(leaves[: call.differentiated]), back)
 
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("x", "w", "angles", "rotary"),
-    [(FP32, FP32, FP32, 16), (BF16, FP32, FP32, 8), (FP32, FP32, BF16, 8), (BF16, BF16, BF16, 16)],
-    ids=str,
-)
-def test_only_float32_is_written_otherwise_and_rounded_once(
-    kind: str, x: torch.dtype, w: torch.dtype, angles: torch.dtype, rotary: int, device: str
-) -> None:
-    operator, args = arguments_of(kind, device, x, w, angles, rotary)
-    for dtype in (BF16, FP16) if x == angles == FP32 else (BF16,):
-        incoming = [torch.randn(arg.shape, device=device).to(dtype) for arg in args[:2]]
-        stock, expected = results_in(operator, args, None, incoming)
-        outputs, grads = results_in(operator, args, dtype, incoming)
-        by_formula = operator.reference(*args, dtype)
+    for dtype in (BF16, FP16):
+        stock, expected = results(writing(None, case, usual, device), dtype)
+        call = writing(dtype, case, usual, device)
+        outputs, grads = results(call, dtype)
+        by_formula = call.outputs(operator=OPERATORS[call.name].reference)
         for ours, theirs, formula in zip(outputs, stock, by_formula, strict=True):
-            expected_dtype = dtype if theirs.dtype == FP32 else theirs.dtype
-            assert (ours.dtype, formula.dtype) == (expected_dtype, expected_dtype)
-            assert_same([ours], [theirs.to(expected_dtype)], exact=device == "cpu")
+            assert ours.dtype == formula.dtype == (dtype if theirs.dtype == FP32 else theirs.dtype)
+            assert_same([ours], [theirs.to(ours.dtype)], exact=device == "cpu")
             assert ours.stride() == theirs.stride()
-            if kind.startswith("rotation"):
+            if call.name == "rope":
                 assert_same([ours], [formula], exact=device == "cpu")
-        if stock[0].dtype == FP32:  # otherwise their incoming gradients are rounded twice
+        if all(y.dtype == FP32 for y in stock):  # otherwise their incoming gradients are rounded twice
             assert_same(grads, expected, exact=device == "cpu")
 
 
-@pytest.mark.parametrize("kind", KINDS[1:3])
-def test_gradients_of_16_bits_are_differentiated_in_turn(kind: str, device: str) -> None:
-    operator, args = arguments_of(kind, device, FP32, FP32, FP32, 16)
-    incoming = [torch.randn(arg.shape, device=device).to(BF16) for arg in args[:2]]
-    second = []
+@pytest.mark.parametrize("case", ["heads rotated", "rotation cast"])
+def test_gradients_of_16_bits_are_differentiated_in_turn(case: str, device: str) -> None:
+    incoming, second = [torch.randn(2, 3, 2, 16, device=device).to(BF16) for _ in range(2)], []
     for dtype in (None, BF16):
-        outputs = operator(*args, dtype)
-        back = [dy.to(y.dtype).requires_grad_() for dy, y in zip(incoming, outputs, strict=True)]
-        first = torch.autograd.grad(outputs, args[:2], back, create_graph=True)
+        call = writing(dtype, case, FP32, device)
+        leaves = call.leaves()
+        outputs = call.outputs(leaves)
+        back = [dy[:, : y.shape[1]].to(y.dtype).requires_grad_() for dy, y in zip(incoming, outputs, strict=True)]
+        first = torch.autograd.grad(outputs, leaves[:2], back, create_graph=True)
         second.append(torch.autograd.grad(sum(grad.sin().sum() for grad in first), back))
     for wide, narrow in zip(*second, strict=True):
         assert torch.equal(wide.to(BF16), narrow)
