@@ -106,43 +106,32 @@ def test_qk_norm_takes_any_leading_dimensions(shape: tuple[int, ...], device: st
 )
 def test_cos_of_any_shape_that_broadcasts(kind: str, unsqueeze_dim: int, device: str) -> None:
     for heads in (EXACT, PARTIAL, rotated(8)):
-        inputs = heads.inputs(16, device)
+        inputs = heads.inputs(16, device).but(unsqueeze_dim=unsqueeze_dim)
         if unsqueeze_dim == 2:
-            for name in ("q", "k", "dq_out", "dk_out"):
-                setattr(inputs, name, getattr(inputs, name).transpose(1, 2))
-        inputs.unsqueeze_dim = unsqueeze_dim
-
-        def shaped(x: Tensor) -> Tensor:
-            four = x.unsqueeze(unsqueeze_dim)
-            return {
-                "per token": x,
-                "one batch": x[:1],
-                "table": x[0],
-                "four": four,
-                "one token": four[:, :1, :1],
-                "one batch of four": four[:1],
-                "strided": within(x, (*x.shape[1::-1], 2 * x.shape[2]), lambda t: t.transpose(0, 1)[..., ::2]),
-            }[kind]
-
-        angles = {"cos": shaped(inputs.cos), "sin": shaped(inputs.sin)}
-        spread = {
-            name: value if value.dim() == 4 else value.unsqueeze(-3 if value.dim() == 2 else unsqueeze_dim)
-            for name, value in angles.items()
-        }
-        if kind == "table":
-            spread = {name: value[None].unsqueeze(unsqueeze_dim) for name, value in angles.items()}
-        shape = inputs.q[:, :1] if unsqueeze_dim == 1 else inputs.q[:, :, :1]
-        dense = {
-            name: value.expand(*shape.shape[:-1], -1).squeeze(unsqueeze_dim).contiguous()
-            for name, value in spread.items()
-        }
+            inputs = inputs.mapped(lambda x: x.transpose(1, 2) if x.dim() == 4 else x)
+        dense, given = {}, {}
+        for name, x in (("cos", inputs.cos), ("sin", inputs.sin)):
+            part = (
+                x[:1, :1]
+                if kind == "one token"
+                else x[:1]
+                if kind in ("one batch", "table", "one batch of four")
+                else x
+            )
+            dense[name] = part.expand_as(x).contiguous()
+            given[name] = {
+                "table": lambda part=part: part[0],
+                "strided": lambda x=x: within(
+                    x, (*x.shape[1::-1], 2 * x.shape[2]), lambda t: t.transpose(0, 1)[..., ::2]
+                ),
+                "per token": lambda part=part: part,
+                "one batch": lambda part=part: part,
+            }.get(kind, lambda part=part: part.unsqueeze(unsqueeze_dim))()
         expected = run(heads.fused, inputs.but(**dense))
         if kind in ("four", "one batch of four"):  # which tell the heads themselves, whatever unsqueeze_dim is
-            angles["unsqueeze_dim"] = 3 - unsqueeze_dim
-        ours = run(heads.fused, inputs.but(**angles))
-        if kind == "per token":
-            heads.assert_right(inputs)
-        assert_same(expected, ours, where=heads)
+            given["unsqueeze_dim"] = 3 - unsqueeze_dim
+        assert_same(run(heads.fused, inputs.but(**given)), expected, where=heads)
+        heads.assert_right(inputs.but(**dense))
 
 
 @pytest.mark.parametrize("heads", [EXACT, rotated(16, FP32, FP32)], ids=str)
