@@ -12,7 +12,6 @@ from fused_norm.kernels.triton.launch import Launch
 from .numerics import BF16, FP32, Norm, Tensors, assert_same
 
 LLAMA = Norm("llama", x=BF16, w=BF16, r=BF16)
-GEMMA = Norm("gemma", zero_centered=True, x=BF16, w=FP32, r=FP32)
 
 
 GRADIENTS_FLOW_IN = pytest.mark.parametrize("used", ["both", "norm", "sum"])
