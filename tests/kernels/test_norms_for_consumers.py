@@ -117,8 +117,9 @@ def test_a_consumer_that_does_not_run_adds_nothing(name: str, unread: tuple[int,
 def test_rows_that_are_read_in_parts(way: str, width: int, request: pytest.FixtureRequest, device: str) -> None:
     request.getfixturevalue(way)
     for rows, weight, dtype in (DTYPES["bf16"], DTYPES["mixed"], DTYPES["autocast"]):
-        tensors = tensors_of("add_rms_norm", device, rows, weight, width)
-        args = "add_rms_norm", LLAMA, tensors, 3, dtype
+        name = "rms_norm" if dtype is None else "add_rms_norm"
+        tensors = tensors_of(name, device, rows, weight, width)
+        args = name, LLAMA, tensors, 3, dtype
         assert_same(results(fused, tensors, *args), results(stock, tensors, *args), exact=is_exact(tensors))
 
 
