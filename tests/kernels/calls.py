@@ -149,6 +149,8 @@ def every_call(
 _EVERY = every_call("cpu")
 NAMES = list(_EVERY)
 CALLS = pytest.mark.parametrize("case", NAMES)
+ONE_OF_EACH = list({call.name: name for name, call in reversed(_EVERY.items())}.values())
+"""A call of each operator: the first."""
 NORMED = [name for name, call in _EVERY.items() if call.spec is not None]
 HEADS = [name for name, call in _EVERY.items() if call.name in ("qk_norm", "rope")]
 SEQUENCES = [name for name, call in _EVERY.items() if call.name == "causal_conv1d"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,12 +9,10 @@ import torch
 
 from fused_norm.kernels import recording
 from fused_norm.kernels.operator import OPERATORS as ALL
-from fused_norm.kernels.operator import Operator
-from fused_norm.kernels.plans import BackwardPlan, ForwardPlan
-from fused_norm.kernels.triton import norm_backward, norm_forward
+from fused_norm.kernels.triton import norm_backward, norm_forward, qk_launch
 from fused_norm.kernels.triton.launch import Launch
 
-OPERATORS: dict[str, Operator] = {
+OPERATORS: dict[str, Any] = {
     name: operator for name, operator in ALL.items() if operator.gradients and not operator.not_differentiable
 }
 """The operators that every test of gradients covers; norms that write FP8 have tests of their own."""
@@ -65,35 +64,41 @@ def launched(launches: list[Launch]) -> Callable[[], list[str]]:
     return names
 
 
+Planned = Callable[..., None]
+"""The type of ``planned``."""
+
+
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[ForwardPlan | BackwardPlan], None]:
-    """Make every forward or backward of a norm use one plan, whatever its shape."""
+def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
+    """Change fields of every plan of the "forward" or the "backward" of norms, or of the "device" that heads are on."""
+    places = {"forward": (norm_forward, "forward_plan"), "backward": (norm_backward, "backward_plan")}
+    places["device"] = qk_launch, "device_props"
 
-    def force(plan: ForwardPlan | BackwardPlan) -> None:
-        if isinstance(plan, ForwardPlan):
-            monkeypatch.setattr(norm_forward, "forward_plan", lambda *_: plan)
-        else:
-            monkeypatch.setattr(norm_backward, "backward_plan", lambda *_: plan)
+    def change(what: str, **fields: Any) -> None:
+        module, name = places[what]
+        plan = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: replace(plan(*args), **fields))
+        recording.forget_all()
 
-    return force
+    return change
 
 
-IN_TWO_PIECES = BackwardPlan(2, 32, 1, stages=2, programs=2, tail=16)
+IN_TWO_PIECES = {"rows": 2, "block": 32, "warps": 1, "stages": 2, "programs": 2, "reload": False, "tail": 16}
 """Rows of 33 to 48 elements in tiles of two rows; the last tile is half empty if the number of rows is odd."""
-IN_CHUNKS = BackwardPlan(2, 32, 1, stages=2, programs=8, chunked=True)
+IN_CHUNKS = {"rows": 2, "block": 32, "warps": 1, "stages": 2, "programs": 8, "chunked": True, "tail": 0}
 
 
 @pytest.fixture
-def in_two_pieces(planned: Callable[[ForwardPlan | BackwardPlan], None]) -> None:
+def in_two_pieces(planned: Planned) -> None:
     """Make backwards of norms read rows in two pieces."""
-    planned(IN_TWO_PIECES)
+    planned("backward", **IN_TWO_PIECES)
 
 
 @pytest.fixture
-def in_chunks(planned: Callable[[ForwardPlan | BackwardPlan], None]) -> None:
+def in_chunks(planned: Planned) -> None:
     """Make norms read rows of more than 64 elements in chunks, as rows that are too wide to hold."""
-    planned(ForwardPlan("multi_wave_reload", rows=1, block=64, warps=1))
-    planned(IN_CHUNKS)
+    planned("forward", mode="multi_wave_reload", rows=1, block=64, warps=1)
+    planned("backward", **IN_CHUNKS)
 
 
 @pytest.fixture

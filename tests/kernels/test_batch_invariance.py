@@ -6,23 +6,12 @@ Rows begin at multiples of 16 bytes: others a GPU reads in smaller pieces, and m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import (
-    add_rms_norm,
-    gated_rms_norm,
-    glu,
-    norm_add,
-    norm_add_norm,
-    qk_norm,
-    qk_norm_rope,
-    rms_norm,
-    rope,
-)
+from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, rms_norm_fp8
 
 from .calls import CALLS, every_call
@@ -30,8 +19,7 @@ from .fp8_values import assert_same_bits
 from .numerics import BF16, FP16, FP32
 
 GPU = torch.cuda.is_available()
-WIDTHS = (128, 1024, 1152, 2048, 2560, 4096, 5120, 8192, 16384, 32768) if GPU else (128,)
-CASTINGS: list[Any] = [("llama", False, BF16), ("gemma", True, BF16), ("none", False, FP16), ("llama", False, FP32)]
+WIDTHS = (96, 128, 1024, 1152, 2048, 2560, 4096, 5120, 8192, 16384, 32768) if GPU else (32,)
 ROWS = 261 if GPU else 6
 
 Outputs = tuple[Tensor, ...]
@@ -41,41 +29,45 @@ def values(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return (1.5 * torch.randn(*shape)).to(device, dtype)
 
 
-def assert_invariant(call: Callable[..., Outputs], rows: tuple[Tensor, ...], dim: int = 0) -> None:
+def assert_invariant(call: Callable[..., Outputs], rows: tuple[Tensor, ...]) -> None:
     """Assert that rows alone, in chunks of odd sizes, elsewhere and with gradients have the bits of the whole batch."""
     with torch.no_grad():
         whole = call(*rows)
-    count = rows[0].shape[dim]
+    count = rows[0].shape[0]
     for start, some in ((0, 1), (count - 1, 1), (1, 3), (count // 3, count // 2), (0, count - 1)):
         with torch.no_grad():
-            parts = call(*(row.narrow(dim, start, some) for row in rows))
+            parts = call(*(row.narrow(0, start, some) for row in rows))
         for part, expected in zip(parts, whole, strict=True):
-            assert_same_bits(part, expected.narrow(dim, start, some))
+            assert_same_bits(part, expected.narrow(0, start, some))
     with torch.no_grad():
-        turned = call(*(row.roll(2, dim) for row in rows))
+        turned = call(*(row.roll(2, 0) for row in rows))
     for part, expected in zip(turned, whole, strict=True):
         codes = expected.view(torch.uint8) if expected.element_size() == 1 else expected
-        assert_same_bits(part, codes.roll(2, dim).view(expected.dtype))
+        assert_same_bits(part, codes.roll(2, 0).view(expected.dtype))
     for part, expected in zip(call(*(row.detach().requires_grad_() for row in rows)), whole, strict=True):
         assert_same_bits(part.detach(), expected)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("casting", "zero_centered", "dtype"), CASTINGS)
-def test_a_row_of_a_norm_has_the_same_bits_in_any_batch(
-    casting: Any, zero_centered: bool, dtype: torch.dtype, width: int, device: str
-) -> None:
-    x, r = values(device, ROWS, width, dtype=dtype), values(device, ROWS, width, dtype=dtype)
-    a, b = values(device, width, dtype=dtype), values(device, width, dtype=dtype)
-    meaning: dict[str, Any] = {"casting": casting, "zero_centered": zero_centered}
-    assert_invariant(lambda x: (rms_norm(x, a, **meaning),), (x,))
-    assert_invariant(lambda x, r: add_rms_norm(x, r, a, scale=0.22, **meaning), (x, r))
-    assert_invariant(lambda x, r: (norm_add(x, r, a, **meaning),), (x, r))
-    assert_invariant(lambda x, r: norm_add_norm(x, r, a, b, **meaning), (x, r))
+@CALLS
+def test_a_sequence_has_the_same_bits_in_any_batch(case: str, width: int, device: str) -> None:
+    call = every_call(device, width=width)[case]
+    if call.name == "lora_add":
+        pytest.skip("its tiles depend on the number of rows")
+    if GPU and case == "sandwich uncast":
+        pytest.skip("compiled with gradients it contracts products and sums of fp32 in another way")
+    batched = [place for place, tensor in enumerate(call.tensors) if tensor is not None and tensor.dim() > 2]
+
+    def outputs(*tensors: Tensor) -> Outputs:
+        by_place = dict(zip(batched, tensors, strict=True))
+        return tuple(call.outputs([by_place.get(place, tensor) for place, tensor in enumerate(call.tensors)]))
+
+    rows = [call.tensors[place] for place in batched]
+    assert_invariant(outputs, tuple(row.repeat(22 if GPU else 3, *[1] * (row.dim() - 1)) for row in rows))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, FP32), (BF16, FP32), (FP32, BF16), (BF16, FP16)], ids=str)
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, FP32), (BF16, FP16)], ids=str)
 def test_a_norm_of_a_sum_has_the_bits_of_the_norm_fused_with_its_add(
     dtypes: tuple[torch.dtype, torch.dtype], width: int, device: str
 ) -> None:
@@ -87,25 +79,6 @@ def test_a_norm_of_a_sum_has_the_bits_of_the_norm_fused_with_its_add(
             assert_same_bits(rms_norm(s, w, casting=casting), y)
 
 
-@pytest.mark.parametrize("dim", [0, pytest.param(1, marks=() if GPU else pytest.mark.slow)])
-@pytest.mark.parametrize("width", (64, 96, 128, 256) if GPU else (64,))
-def test_a_token_has_the_same_bits_in_any_batch(width: int, dim: int, device: str) -> None:
-    """The batch is the tokens of one sequence (dim 1) or many sequences (dim 0)."""
-    lead = (1, ROWS) if dim else (ROWS, 1)
-    q, k = values(device, *lead, 5, width), values(device, *lead, 2, width)
-    cos, sin = values(device, *lead, width).cos(), values(device, *lead, width).sin()
-    a, b = values(device, width), values(device, width)
-    assert_invariant(lambda q, k: qk_norm(q, k, a, b), (q, k), dim)
-    assert_invariant(lambda q, k, c, s: qk_norm_rope(q, k, a, b, c, s, unsqueeze_dim=2), (q, k, cos, sin), dim)
-    assert_invariant(lambda q, k, c, s: rope(q, k, c, s, unsqueeze_dim=2), (q, k, cos, sin), dim)
-
-
-def test_a_row_of_a_gate_has_the_same_bits_in_any_batch(device: str) -> None:
-    gate, up = values(device, ROWS, 256), values(device, ROWS, 256)
-    assert_invariant(lambda gate, up: (glu(gate, up, "silu"),), (gate, up))
-    assert_invariant(lambda x, gate: (gated_rms_norm(x, gate, None),), (gate, up))
-
-
 @pytest.mark.parametrize("fp8_format", ["rowwise", "block128"])
 def test_a_row_of_codes_has_the_same_bits_in_any_batch(fp8_format: str, device: str) -> None:
     x, r, w = values(device, ROWS, 256), values(device, ROWS, 256), values(device, 256)
@@ -115,45 +88,3 @@ def test_a_row_of_codes_has_the_same_bits_in_any_batch(fp8_format: str, device: 
         return alone.q, alone.scale, added.q, added.scale, s
 
     assert_invariant(codes, (x, r))
-
-
-@CALLS
-def test_a_sequence_has_the_same_bits_in_any_batch(case: str, device: str) -> None:
-    call = every_call(device, width=32)[case]
-    if call.name == "lora_add":
-        pytest.skip("its tiles depend on the number of rows")
-    batched = [place for place, tensor in enumerate(call.tensors) if tensor is not None and tensor.dim() > 2]
-
-    def outputs(*tensors: Tensor) -> Outputs:
-        by_place = dict(zip(batched, tensors, strict=True))
-        return tuple(call.outputs([by_place.get(place, tensor) for place, tensor in enumerate(call.tensors)]))
-
-    if GPU and case == "sandwich uncast":
-        pytest.skip("compiled with gradients it contracts products and sums of fp32 in another way")
-    rows = [call.tensors[place] for place in batched]
-    assert_invariant(outputs, tuple(row.repeat(3, *[1] * (row.dim() - 1)) for row in rows))
-
-
-def test_a_result_that_depends_on_the_number_of_rows_is_seen(device: str) -> None:
-    x = values(device, ROWS, 16)
-    with pytest.raises(AssertionError):
-        assert_invariant(lambda x: (x * (1 if len(x) == ROWS else 1.01),), (x,))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [128, 4096, 5120])
-def test_repeats_give_the_same_bits_forward_and_backward(width: int, device: str) -> None:
-    """Weight gradients too: each program sums its own rows, and the partial sums are added in a fixed order."""
-    x, r, w = values(device, 4099, width), values(device, 4099, width), values(device, width)
-
-    def results() -> list[Tensor]:
-        leaves = [tensor.detach().requires_grad_() for tensor in (x, r, w)]
-        outputs = [rms_norm(leaves[0], leaves[2]), *add_rms_norm(*leaves), norm_add(*leaves), glu(*leaves[:2])]
-        outputs += norm_add_norm(*leaves, leaves[2])
-        incoming = [torch.cos(output.detach()) for output in outputs]
-        return [*outputs, *torch.autograd.grad(outputs, leaves, incoming)]
-
-    first = results()
-    for _ in range(3):
-        for again, expected in zip(results(), first, strict=True):
-            assert_same_bits(again.detach(), expected.detach())
