@@ -315,7 +315,7 @@ def test_other_models_have_it_too(name: str, device: str, reads: list[str]) -> N
     torch.manual_seed(0)
     own = kind.from_config(AutoConfig.for_model(model_type, **sizes)).to(device)
     fused = copy.deepcopy(own)
-    report = fused_norm.apply_fused_norm(fused, strict=False)
+    report = fused_norm.apply_fused_norm(fused, modules=path, strict=False)
     assert [(row.path, row.reason) for row in (*report.fused, *report.kept) if row.kind == "loss"] == [(path, None)]
     labels = tokens(device, length=9) % 60 + 2
     inputs = {"attention_mask": torch.ones_like(labels)}
@@ -579,13 +579,13 @@ def test_adapters_train_as_without(first: str, device: str) -> None:
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = build("qwen3", seed=0, device=device)
     if first == "fused":
-        fused_norm.apply_fused_norm(model)
+        fused_norm.apply_fused_norm(model, modules="lm_head")
     fused = peft.get_peft_model(model, lora).train()
     if first == "peft":
-        report = fused_norm.apply_fused_norm(fused)
+        report = fused_norm.apply_fused_norm(fused, modules="*lm_head")
         assert [row.path for row in report.fused if row.kind == "loss"] == ["base_model.model.lm_head"]
     own = copy.deepcopy(fused)
-    fused_norm.apply_fused_norm(own, loss=False)
+    fused_norm.remove_fused_norm(own)
     labels = some_ignored(device)
     assert relative(run(fused, labels).loss, run(own, labels).loss) < 1e-6
     assert_gradients_are_near(fused, own)
@@ -593,10 +593,8 @@ def test_adapters_train_as_without(first: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_head_in_a_wrapper_of_peft_is_called(options: dict[str, Any], tied: bool, device: str, logged: Any) -> None:
-    model = build(tiny_config("llama", tie_word_embeddings=tied), seed=0, device=device)
-    fused_norm.apply_fused_norm(model)
+def test_a_head_in_a_wrapper_of_peft_is_called(options: dict[str, Any], device: str, logged: Any) -> None:
+    _, model = pair(device, tiny_config("llama", tie_word_embeddings=True))
     lora = peft.LoraConfig(**{"target_modules": ["q_proj"], **options})
     adapted = peft.get_peft_model(model, lora).train()
     assert not is_fused(adapted)
@@ -684,7 +682,7 @@ def test_what_others_have_replaced_is_what_runs(what: str, order: str, device: s
     for model in (own, fused) if what in OF_A_MODEL else ():
         OF_A_MODEL[what](model)
     if order == "replace, patch":
-        fused_norm.apply_fused_norm(fused, strict=False)
+        fused_norm.apply_fused_norm(fused, modules="lm_head", strict=False)
     expected, actual = (run(model, some_ignored(device)) for model in (own, fused))
     assert relative(actual.loss, expected.loss) < 1e-6
     assert relative(actual.logits + 0, expected.logits + 0) < 1e-6
@@ -692,13 +690,10 @@ def test_what_others_have_replaced_is_what_runs(what: str, order: str, device: s
 
 
 def test_a_loss_of_ones_own_has_a_row_and_real_logits(device: str, logged: Any) -> None:
-    model = build("llama", seed=0, device=device).train()
-    model.loss_function = my_loss
-    report = fused_norm.apply_fused_norm(model)
-    (row,) = [row for row in report.kept if row.kind == "loss"]
+    model, later = pair(device)
+    model.loss_function = later.loss_function = my_loss
+    (row,) = [row for row in fused_norm.apply_fused_norm(model).kept if row.kind == "loss"]
     assert "my_loss, is no cross entropy of its logits alone" in str(row.reason)
-    _, later = pair(device)
-    later.loss_function = my_loss
     run(later, tokens(device))
     assert "its logits are read by square" in logged.text
 
@@ -766,7 +761,7 @@ def test_a_model_that_accelerate_dispatches(order: str, device: str, reads: list
     places = dict.fromkeys(names, device)
     accelerate.dispatch_model(fused, places, main_device=device, force_hooks=True)
     if order == "dispatch, patch":
-        fused_norm.apply_fused_norm(fused)
+        fused_norm.apply_fused_norm(fused, modules="lm_head")
     assert relative(run(fused, some_ignored(device)).loss, run(own, some_ignored(device)).loss) < 1e-6
     assert_gradients_are_near(fused, own)
     assert reads == []
@@ -794,26 +789,21 @@ def sequence(index: int) -> dict[str, Tensor]:
 UNEQUAL = [sequence(index) for index in range(12)]
 """Sequences with unequal numbers of labels."""
 
-TRAINERS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "bf16": {"bf16": True},
-    "checkpointing": {"gradient_checkpointing": True},
-}
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 2, "gradient_checkpointing": True}, {"bf16": True}]
+)
 def test_the_trainer_trains_as_without_and_reads_no_logits(
-    name: str, device: str, tmp_path: Path, reads: list[str]
+    options: dict[str, Any], device: str, tmp_path: Path, reads: list[str]
 ) -> None:
     losses = []
     for model in pair(device):
-        trainer = trainer_of(model, tmp_path, UNEQUAL, **IN_PAIRS, **TRAINERS[name])
+        trainer = trainer_of(model, tmp_path, UNEQUAL, **IN_PAIRS, **options)
         trainer.train()
         losses.append([*losses_of(trainer).tolist(), trainer.evaluate()["eval_loss"]])
     assert reads == []
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if name == "bf16" else 1e-4)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if "bf16" in options else 1e-4)
 
 
 @pytest.mark.slow
@@ -833,13 +823,10 @@ def test_the_trainer_reads_them_for_metrics_and_label_smoothing(device: str, tmp
 def sharded(rank: int, world: int) -> list[dict[str, Any]]:
     """Run two steps of SGD by each way to shard; return losses, whether logits were lazy, and a late read's result."""
     results = []
-    for loss, unit in (
-        *((False, "alone"), (None, "ddp"), (None, "unused"), (None, "static")),
-        *((None, "root"), (None, "root, patch"), (None, "mixed"), (None, "head")),
-    ):
+    for unit in ("alone", "ddp", "unused", "static", "root", "root, patch", "mixed", "head"):
         model: Any = build("llama", seed=0).train()
-        if unit != "root, patch":
-            fused_norm.apply_fused_norm(model, loss=loss)
+        if unit not in ("alone", "root, patch"):
+            fused_norm.apply_fused_norm(model, modules="lm_head")
         if unit in ("ddp", "unused", "static"):
             options = {"unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
             model = nn.parallel.DistributedDataParallel(model, **options.get(unit, {}))
@@ -851,7 +838,7 @@ def sharded(rank: int, world: int) -> list[dict[str, Any]]:
             if unit == "head":
                 fully_shard(model.lm_head, mesh=mesh)
             fully_shard(model, mesh=mesh, mp_policy=policy)
-            report = fused_norm.apply_fused_norm(model, loss=loss, strict=False)
+            report = fused_norm.apply_fused_norm(model, modules="lm_head", strict=False)
             assert [row.reason is None for row in (*report.fused, *report.kept) if row.kind == "loss"] == [
                 unit != "head"
             ]
@@ -890,10 +877,8 @@ def test_two_ranks_of_ddp_and_fsdp2_train_as_one_device(tmp_path: Path) -> None:
                 assert not result["lazy"]
 
 
-def test_a_model_without_a_head_has_no_row_and_one_without_a_loss_keeps_it() -> None:
-    config = build("llama", seed=0).config
-    classifier = modeling_llama.LlamaForSequenceClassification(config)
-    report = fused_norm.apply_fused_norm(classifier)
+def test_a_model_without_a_head_has_no_row() -> None:
+    report = fused_norm.apply_fused_norm(modeling_llama.LlamaForSequenceClassification(tiny_config("llama")))
     assert not [row for row in (*report.fused, *report.kept) if row.kind == "loss"]
 
 
@@ -925,8 +910,7 @@ def test_a_model_that_is_rewritten_for_other_sites_keeps_its_loss_each_time() ->
 
 
 def test_a_forward_on_a_models_class_gets_plain_labels_and_real_logits(device: str, monkeypatch: Any) -> None:
-    fused: Any = build("llama", seed=0, device=device)
-    fused_norm.apply_fused_norm(fused)
+    fused: Any = pair(device)[1]
     origin: Any = fused.fused_norm_origin
     theirs = origin.forward
     seen: list[type] = []
