@@ -682,7 +682,7 @@ def test_what_others_have_replaced_is_what_runs(what: str, order: str, device: s
     for model in (own, fused) if what in OF_A_MODEL else ():
         OF_A_MODEL[what](model)
     if order == "replace, patch":
-        fused_norm.apply_fused_norm(fused, modules="lm_head", strict=False)
+        fused_norm.apply_fused_norm(fused, strict=False)
     expected, actual = (run(model, some_ignored(device)) for model in (own, fused))
     assert relative(actual.loss, expected.loss) < 1e-6
     assert relative(actual.logits + 0, expected.logits + 0) < 1e-6
