@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fused_norm.patcher.recompute_linears import Kept, Recipe
+from fused_norm.patcher.recompute_linears import Recipe
 
 
 def saved_in(graph: Any) -> Iterator[Any]:
@@ -33,6 +33,6 @@ def saved_bytes(graph: Any) -> int:
     """Return the bytes of all memory that autograd keeps for a node's graph."""
     sizes = {}
     for packed in saved_in(graph):
-        for tensor in packed.reads if type(packed) is Recipe else (packed.tensor if type(packed) is Kept else packed,):
+        for tensor in packed.reads if type(packed) is Recipe else (getattr(packed, "tensor", packed),):
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(sizes.values())

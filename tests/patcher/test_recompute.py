@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
@@ -28,12 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fused_norm
 from fused_norm import FusedNormError
-from fused_norm.kernels.norm import RMS_NORM
-from fused_norm.kernels.operator import Operator, calls, norm_spec
+from fused_norm.kernels import rms_norm
 from fused_norm.model_configs import build
-from fused_norm.options import RecomputeLevel
 from fused_norm.patcher import recompute
-from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.recompute import call_recomputing
 from fused_norm.patcher.recompute_linears import Recipe
 
@@ -41,7 +37,6 @@ from .models import Subclass, Watching, assert_same, assert_same_bits, loss_of, 
 from .ranks import called_operators, on_two_ranks
 from .saved_tensors import recomputed_in, saved_in
 
-SPEC = norm_spec("llama", False, 1e-6)
 FEW = tokens("cuda" if torch.cuda.is_available() else "cpu", batch=1, length=4)
 
 
@@ -52,28 +47,6 @@ def pair(model_type: str, device: str, **options: Any) -> tuple[Any, Any]:
     fused_norm.apply_fused_norm(plain)
     fused_norm.apply_fused_norm(recomputing, recompute=True)
     return plain, recomputing
-
-
-def test_what_can_be_made_again_is_not_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, recomputing = pair("qwen3", device)
-    outputs: list[StorageWeakRef] = []
-    call = Operator.results_of
-
-    def noted(operator: Operator, *arguments: Any) -> Any:
-        results = call(operator, *arguments)
-        groups = operator.group_outputs(results)
-        groups = groups[:1] if operator.outputs == ("y", "s") else groups
-        outputs.extend(StorageWeakRef(group[0].untyped_storage()) for group in groups if group[0] is not None)
-        return results
-
-    monkeypatch.setattr(Operator, "results_of", noted)
-    monkeypatch.setattr(Operator, "run_cached", lambda *_: None)  # which would bypass ``noted``
-    _loss = loss_of(recomputing, FEW)
-    gc.collect()  # the interpreter leaves cycles with tensors in them
-    *in_layers, last, _ = outputs  # the very last output is the loss
-    assert len(in_layers) >= 4 * len(recomputing.model.layers)
-    assert all(storage.expired() for storage in in_layers)
-    assert not last.expired()  # the head's input, which is in no layer
 
 
 def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, recomputed_by: list[str]) -> None:
@@ -93,9 +66,10 @@ def test_each_output_is_made_once_and_freed_when_all_have_it(device: str, recomp
     loss.backward()
     assert len(recomputed_by) == 2 * len(recomputables)
     assert all(torch.equal(parameter.grad, first[name]) for name, parameter in recomputing.named_parameters())
+    kind = type(recomputables.popitem()[1])
     del recomputables, loss
     gc.collect()
-    assert not [item for item in gc.get_objects() if type(item) is recompute._Recomputable]
+    assert not [item for item in gc.get_objects() if type(item) is kind]
 
 
 def test_evaluation_without_gradients_and_disabled_recompute_nothing(
@@ -235,7 +209,7 @@ def test_an_error_in_a_layer_leaves_no_hooks(device: str) -> None:
     handle = recomputing.model.layers[1].mlp.register_forward_hook(fail)
     with pytest.raises(KeyError):
         loss_of(recomputing, FEW)
-    assert calls.interceptor is None
+    assert len(recomputed_in(rms_norm(*inputs_of(device)[:2]).grad_fn)) == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     handle.remove()
     assert len(recomputed_in(loss_of(recomputing, FEW).grad_fn)) > 0
@@ -269,16 +243,12 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient.transpose(0, 1)
 
 
-def normed(x: Tensor, weight: Tensor) -> Tensor:
-    return RMS_NORM(x, weight, SPEC, None)
-
-
 def as_it_is(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    return normed(x, weight) * factor
+    return rms_norm(x, weight) * factor
 
 
 def through_views(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    y = normed(x, weight).view(2, 2, 16)
+    y = rms_norm(x, weight).view(2, 2, 16)
     return y.transpose(0, 1)[1:, :, 3:5].unsqueeze(0) * factor.view(2, 2, 16)[1:, :, 3:5]
 
 
@@ -286,7 +256,7 @@ def scaled(change: Callable[[Tensor], Tensor]) -> Callable:
     """Return a forward that saves ``change`` of a norm's output in another memory order."""
 
     def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-        y = normed(x.view(2, 2, 16).transpose(0, 1), weight)
+        y = rms_norm(x.view(2, 2, 16).transpose(0, 1), weight)
         return change(y) * factor.view(2, 2, 16)[..., :1] + y.sum()
 
     return forward
@@ -318,18 +288,18 @@ SAVED: dict[str, tuple[Callable, int]] = {
     "edited, then cast": (scaled(lambda y: edited(y).to(BF16)), 0),
     "cast, then edited": (scaled(lambda y: edited(y.to(BF16))), 0),
     "given other memory, then cast": (scaled(lambda y: replaced(y).to(BF16)), 0),
-    "cast and forgotten": (lambda x, weight, factor: normed(x, weight).to(BF16) * factor, 0),
+    "cast and forgotten": (lambda x, weight, factor: rms_norm(x, weight).to(BF16) * factor, 0),
     "given other memory": (scaled(replaced), 0),
     "its bits as integers": (scaled(lambda y: y.view(torch.int32)), 0),
     "negated as a view": (scaled(torch._neg_view), 0),
     "in complex numbers": (scaled(lambda y: torch.view_as_complex(y.unflatten(2, (8, 2))).conj().imag), 0),
     "of a class of its own": (scaled(lambda y: y.as_subclass(Subclass)), 0),
-    "sparse": (lambda x, weight, factor: torch.sparse.mm(normed(x, weight).to_sparse(), factor.t()), 0),
-    "edited in place": (lambda x, weight, factor: normed(x, weight).mul_(3) * factor, 0),
-    "edited without gradient": (lambda x, weight, factor: edited(normed(x, weight)) * factor, 0),
-    "doubled unseen": (lambda x, weight, factor: Doubled.apply(normed(x, weight)) * factor.t(), 0),
-    "copied": (lambda x, weight, factor: normed(x, weight).clone() * factor, 0),
-    "of another output": (lambda x, weight, factor: normed(normed(x, weight), factor[0]) * factor, 1),
+    "sparse": (lambda x, weight, factor: torch.sparse.mm(rms_norm(x, weight).to_sparse(), factor.t()), 0),
+    "edited in place": (lambda x, weight, factor: rms_norm(x, weight).mul_(3) * factor, 0),
+    "edited without gradient": (lambda x, weight, factor: edited(rms_norm(x, weight)) * factor, 0),
+    "doubled unseen": (lambda x, weight, factor: Doubled.apply(rms_norm(x, weight)) * factor.t(), 0),
+    "copied": (lambda x, weight, factor: rms_norm(x, weight).clone() * factor, 0),
+    "of another output": (lambda x, weight, factor: rms_norm(rms_norm(x, weight), factor[0]) * factor, 1),
 }
 """A change of a norm's output before it is saved, and how many outputs are recomputed."""
 
@@ -355,7 +325,7 @@ def test_an_output_is_recomputed_where_it_is_what_is_saved(name: str, device: st
 def test_what_the_forward_has_read_is_what_is_recomputed_from(replaced: int, read_in: torch.dtype, device: str) -> None:
     """Optimizers, and ``model.double()``, replace a parameter's ``data``, which does not change its version."""
     inputs = inputs_of(device)
-    expected = normed(*inputs[:2]).detach()
+    expected = rms_norm(*inputs[:2]).detach()
     result = call_recomputing(as_it_is, inputs[0], tuple(inputs[1:]), {})
     assert len(recomputed_in(result.grad_fn)) == 1
     inputs[replaced].data = torch.randn_like(inputs[replaced], dtype=read_in)
@@ -372,7 +342,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("write", WRITES)
 def test_what_is_written_into_after_it_was_saved_is_noticed(write: str, device: str) -> None:
     def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-        y = normed(x, weight)
+        y = rms_norm(x, weight)
         saved = y.to(BF16) if write == "a cast" else y[:, 1:]
         result = saved * factor[:, :1]
         WRITES[write](y, saved)
@@ -388,7 +358,7 @@ def test_a_cast_on_another_device_is_saved_as_it_is(device: str) -> None:
     inputs = inputs_of(device)
 
     def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-        y = normed(x, weight)
+        y = rms_norm(x, weight)
         return y.to("meta") * factor.to("meta")
 
     assert len(recomputed_in(call_recomputing(forward, inputs[0], tuple(inputs[1:]), {}).grad_fn)) == 0
@@ -407,14 +377,14 @@ def test_where_others_watch_or_hooks_are_not_allowed_nothing_is_recomputed(aroun
 
 def test_what_was_changed_before_an_output_is_saved_is_saved_as_it_is(device: str) -> None:
     def forward(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-        y = normed(x, weight)
+        y = rms_norm(x, weight)
         weight.data = weight.detach() + 1  # the new tensor has its own version and memory
         with torch.no_grad():
             x.add_(1)
         return y * factor
 
     x, weight, factor = inputs_of(device)
-    expected = normed(x, weight).detach()
+    expected = rms_norm(x, weight).detach()
     result = call_recomputing(forward, x, (weight, factor), {})
     assert len(recomputed_in(result.grad_fn)) == 0
     assert torch.equal(torch.autograd.grad(result.sum(), factor)[0], expected)
@@ -422,7 +392,7 @@ def test_what_was_changed_before_an_output_is_saved_is_saved_as_it_is(device: st
 
 def test_a_weight_whose_memory_is_gone_is_not_needed_or_else_asked_for(device: str) -> None:
     def forward(x: Tensor, weight: Tensor, factor: Tensor, free: bool) -> Tensor:
-        y = normed(x, weight)
+        y = rms_norm(x, weight)
         if free:
             weight.untyped_storage().resize_(0)
         return y * factor
@@ -473,7 +443,7 @@ def test_graphs_hold_no_register_and_no_cycle(device: str) -> None:
 
 def test_an_output_is_made_anew_for_another_stream(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(x: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = normed(x, weight)
+        y = rms_norm(x, weight)
         return y * factor, y * factor.sin(), y * factor.cos()
 
     inputs = inputs_of(device)
@@ -516,7 +486,7 @@ def test_the_report_counts_the_layers(device: str) -> None:
 @pytest.mark.slow
 def test_layers_without_a_fused_add_recompute_too(device: str, recomputed_by: list[str]) -> None:
     plain, recomputing = (build("qwen3", seed=0, device=device) for _ in range(2))
-    stock = snapshot(recomputing)
+    stock, stock_layer = snapshot(recomputing), type(recomputing.model.layers[0])
     fused_norm.apply_fused_norm(plain, residual=False)
     fused_norm.apply_fused_norm(recomputing, residual=False, recompute=True)
     assert_same_bits(step(plain, FEW), step(recomputing, FEW))
@@ -524,7 +494,7 @@ def test_layers_without_a_fused_add_recompute_too(device: str, recomputed_by: li
     fused_norm.apply_fused_norm(recomputing, residual=False)
     assert layers_of(recomputing) == [False, False]
     fused_norm.apply_fused_norm(recomputing, residual=False, consumers=False)
-    assert not any(isinstance(layer, FusedBlock) for layer in recomputing.model.layers)
+    assert {type(layer) for layer in recomputing.model.layers} == {stock_layer}
     fused_norm.apply_fused_norm(recomputing, residual=False, recompute=True)
     fused_norm.remove_fused_norm(recomputing)
     assert snapshot(recomputing) == stock
@@ -592,7 +562,7 @@ def test_the_option_is_one_of_its_levels(wrong: Any) -> None:
         fused_norm.FuseOptions(recompute=wrong)
 
 
-def sharded(recompute: RecomputeLevel, rank: int, ranks: int) -> list[Tensor]:
+def sharded(recompute: Any, rank: int, ranks: int) -> list[Tensor]:
     """Return the losses and the final parameters of a rank of FSDP2 with its own batches."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = build("gemma3_text", seed=0, dtype=torch.bfloat16)
@@ -618,7 +588,7 @@ def sharded(recompute: RecomputeLevel, rank: int, ranks: int) -> list[Tensor]:
     return [*losses, *(parameter.full_tensor().detach() for parameter in model.parameters())]
 
 
-def replicated(recompute: RecomputeLevel, rank: int, ranks: int) -> list[Tensor]:
+def replicated(recompute: Any, rank: int, ranks: int) -> list[Tensor]:
     """Return the losses and the final gradients of a rank of DDP with its own batches."""
     model = build("qwen3", seed=0, dtype=torch.bfloat16)
     fused_norm.apply_fused_norm(model, recompute=recompute)
@@ -637,15 +607,6 @@ def assert_recompute_changes_nothing(rank: int, ranks: int) -> None:
         plain, *others = (run(recompute, rank, ranks) for recompute in (False, True, "attention"))
         for recomputed in others:
             assert all(torch.equal(*pair) for pair in zip(plain, recomputed, strict=True)), run.__name__
-
-
-@pytest.mark.slow
-def test_one_rank_of_fsdp2_and_ddp_has_the_bits_that_it_has_without() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert_recompute_changes_nothing(0, 1)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import fused_norm
 from fused_norm.model_configs import build
 from fused_norm.patcher import recompute, recompute_linears
 
-from .models import assert_same, loss_of, slow, slow_but, tokens
+from .models import assert_same, loss_of, slow, tokens
 from .saved_tensors import recomputed_in, saved_bytes
 from .test_four_bit import quantised
 
@@ -39,7 +39,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "a norm alone is trained": {"dtype": BF16, "trained": "input_layernorm"},
     "queries alone are trained": {"dtype": BF16, "trained": "q_proj"},
 }
-QUICK = ("bfloat16", "autocast")
+CASES = [("qwen3", "autocast")]
+CASES += [slow("qwen3", way) for way in WAYS if way not in ("bfloat16", "autocast")]
+CASES += [slow("gemma2", way) for way in ("bfloat16", "lora")]
+CASES += [slow("qwen2", way) for way in ("lora", "lora with dropout", "queries alone are trained")]
+CASES += [slow("gemma3_text", "lora with dropout")]
 
 
 def stock_qwen2(dtype: torch.dtype, device: str) -> nn.Module:
@@ -88,8 +92,7 @@ def step(
     return kept, [loss.detach(), *torch.autograd.grad(loss, [embedded, *parameters, *states], allow_unused=True)]
 
 
-@pytest.mark.parametrize("way", slow_but(QUICK, WAYS))
-@pytest.mark.parametrize("model_type", ["qwen3", *map(slow, ("llama", "gemma2", "gemma3_text", "qwen2"))])
+@pytest.mark.parametrize(("model_type", "way"), CASES)
 def test_every_level_has_the_bits_of_the_one_before_and_keeps_less(
     model_type: str, way: str, device: str, products: list[tuple[int, ...]], recomputed_by: list[str]
 ) -> None:
@@ -135,7 +138,7 @@ def with_bias(linear: nn.Linear, *, trained: bool) -> None:
     linear.bias = nn.Parameter(bias, requires_grad=trained)
 
 
-@pytest.mark.parametrize(("rows", "dropout"), [(6, 0.2), slow(6, 0.0), slow(1, 0.0), slow(1, 0.2)])
+@pytest.mark.parametrize(("rows", "dropout"), [(6, 0.2), slow(6, 0.0), slow(1, 0.2)])
 def test_4_bit_linears_with_adapters_are_recomputed(
     dropout: float, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +178,6 @@ CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], bool]] = {
     "a frozen weight": (lambda up: up.weight.requires_grad_(False), True),
     "a bias": (partial(with_bias, trained=True), True),
     "a frozen bias": (partial(with_bias, trained=False), False),
-    "a hook with a number": (lambda up: up.register_forward_hook(lambda _, __, y: y * 3.0), False),
     "a hook in place": (lambda up: up.register_forward_hook(lambda _, __, y: y.mul_(3.0)), False),
     "a hook with a function": (lambda up: up.register_forward_hook(lambda _, __, y: y.exp()), False),
 }
@@ -218,7 +220,7 @@ def test_layers_that_are_checkpointed_have_a_row_and_recompute_nothing(device: s
 
 def test_a_weight_with_other_memory_is_recomputed_from_what_the_forward_has_read(device: str) -> None:
     gradients = []
-    for level in LEVELS:
+    for level in (False, "attention"):
         model = stock("llama", device)
         fused_norm.apply_fused_norm(model, recompute=level)
         loss = loss_of(model, tokens(device))
@@ -232,7 +234,7 @@ def test_a_weight_with_other_memory_is_recomputed_from_what_the_forward_has_read
 
 def test_graphs_are_walked_twice_and_differentiated_again(device: str) -> None:
     results = []
-    for level in (False, True, "attention"):
+    for level in (False, "attention"):
         model = stock("qwen3", device)
         model.config._attn_implementation = "eager"  # the flash attention of a CPU has no second derivative
         fused_norm.apply_fused_norm(model, recompute=level)
