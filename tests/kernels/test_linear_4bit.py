@@ -24,8 +24,8 @@ LINEAR_4BIT, LORA_LINEAR_4BIT = OPERATORS["linear_4bit"], OPERATORS["lora_linear
 LORA_SUMMANDS_4BIT, LORA_ADD = OPERATORS["lora_summands_4bit"], OPERATORS["lora_add"]
 SCALE, K, N, RANK = 0.7, 64, 96, 4
 FACTORS = SCALE, 1 / 0.95, 1 / 0.9
-SHAPES = [(64, 128), (6, 33), (1, 64), *slow((129, 256), (300, 64))]
-"""Whole blocks, an incomplete last block, one block, more than 256 scales."""
+SHAPES = [(64, 128), (7, 33), (1, 64), *slow((129, 257), (300, 64))]
+"""Whole blocks, an odd number of weights and an incomplete last block, one block, more than 256 scales."""
 
 
 def parts_of(codes: Tensor, state: bnb.QuantState) -> tuple[Tensor | None, ...]:
@@ -49,13 +49,15 @@ def formula(weight: tuple[Any, ...], block: int, like: Tensor) -> Tensor:
 def test_a_weight_has_the_bits_that_bitsandbytes_gives(
     shape: tuple[int, int], kind: str, double: bool, device: str
 ) -> None:
-    """The output of an identity is the weight, and so is the gradient of an identity."""
+    """The output of an identity is the weight, and so is the gradient of an identity; the adapter adds nothing."""
     for dtype, block in itertools.product((BF16, FP16), (64, 4096)):
         weight = torch.randn(shape, device=device).to(dtype) * torch.linspace(0.1, 3, shape[1], device=device).to(dtype)
         codes, state = bnb.quantize_4bit(weight, blocksize=block, quant_type=kind, compress_statistics=double)
         parts = parts_of(codes, state)
         rows = torch.eye(shape[1], dtype=dtype, device=device, requires_grad=True)
-        y, why_not = LINEAR_4BIT.try_fused(rows, *parts, None, shape[0], block, dtype, dtype, replaces=None)
+        factors = rows.new_zeros(1, shape[1]), rows.new_zeros(shape[0], 1)
+        arguments = rows, rows, *factors, *parts, None, None, *FACTORS, dtype, dtype, block
+        y, why_not = LORA_LINEAR_4BIT.try_fused(*arguments, replaces=None)
         assert why_not is None
         columns = torch.eye(shape[1], shape[0], dtype=dtype, device=device)
         (dx,) = torch.autograd.grad(y, rows, columns)
