@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fused_norm.kernels import causal_conv1d
-from fused_norm.kernels.operator import OPERATORS
-from fused_norm.kernels.plans import conv_plan
 from fused_norm.kernels.triton import conv_kernels
 
-from ..conftest import slow
+from ..conftest import slow, slow_rows
+from .conftest import OPERATORS
 from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
 
 ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", None])
@@ -57,10 +56,15 @@ def assert_right(inputs: Tensors, activation: str | None = "silu") -> Tensors:
     return ours
 
 
-@ACTIVATIONS
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("taps", [2, 3, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "taps", "bias", "activation"),
+    [
+        *((dtype, 4, True, "silu") for dtype in DTYPES),
+        *((BF16, 3, bias, activation) for bias in (True, False) for activation in ("silu", None)),
+        (FP16, 2, False, "silu"),
+        (FP32, 2, True, None),
+    ],
+)
 def test_every_dtype_and_width_is_as_accurate_as_the_stock_code(
     dtype: torch.dtype, taps: int, bias: bool, activation: str | None, device: str
 ) -> None:
@@ -80,13 +84,15 @@ def test_the_convolution_is_rounded_once_and_before_the_activation(dtype: torch.
     assert (causal_conv1d(inputs.x, inputs.w, inputs.b) != wide.to(dtype)).double().mean() < 1e-3
 
 
-@pytest.mark.parametrize("taps", [2, 3, 4])
-@pytest.mark.parametrize("length", [1, 2, 3, 61, 62, 64, 65, *slow(4, 5, 60, 63, 66, 67, 129, 200)])
+@pytest.mark.parametrize(
+    ("length", "taps"),
+    [(1, 4), (2, 2), (3, 4), (61, 4), (62, 3), (64, 4), (65, 2), (65, 4), *slow_rows((63, 4), (66, 3), (129, 4))],
+)
 def test_any_length_is_cut_into_pieces_that_know_their_neighbours(length: int, taps: int, device: str) -> None:
     assert_right(draw_inputs(device, 2, length, 5, taps=taps, dtype=FP32))
 
 
-@pytest.mark.parametrize("channels", [1, 2, 127, 300, *slow(3, 128, 129, 255, 256, 257, 1000)])
+@pytest.mark.parametrize("channels", [1, 127, 300, *slow(128, 257)])
 def test_any_number_of_channels(channels: int, device: str) -> None:
     assert_right(draw_inputs(device, 2, 5, channels))
 
@@ -94,9 +100,9 @@ def test_any_number_of_channels(channels: int, device: str) -> None:
 def test_programs_that_walk_through_several_pieces_sum_all_of_them(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = replace(conv_plan(3, 4, True), programs=2)
+    plan = replace(conv_kernels.conv_plan(3, 4, True), programs=2)
     monkeypatch.setattr(conv_kernels, "conv_plan", lambda *_, **__: plan)
-    assert_right(draw_inputs(device, 2, 130, 3))
+    assert_right(draw_inputs(device, 2, 130, 2))
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -122,13 +128,12 @@ def test_any_layout_has_the_same_bits_and_results_have_rows_of_channels(layout: 
 
 def test_a_row_that_is_not_finite_reaches_the_next_ones_alone(device: str) -> None:
     inputs = draw_inputs(device, 2, 70, 4)
-    for value in (float("nan"), float("inf")):
+    for value, activation in ((float("nan"), "silu"), (float("inf"), None)):
         x, dy = inputs.x.clone(), inputs.dy.clone()
         x[0, 3, 1], dy[1, 62, 2] = value, value
-        for activation in ("silu", None):
-            ours, stock = (run(by(activation), inputs.but(x=x, dy=dy)) for by in (by_kernel, by_stock))
-            for name, result in ours.present().items():
-                assert torch.equal(result.isfinite(), getattr(stock, name).isfinite()), (name, value, activation)
+        ours, stock = (run(by(activation), inputs.but(x=x, dy=dy)) for by in (by_kernel, by_stock))
+        for name, result in ours.present().items():
+            assert torch.equal(result.isfinite(), getattr(stock, name).isfinite()), (name, value, activation)
 
 
 def test_other_numbers_of_taps_take_the_reference(device: str) -> None:

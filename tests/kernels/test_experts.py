@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels import expert_bias, expert_gate, expert_permute, expert_unpermute, reference
-from fused_norm.kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
-from fused_norm.kernels.operator import Operator
-from fused_norm.kernels.reference import CLAMP_HAS_GRADIENT_AT_LIMIT
+from fused_norm.kernels.operator import OPERATORS, Operator
 
 from ..conftest import slow, slow_rows
-from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
+from .numerics import ACTIVATIONS, BF16, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
 
+EXPERT_GATE, EXPERT_PERMUTE = OPERATORS["expert_gate"], OPERATORS["expert_permute"]
 GATES: list[tuple[Any, ...]] = [
     ("silu", False, None, None),
     ("gelu_tanh", False, None, None),
@@ -83,20 +82,22 @@ def assert_gate_right(device: str, rows: int, width: int, dtype: torch.dtype, ga
     assert_near(ours, theirs, float64, {})
 
 
-@EVERY_GATE
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "gate"), [*((BF16, gate) for gate in GATES), (FP32, GATES[2]), (FP16, GATES[1])], ids=str
+)
 def test_a_gate_is_as_accurate_as_stock(dtype: torch.dtype, gate: tuple[Any, ...], device: str) -> None:
     assert_gate_right(device, 5, 40, dtype, gate)
 
 
-@pytest.mark.parametrize("width", [1, 17, 300, *slow(2, 3, 256, 768, 1023)])
+@pytest.mark.parametrize("width", [1, 17, 300, *slow(1023)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_every_width_of_a_gate(width: int, interleaved: bool, device: str) -> None:
     assert_gate_right(device, 3, width, BF16, ("silu", interleaved, 1.5, 1.702))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("gate", [gate for gate in GATES if gate[0] == "silu"], ids=str)
+@pytest.mark.parametrize(
+    ("gate", "dtype"), [(GATES[0], FP16), *((gate, BF16) for gate in GATES if gate[0] == "silu")], ids=str
+)
 def test_each_operation_of_a_gate_is_rounded(gate: tuple[Any, ...], dtype: torch.dtype, device: str) -> None:
     x = gate_inputs(device, 20, 512, dtype).x
     ours = EXPERT_GATE(x, None, *gate)
@@ -130,12 +131,14 @@ def test_a_limit_is_inside_and_what_is_beyond_has_no_gradient(device: str) -> No
     (dexpected,) = torch.autograd.grad(expected.sum(), x)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(dx, dexpected)
-    has_gradient = CLAMP_HAS_GRADIENT_AT_LIMIT
-    assert (dx != 0).tolist() == [[has_gradient, False, True, has_gradient, has_gradient, False]]
+    assert (dx != 0).tolist()[0][1::4] == [False, False]
 
 
-@pytest.mark.parametrize(("tokens", "count", "width"), [(5, 3, 37), (4, 1, 16), (2, 8, 130), *slow_rows((33, 6, 600))])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "count", "width"),
+    [(BF16, 5, 3, 37), (FP32, 4, 1, 16), (BF16, 2, 8, 130), *slow_rows((FP16, 33, 6, 600))],
+    ids=str,
+)
 def test_rows_go_to_experts_and_their_gradients_are_summed_once(
     dtype: torch.dtype, tokens: int, count: int, width: int, device: str
 ) -> None:
@@ -155,9 +158,10 @@ def test_rows_go_to_experts_and_their_gradients_are_summed_once(
 
 
 @pytest.mark.parametrize(
-    ("rows", "width"), [((5, 0, 70, 1), 37), ((3,), 16), ((0, 40, 33, 0), 130), *slow_rows(((200, 9), 600))]
+    ("dtype", "rows", "width"),
+    [(BF16, (5, 0, 70, 1), 37), (FP32, (3,), 16), (BF16, (0, 40, 33, 0), 130), *slow_rows((FP16, (200, 9), 600))],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
     dtype: torch.dtype, rows: tuple[int, ...], width: int, device: str
 ) -> None:
@@ -175,9 +179,10 @@ def test_rows_get_the_bias_of_their_expert_whose_gradient_is_summed_once(
     torch.testing.assert_close(ours.dbias.double(), exact, rtol=near, atol=near)
 
 
-@pytest.mark.parametrize(("tokens", "count", "width"), [(5, 3, 37), (4, 1, 16), (2, 8, 130), *slow_rows((9, 4, 5000))])
 @pytest.mark.parametrize(
-    ("x", "weights"), [(BF16, FP32), (BF16, BF16), (FP32, FP32), *slow_rows((FP16, FP32), (FP16, FP16))], ids=str
+    ("x", "weights", "tokens", "count", "width"),
+    [(BF16, FP32, 5, 3, 37), (BF16, BF16, 4, 1, 16), (FP32, FP32, 2, 8, 130), *slow_rows((FP16, FP16, 9, 4, 5000))],
+    ids=str,
 )
 def test_weighted_sums_are_as_accurate_as_stock(
     x: torch.dtype, weights: torch.dtype, tokens: int, count: int, width: int, device: str
@@ -220,10 +225,10 @@ def calls(device: str, dtype: torch.dtype = FP32) -> dict[str, tuple[Operator, t
     weights = torch.rand(4, 3, device=device)
     expert, ends = sorted_experts(device, (5, 0, 4, 1), num_absent=2)
     return {
-        "bias": (EXPERT_BIAS, (torch.randn(4, 10, device=device).to(dtype), expert, ends)),
+        "bias": (OPERATORS["expert_bias"], (torch.randn(4, 10, device=device).to(dtype), expert, ends)),
         "gate": (EXPERT_GATE, (gate_up, absent, "silu", True, 1.5, 1.702)),
         "permute": (EXPERT_PERMUTE, (x, position, absent)),
-        "unpermute": (EXPERT_UNPERMUTE, (rows, weights, position, absent, dtype)),
+        "unpermute": (OPERATORS["expert_unpermute"], (rows, weights, position, absent, dtype)),
     }
 
 
@@ -308,4 +313,4 @@ def test_references_have_the_bits_of_stock(device: str) -> None:
         actual = reference.expert_gate(gate_up, absent, *gate, act=ACTIVATIONS[gate[0]])
         assert torch.equal(actual, stock_gate(gate_up, absent, *gate))
         x = torch.randn(6, 24, device=device).to(dtype)
-        assert torch.equal(reference.expert_permute(x, position, None), x[order // 2])
+        assert torch.equal(EXPERT_PERMUTE.reference(x, position, None), x[order // 2])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fused_norm.kernels import gated_rms_norm
-from fused_norm.kernels.plans import WIDEST_GATED, backward_plan
-from fused_norm.kernels.triton.launch import Launch
 
 from ..conftest import slow
 from .numerics import ACTIVATIONS, BF16, FP16, FP32, Scales, Tensors, assert_near, drawn, run
@@ -113,15 +112,10 @@ NORMS = [
     Gated("gemma", activation="sigmoid", w=FP32),
     Gated("gemma", norm_before_gate=False, groups=4, x=FP16, gate=FP32, w=FP16),
     *slow(
-        replace(QWEN, w=FP32),
         replace(QWEN, x=FP16, w=BF16, zero_centered=True),
         replace(QWEN, x=FP32, gate=FP32, w=FP32, groups=2),
-        replace(QWEN, w=None, activation="sigmoid"),
-        replace(MAMBA, w=FP32),
-        replace(MAMBA, x=FP32, gate=BF16, w=BF16, groups=1),
         replace(MAMBA, w=None, gate=FP16),
-        replace(MAMBA, activation="sigmoid", zero_centered=True),
-        Gated("gemma", zero_centered=True, x=FP16, gate=FP16, w=FP16),
+        replace(MAMBA, activation="sigmoid", zero_centered=True, w=FP32),
         Gated("gemma", norm_before_gate=False, activation="sigmoid", w=None),
     ),
 ]
@@ -141,7 +135,7 @@ def test_where_the_stock_code_rounds_is_told_from_one_rounding(norm: Gated, devi
 
 
 @ORDERS
-@pytest.mark.parametrize("width", [1, 3, 65, *slow(2, 7, 123, 513, 1025, 2049, 4097)])
+@pytest.mark.parametrize("width", [1, 3, 65, *slow(513, 4097)])
 def test_every_width_of_a_group(width: int, norm: Gated, device: str) -> None:
     assert_right(norm, norm.inputs(device, 3, width * norm.groups))
     if width < 1000:
@@ -149,10 +143,10 @@ def test_every_width_of_a_group(width: int, norm: Gated, device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 700])
-def test_any_number_of_rows(rows: int, device: str) -> None:
-    """Programs of the interpreter's grid have several tiles, or most of them have none."""
-    assert_right(MAMBA, MAMBA.inputs(device, rows, 2 * 64))
+def test_many_rows_are_right_and_the_weights_gradient_has_the_same_bits_again(device: str) -> None:
+    """Programs have several tiles each."""
+    inputs = MAMBA.inputs(device, 700, 2 * 64)
+    assert torch.equal(assert_right(MAMBA, inputs).dw, run(MAMBA.fused, inputs).dw)
 
 
 @ORDERS
@@ -173,14 +167,7 @@ def test_a_closed_gate_passes_nothing_on(device: str) -> None:
             assert torch.equal(value, torch.zeros_like(value)), name
 
 
-def test_groups_too_wide_for_a_program_take_the_reference(launches: list[Launch], device: str) -> None:
+def test_groups_too_wide_for_a_program_take_the_reference(launches: list[Any], device: str) -> None:
     for norm in (QWEN, MAMBA):
-        assert_right(norm, norm.inputs(device, 2, norm.groups * (WIDEST_GATED + 1)))
+        assert_right(norm, norm.inputs(device, 2, norm.groups * 8193))
     assert not launches
-
-
-@pytest.mark.slow
-def test_the_weights_gradient_has_the_same_bits_every_time(device: str) -> None:
-    inputs = MAMBA.inputs(device, 3 * backward_plan(64, section="gated_backward").programs, 128)
-    first, second = run(MAMBA.fused, inputs), run(MAMBA.fused, inputs)
-    assert torch.equal(first.dw, second.dw)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels import glu
-from fused_norm.kernels.arguments import GLU_ACTIVATIONS
-from fused_norm.kernels.glu import GLU, GLU_FOR_CONSUMERS
+from fused_norm.kernels.operator import OPERATORS
 
-from ..conftest import slow
-from .numerics import ACTIVATIONS, BF16, DTYPES, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
+from ..conftest import slow, slow_rows
+from .numerics import ACTIVATIONS, BF16, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
 
+GLU_ACTIVATIONS = [name for name in ACTIVATIONS if name != "sigmoid"]
 EVERY = pytest.mark.parametrize("activation", GLU_ACTIVATIONS)
 
 
@@ -43,8 +43,7 @@ def assert_right(inputs: Tensors, activation: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("up", [BF16, None, *slow(FP32)], ids=str)
-@pytest.mark.parametrize("gate", DTYPES, ids=str)
+@pytest.mark.parametrize(("gate", "up"), [(BF16, BF16), (FP16, None), (FP32, BF16), *slow_rows((BF16, FP32))], ids=str)
 def test_every_dtype_is_as_accurate_as_the_stock_code(
     gate: torch.dtype, up: torch.dtype | None, activation: str, device: str
 ) -> None:
@@ -78,11 +77,11 @@ def test_the_activation_is_rounded_before_the_product(dtype: torch.dtype, activa
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_the_gradient_of_up_is_the_activation_that_the_forward_computed(
     dtype: torch.dtype, activation: str, device: str
 ) -> None:
-    gate = torch.linspace(-12, 12, 4096, device=device).to(dtype)
+    gate = torch.linspace(-12, 12, 1024, device=device).to(dtype)
     up = torch.ones_like(gate, requires_grad=True)
     y = glu(gate, up, activation)
     (dup,) = torch.autograd.grad(y, up, torch.ones_like(y))
@@ -114,13 +113,13 @@ def test_what_is_not_finite_stays_what_it_is_in_torch(activation: str, device: s
     assert glu(two, two * float("nan"), activation).isnan()
 
 
-@pytest.mark.parametrize("width", [1, 17, 2049, *slow(2, 3, 7, 16, 40, 130, 1023, 5000)])
+@pytest.mark.parametrize("width", [1, 17, 2049, *slow(7, 5000)])
 def test_every_width(width: int, device: str) -> None:
     assert_right(draw_inputs(device, 3, width), "silu")
     assert_right(draw_inputs(device, 3, width, up=None), "gelu_tanh")
 
 
-@pytest.mark.parametrize("rows", [1, 33, *slow(3, 700)])
+@pytest.mark.parametrize("rows", [1, 33, *slow(700)])
 def test_any_number_of_rows(rows: int, device: str) -> None:
     """Whole rows are cut anywhere, as one long row; halves of rows are cut into tiles."""
     for width in (6, 40):
@@ -145,24 +144,30 @@ def summands(form: str, dtype: torch.dtype, device: str, width: int) -> tuple[Te
 def wide_product(leaves: list[Tensor], activation: str) -> Tensor:
     """Return their product in float32, by the operator with one output."""
     if len(leaves) == 2:
-        return GLU(*(leaf.float() for leaf in leaves), activation)
+        return glu(*(leaf.float() for leaf in leaves), activation)
     a, b, c, d = leaves
-    return GLU(a.float() + c, b.float() + d, activation)
+    return glu(a.float() + c, b.float() + d, activation)
 
 
 def for_consumers(leaves: list[Tensor], activation: str, dtype: torch.dtype, wide: int = 0) -> tuple[Tensor, ...]:
-    return GLU_FOR_CONSUMERS(*leaves, *[None] * (4 - len(leaves)), activation, 2, dtype, wide)
+    return OPERATORS["glu_for_consumers"](*leaves, *[None] * (4 - len(leaves)), activation, 2, dtype, wide)
 
 
 FORMS = pytest.mark.parametrize("form", ["float32", "16 bits", "sums"])
 
 
-@EVERY
+@pytest.mark.parametrize(
+    ("activation", "wide", "used", "dtype"),
+    [
+        *((activation, 1, "01", BF16) for activation in GLU_ACTIVATIONS),
+        *(("silu", wide, used, BF16) for wide, used in ((0, "01"), (0, "1"), (2, "01"), (3, "01"))),
+        ("gelu_tanh", 0, "01", FP16),
+        *slow_rows(("gelu", 2, "01", FP16), ("gelu", 0, "1", BF16)),
+    ],
+)
 @FORMS
-@pytest.mark.parametrize(("wide", "used"), [(0, "01"), (0, "1"), (1, "01"), (2, "01"), (3, "01")])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_for_consumers_it_has_the_bits_of_their_casts(
-    dtype: torch.dtype, wide: int, used: str, form: str, activation: str, device: str
+    activation: str, wide: int, used: str, dtype: torch.dtype, form: str, device: str
 ) -> None:
     """``wide`` has a bit for each of two consumers, 1 for float32; ``used`` names the consumers that are used."""
     dtypes = [FP32 if wide >> place & 1 else dtype for place in range(2)]
@@ -207,4 +212,4 @@ def test_for_consumers_its_gradients_are_differentiated_again(form: str, device:
 def test_two_dtypes_are_left_to_glu(device: str) -> None:
     inputs = draw_inputs(device, 3, 8)
     factors = inputs.gate.bfloat16(), inputs.up.float(), None, None
-    assert GLU_FOR_CONSUMERS.differs_from_eager(*factors, "silu", 2, BF16, 0) is not None
+    assert OPERATORS["glu_for_consumers"].differs_from_eager(*factors, "silu", 2, BF16, 0) is not None

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fused_norm.kernels import linear_cross_entropy, reference
-from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunk_rows
-from fused_norm.kernels.triton.cross_entropy_kernels import launch_cross_entropy
+from fused_norm.kernels import linear_cross_entropy
 
-from .numerics import BF16, DTYPES, FP16, FP32, assert_same
+from ..conftest import slow_rows
+from .conftest import OPERATORS
+from .numerics import BF16, FP16, FP32, assert_same
 
-module = sys.modules["fused_norm.kernels.linear_cross_entropy"]
+LINEAR_CROSS_ENTROPY = OPERATORS["linear_cross_entropy"]
+module = sys.modules[type(LINEAR_CROSS_ENTROPY).__module__]
 
 IGNORED = -100
 FACTOR = 1.05
@@ -144,44 +145,39 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "no label missing": {"masked": 0.0},
-    "bias": {"bias": True},
-    "sum": {"reduction": "sum"},
-    "items": {"num_items": 37},
     "softcap": {"softcap": 5.0},
     "softcap in fp32": {"softcap": 5.0, "logits_in_fp32": True},
-    "scale": {"logit_scale": 0.3},
-    "scale and softcap": {"logit_scale": 2.5, "softcap": 4.0},
-    "smoothing": {"label_smoothing": 0.1},
+    "scale and softcap, bias and items": {"logit_scale": 2.5, "softcap": 4.0, "bias": True, "num_items": 37},
+    "smoothing and scale, sum of few labels": {
+        "label_smoothing": 0.1, "logit_scale": 0.3, "reduction": "sum", "masked": 0.6, "max_labels": 30,
+    },
+    "no label missing": {"masked": 0.0, "vocabulary": 512},
     "smoothing of all": {"label_smoothing": 1.0, "softcap": 5.0},
-    "another label is none": {"ignore_index": 7},
-    "frozen weight": {"frozen": "w"},
-    "frozen x": {"frozen": "x", "bias": True},
-    "labels that are few": {"masked": 0.6, "max_labels": 30},
-    "three labels": {"vocabulary": 3},
-    "a vocabulary of lanes": {"vocabulary": 512},
-    "a vocabulary of one more": {"vocabulary": 513},
+    "another label is none, frozen weight": {"ignore_index": 7, "frozen": "w"},
+    "frozen x, three labels": {"frozen": "x", "bias": True, "vocabulary": 3},
     "one row": {"rows": (1,), "masked": 0.0},
-    "rows in three dimensions": {"rows": (2, 3, 4)},
-}
+    "rows in three dimensions": {"rows": (2, 3, 4), "vocabulary": 513},
+}  # fmt: skip
+EVERY_DTYPE = list(OPTIONS)[:4]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [*((BF16, name) for name in OPTIONS), *((dtype, name) for dtype in (FP32, FP16) for name in EVERY_DTYPE)],
+    ids=str,
+)
 @pytest.mark.usefixtures("short_chunks")
-def test_loss_and_gradients_are_as_near_to_the_truth_as_stocks(name: str, dtype: torch.dtype, device: str) -> None:
+def test_loss_and_gradients_are_as_near_to_the_truth_as_stocks(dtype: torch.dtype, name: str, device: str) -> None:
     assert_as_near_as_stock(make_case(device, dtype, **OPTIONS[name]))
 
 
-@pytest.mark.parametrize("rows", [7, 8, 9, 15, 16, 17, 31, 32, 33, 41])
+@pytest.mark.parametrize("rows", [7, 8, 16, 17, 33])
 @pytest.mark.usefixtures("short_chunks")
 def test_every_row_is_in_one_chunk(rows: int, device: str) -> None:
     assert_as_near_as_stock(make_case(device, FP32, rows=(rows,), masked=0.0))
 
 
-@pytest.mark.parametrize("vocabulary", [16_385, 40_001])
-@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize(("vocabulary", "softcap"), [(16_385, None), (40_001, 30.0)])
 def test_rows_of_more_than_one_block(vocabulary: int, softcap: float | None, device: str) -> None:
     options = {} if softcap is None else {"softcap": softcap}
     assert_as_near_as_stock(make_case(device, rows=(5,), vocabulary=vocabulary, width=16, masked=0.2, **options))
@@ -191,7 +187,6 @@ def test_rows_of_more_than_one_block(vocabulary: int, softcap: float | None, dev
     ("rows", "vocabulary", "itemsize", "chunk"),
     [
         (16_384, 151_936, 2, 2048),
-        (16_384, 262_144, 2, 2048),
         (16_384, 262_144, 4, 1024),
         (16_384, 151_936, 4, 1664),
         (16_385, 151_936, 2, 1920),
@@ -201,7 +196,7 @@ def test_rows_of_more_than_one_block(vocabulary: int, softcap: float | None, dev
     ],
 )
 def test_a_chunk_follows_from_sizes(rows: int, vocabulary: int, itemsize: int, chunk: int) -> None:
-    assert chunk_rows(rows, vocabulary, itemsize) == chunk
+    assert module.chunk_rows(rows, vocabulary, itemsize) == chunk
 
 
 @pytest.mark.usefixtures("short_chunks")
@@ -235,8 +230,9 @@ def test_without_any_label_it_is_stocks_loss(options: dict[str, Any], device: st
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"softcap": 2.0, "logit_scale": 0.5}], ids=str)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("value", "options"), [(torch.nan, {}), (torch.inf, {"softcap": 2.0}), (torch.inf, {"logit_scale": 0.5})], ids=str
+)
 def test_nan_stays_in_its_row(value: float, options: dict[str, Any], device: str) -> None:
     case = make_case(device, FP32, masked=0.0, **options)
     with torch.no_grad():
@@ -245,7 +241,7 @@ def test_nan_stays_in_its_row(value: float, options: dict[str, Any], device: str
         assert torch.equal(a.isnan(), b.isnan())
 
 
-@pytest.mark.parametrize("wrong", [-1, 500, -101, 10**12])
+@pytest.mark.parametrize("wrong", [-1, 500, 10**12])
 def test_a_label_outside_of_the_vocabulary_is_an_error(wrong: int, device: str) -> None:
     if device != "cpu":
         pytest.skip("the device asserts, and takes nothing afterwards")
@@ -262,14 +258,14 @@ def test_more_labels_than_were_promised_are_an_error(device: str) -> None:
         make_case(device, masked=0.0, max_labels=47).results(ours)
 
 
-@pytest.mark.parametrize("dloss", [1.0, 0.25, 2.0, 65536.0])
+@pytest.mark.parametrize("dloss", [0.25, 65536.0])
 def test_powers_of_two_round_nothing_more(dloss: float, device: str) -> None:
     case = make_case(device)
     for a, b in zip(case.results(ours)[1:], case.results(ours, dloss)[1:], strict=True):
         assert torch.equal(a * dloss, b)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_another_gradient_of_the_loss_rounds_once_more(dtype: torch.dtype, device: str) -> None:
     assert_as_near_as_stock(make_case(device, dtype), dloss=1 / 3, factor=1.6 if dtype == BF16 else 1.3)
 
@@ -315,15 +311,14 @@ def test_transforms_take_the_formula(device: str) -> None:
     assert losses.shape == (2,)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_compiled_it_is_one_graph_with_the_same_results(dtype: torch.dtype, device: str) -> None:
-    case = make_case(device, dtype, bias=True, softcap=5.0)
+def test_compiled_it_is_one_graph_with_the_same_results(device: str) -> None:
+    case = make_case(device, FP32, bias=True, softcap=5.0)
     with torch.compiler.set_stance("force_eager"):
         expected = case.results(ours)
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     for a, b in zip(case.results(compiled), expected, strict=True):
-        assert error(a, b) < (1e-6 if dtype == FP32 else 2e-2)
+        assert error(a, b) < 1e-6
 
 
 @pytest.mark.slow
@@ -420,26 +415,23 @@ def test_pytorchs_own_takes_the_same_arguments(device: str) -> None:
 
 def test_the_reference_is_the_stock_code(device: str) -> None:
     case = make_case(device, softcap=5.0, logit_scale=0.5)
-    actual = reference.linear_cross_entropy(
-        case.x, case.weight, None, case.target, None, "mean", IGNORED, 0.0, 0.5, 5.0, False
-    )
+    arguments = (case.x, case.weight, None, case.target, None, "mean", IGNORED, 0.0, 0.5, 5.0, False)
+    actual = LINEAR_CROSS_ENTROPY.reference(*arguments, None, [True, True, False])
     assert torch.equal(actual, stock(case.x, case.weight, None, case.target, **case.options))
 
 
-@pytest.mark.parametrize("size", [1.0, 8.0, 40.0])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("size", "dtype"), [(8.0, BF16), (40.0, FP16), *slow_rows((1.0, BF16), (40.0, BF16))], ids=str)
 def test_the_gradient_of_capped_logits_is_rounded_where_stock_rounds_it(
     size: float, dtype: torch.dtype, device: str
 ) -> None:
+    """The weight is an identity, so logits and their gradient are x and its gradient."""
     generator = torch.Generator().manual_seed(0)
     logits = (size * torch.randn(64, 300, generator=generator)).to(device, dtype).requires_grad_()
     labels = torch.randint(0, 300, (64,), generator=generator).to(device)
     capped = torch.tanh(logits / 30.0) * 30.0
     (expected,) = torch.autograd.grad(functional.cross_entropy(capped.float(), labels, reduction="sum"), logits)
-    actual = logits.detach().clone()
-    launch_cross_entropy(
-        actual, labels, torch.empty(64, device=device), torch.ones(1, device=device),
-        ignored=IGNORED, scale=None, cap=30.0, smoothing=None, in_fp32=False,
-    )  # fmt: skip
+    identity = torch.eye(300, device=device, dtype=dtype)
+    loss = linear_cross_entropy(logits, identity, labels, softcap=30.0, reduction="sum")
+    (actual,) = torch.autograd.grad(loss, logits)
     # A sum of exponentials in another order turns few roundings; a slope with one rounding less turns 4 % and more.
     assert (actual != expected).float().mean().item() < 0.01

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import lora_add, plans, reference
-from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.plans import Device
+from fused_norm.kernels import lora_add, plans
 from fused_norm.kernels.triton import lora_kernels
-from fused_norm.kernels.triton.launch import Launch
 
-from ..conftest import slow
+from ..conftest import slow, slow_rows
+from .conftest import OPERATORS
 from .numerics import BF16, FP16, FP32, Tensors, assert_same, drawn, floor, run
 
+LORA_ADD = OPERATORS["lora_add"]
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ROUNDED = ("h", "u", "scaled", "dy", "du", "dh", "da", "db")
 """The names of values that are rounded to x's dtype before they are used, or to their own before they are stored."""
@@ -81,32 +80,37 @@ def formula(inputs: Tensors, scale: float, without: str = "") -> Tensors:
 
 SHAPES: list[tuple[tuple[int, ...], int, int, int]] = [
     ((1,), 1, 1, 1),
-    ((17,), 33, 70, 4),
     ((70,), 140, 129, 8),
     ((2, 9), 130, 65, 16),
     ((3, 2, 11), 48, 31, 24),
-    ((65,), 64, 200, 64),
-    ((3,), 20, 17, lora_kernels.HIGHEST_RANK),
-    *slow(((33,), 40, 66, 128), ((2, 20), 70, 30, 256)),
+    ((3,), 20, 17, 256),
+    *slow(((65,), 64, 200, 64), ((33,), 40, 66, 128)),
 ]
-DTYPES = [*itertools.product((BF16, FP16), (FP32, None), (FP32, None)), (FP16, BF16, FP32)]
-"""The dtypes of x, base and the factors; None means x's."""
 
 
-@pytest.mark.parametrize("scale", [0.7, *slow(1, 2, -1)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_where_sums_are_exact_every_shape_gives_the_bits_of_the_reference(
-    shape: tuple[tuple[int, ...], int, int, int], scale: float, launches: list[Launch], device: str
+    shape: tuple[tuple[int, ...], int, int, int], launches: list[Any], device: str
 ) -> None:
     inputs = integers(draw_inputs(device, *shape))
-    ours = run(by(lora_add, scale), inputs)
+    ours = run(by(lora_add, 0.7), inputs)
     assert launches
-    assert_same(ours, formula(inputs, scale))
-    assert_same(ours, run(by(reference.lora_add, scale), inputs))
+    assert_same(ours, formula(inputs, 0.7))
+    assert_same(ours, run(by(LORA_ADD.reference, 0.7), inputs))
 
 
-@pytest.mark.parametrize("scale", [1, 0.7, *slow(2, -1)])
-@pytest.mark.parametrize(("x", "base", "weights"), DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("x", "base", "weights", "scale"),
+    [
+        (BF16, FP32, FP32, 1),
+        (BF16, None, FP32, 0.7),
+        (BF16, None, None, -1),
+        (FP16, FP32, None, 0.7),
+        (FP16, BF16, FP32, 0.7),
+        *slow_rows((FP16, None, FP32, 2), (BF16, FP32, None, 0.7)),
+    ],
+    ids=str,
+)
 def test_where_sums_are_exact_every_dtype_gives_the_bits_of_the_formula(
     x: torch.dtype, base: torch.dtype | None, weights: torch.dtype | None, scale: float, device: str
 ) -> None:
@@ -119,14 +123,18 @@ def test_many_rows_are_cut_into_shares_and_larger_tiles(device: str, monkeypatch
     monkeypatch.setattr(lora_kernels, "_MAX_PARTIALS", 2)
     inputs = integers(draw_inputs(device, (300,), 40, 24, 8))
     assert_same(run(by(lora_add, 2), inputs), formula(inputs, 2))
+    inputs = draw_inputs(device, (300,), 40, 24, 8)
+    assert_same(run(by(lora_add, 0.7), inputs), run(by(lora_add, 0.7), inputs))
 
 
-@pytest.mark.parametrize(("few_rows", "rows_of_tile"), [(100, 128), (200, 64), (300, 32)])
-@pytest.mark.parametrize("rank", [8, 48, 130])
+@pytest.mark.parametrize(
+    ("few_rows", "rows_of_tile", "rank"),
+    [(100, 128, 8), (200, 64, 48), (300, 32, 130), *slow_rows((100, 128, 130), (300, 32, 8))],
+)
 def test_tiles_of_a_large_gpu_give_the_same_bits(
-    rank: int, few_rows: int, rows_of_tile: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch, device: str
+    few_rows: int, rows_of_tile: int, rank: int, launches: list[Any], monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    large = Device(132, shared_memory=232_448)
+    large = plans.Device(132, shared_memory=232_448)
     monkeypatch.setattr(lora_kernels, "device_props", lambda _: large)
     monkeypatch.setattr(plans, "FEW_LORA_ROWS", few_rows)
     inputs = integers(draw_inputs(device, (300,), 300, 140, rank))
@@ -135,13 +143,11 @@ def test_tiles_of_a_large_gpu_give_the_same_bits(
     assert tiles == {min(rows_of_tile, 64) if rank <= 32 else rows_of_tile}
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.7])
-@pytest.mark.parametrize("base", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("weights", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("weights", "base", "scale"), [(BF16, FP32, 0.7), (FP32, BF16, 1.0), (FP32, FP32, 0.7)])
 def test_errors_are_those_of_the_reference(weights: torch.dtype, base: torch.dtype, scale: float, device: str) -> None:
     inputs = draw_inputs(device, (70,), 96, 80, 16, base=base, weights=weights)
-    float64 = run(by(reference.lora_add, scale), inputs.mapped(Tensor.double))
-    ours, theirs = (run(by(function, scale), inputs) for function in (lora_add, reference.lora_add))
+    float64 = run(by(LORA_ADD.reference, scale), inputs.mapped(Tensor.double))
+    ours, theirs = (run(by(function, scale), inputs) for function in (lora_add, LORA_ADD.reference))
     for name, value in ours.present().items():
         exact, stock_value = getattr(float64, name), getattr(theirs, name)
         error, allowed = ((tensor.double() - exact).norm() for tensor in (value, stock_value))
@@ -229,7 +235,6 @@ def turned(tensor: Tensor) -> Tensor:
 
 LAYOUTS: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
     "turned rows": dict.fromkeys(("base", "x", "dy"), turned),
-    "turned x": {"x": turned},
     "turned base": {"base": turned},
     "columns first": {name: lambda tensor: tensor.mT.contiguous().mT for name in ("base", "x", "dy")},
     "wide rows": {
@@ -237,7 +242,6 @@ LAYOUTS: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
     },
     "turned weights": dict.fromkeys(("a", "b"), turned),
     "every other number": {name: lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2] for name in ("a", "b")},
-    "every other row": {name: lambda tensor: tensor.repeat_interleave(2, 0)[::2] for name in ("a", "b")},
 }
 
 
@@ -251,7 +255,7 @@ def test_tensors_are_read_in_any_layout(layout: str, device: str) -> None:
     assert all(result.is_contiguous() for name, result in actual.present().items() if name != "dbase")
 
 
-@pytest.mark.parametrize(("k", "n", "rank"), [(0, 24, 4), (40, 0, 4), (0, 0, 4), (40, 24, 0)])
+@pytest.mark.parametrize(("k", "n", "rank"), [(0, 24, 4), (40, 0, 4), (40, 24, 0)])
 def test_without_columns_or_a_rank_the_rest_is_as_by_the_formula(k: int, n: int, rank: int, device: str) -> None:
     inputs = draw_inputs(device, (6,), 40, n, rank)
     inputs = inputs.but(x=inputs.x[:, :k], a=inputs.a[:, :k])
@@ -259,9 +263,7 @@ def test_without_columns_or_a_rank_the_rest_is_as_by_the_formula(k: int, n: int,
 
 
 BEYOND = {
-    "x of float32": ({"x": FP32, "base": FP32}, 4),
     "x of float32 and base of bfloat16": ({"x": FP32}, 4),
-    "float64": ({"x": torch.float64, "base": torch.float64, "weights": torch.float64}, 4),
     "weights of float64": ({"weights": torch.float64}, 4),
     "a rank of 257": ({}, 257),
     "a rank of 0": ({}, 0),
@@ -269,10 +271,10 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("case", BEYOND)
-def test_what_kernels_do_not_take_is_left_to_the_reference(case: str, launches: list[Launch], device: str) -> None:
+def test_what_kernels_do_not_take_is_left_to_the_reference(case: str, launches: list[Any], device: str) -> None:
     dtypes, rank = BEYOND[case]
     inputs = draw_inputs(device, (5, 3), 40, 24, rank, **dtypes)
-    ours, expected = (run(by(function, 0.7), inputs) for function in (lora_add, reference.lora_add))
+    ours, expected = (run(by(function, 0.7), inputs) for function in (lora_add, LORA_ADD.reference))
     assert_same(ours, expected)
     assert not launches
 
@@ -295,13 +297,6 @@ def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(
     assert refusal.reason == "a or b has more elements than 32 bits count"
 
 
-def test_the_same_call_gives_the_same_bits_again(device: str) -> None:
-    inputs = draw_inputs(device, (300,), 40, 24, 8)
-    first = run(by(lora_add, 0.7), inputs)
-    for _ in range(2):
-        assert_same(run(by(lora_add, 0.7), inputs), first)
-
-
 def test_gradients_come_in_batches(device: str) -> None:
     inputs = draw_inputs(device, *SMALL)
     leaves = [tensor.requires_grad_() for tensor in (inputs.base, inputs.x, inputs.a, inputs.b)]
@@ -316,7 +311,7 @@ def test_gradients_come_in_batches(device: str) -> None:
 
 
 @pytest.mark.usefixtures("large_graphs")
-@pytest.mark.parametrize("frozen", [(), ("a", "b"), ("base",)], ids=str)
+@pytest.mark.parametrize("frozen", [(), *slow(("a", "b"), ("base",))], ids=str)
 def test_a_compiled_call_gives_the_same_bits(frozen: tuple[str, ...], device: str) -> None:
     inputs = draw_inputs(device, *SMALL)
     compiled = torch.compile(by(lora_add, 0.7), fullgraph=True, backend="aot_eager", dynamic=True)

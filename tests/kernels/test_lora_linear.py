@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,16 +12,20 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
-from fused_norm.kernels import reference
-from fused_norm.kernels.lora_add import LORA_ADD
-from fused_norm.kernels.lora_linear import LORA_LINEAR
-from fused_norm.patcher.adapters import dropout_factors, mask_of_dropout
+from fused_norm.kernels.operator import OPERATORS
+from fused_norm.patcher import adapters
 
-from ..conftest import slow
+from ..conftest import slow_rows
 from .numerics import BF16, FP16, FP32, assert_same, same_products
 
+LORA_ADD, LORA_LINEAR = OPERATORS["lora_add"], OPERATORS["lora_linear"]
 SCALE, DROP, DROP_BACK = FACTORS = 0.7, 1 / 0.95, 1 / 0.9
 """The scale of an adapter, and the factors of dropout of values and gradients, which differ more than PyTorch's."""
+
+
+def dropped(x: Tensor, mask: Tensor, factor: float) -> Tensor:
+    """Return ``x * mask * factor`` as PyTorch rounds it on a GPU."""
+    return (x.float() * mask * factor).to(x.dtype)
 
 
 class Dropout(torch.autograd.Function):
@@ -31,11 +34,11 @@ class Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
         ctx.mask = mask
-        return reference.dropped(x, mask, DROP)
+        return dropped(x, mask, DROP)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return reference.dropped(dy, ctx.mask, DROP_BACK), None
+        return dropped(dy, ctx.mask, DROP_BACK), None
 
 
 class Layer:
@@ -83,13 +86,25 @@ class Layer:
         return [y, *torch.autograd.grad(y, [*needed], self.dy)]
 
 
-@pytest.mark.parametrize("needed", ["xoab", "ab", *slow("x", "b")])
-@pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize(("x", "own"), [(BF16, None), (FP32, None), (BF16, FP32), (BF16, BF16), (FP32, FP32)], ids=str)
+CASES = [
+    (BF16, None, True, "xoab"),
+    (FP32, None, False, "xoab"),
+    (BF16, FP32, True, "ab"),
+    (BF16, BF16, False, "ab"),
+    (FP32, FP32, True, "xoab"),
+    (BF16, BF16, True, "xoab"),
+]
+
+
+@pytest.mark.parametrize(
+    ("x", "own", "drops", "needed"),
+    [*CASES, *slow_rows((FP32, None, True, "x"), (BF16, None, False, "b"), (BF16, FP32, False, "xoab"))],
+    ids=str,
+)
 def test_a_call_has_the_bits_of_a_linear_of_dropout_and_of_lora_add(
     x: torch.dtype, own: torch.dtype | None, drops: bool, needed: str, device: str
 ) -> None:
-    for bias, weight, factors in itertools.product((False, True), (BF16, FP32), (BF16, FP32)):
+    for bias, weight, factors in ((False, BF16, FP32), (True, FP32, BF16), (True, FP32, FP32)):
         layer = Layer(device, bias=bias, weight=weight, factors=factors)
         leaves, mask = layer.leaves(x, own, needed), layer.mask if drops else None
         expected = layer.results(layer.stock, leaves, mask)
@@ -101,9 +116,15 @@ def test_a_call_has_the_bits_of_a_linear_of_dropout_and_of_lora_add(
             assert same_products(layer.fused(*leaves, mask), expected[0])
 
 
-@pytest.mark.parametrize("sizes", [{"k": 77, "n": 130, "rank": 5}, {"k": 1024, "n": 8, "rank": 33}], ids=str)
-@pytest.mark.parametrize("rows", [(7,), (130,), (1, 1), ()], ids=str)
-@pytest.mark.parametrize("dtype", [BF16, *slow(FP16)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "sizes"),
+    [
+        (BF16, (130,), {"k": 77, "n": 130, "rank": 5}),
+        (BF16, (), {"k": 1024, "n": 8, "rank": 33}),
+        *slow_rows((BF16, (1, 1), {"k": 77, "n": 130, "rank": 5}), (FP16, (7,), {"k": 1024, "n": 8, "rank": 33})),
+    ],
+    ids=str,
+)
 def test_calls_of_any_shape_do(dtype: torch.dtype, rows: tuple[int, ...], sizes: dict[str, int], device: str) -> None:
     layer = Layer(device, dtype, rows=rows, bias=True, **sizes)
     for mask in (None, layer.mask):
@@ -114,8 +135,7 @@ def test_calls_of_any_shape_do(dtype: torch.dtype, rows: tuple[int, ...], sizes:
             assert same_products(actual, right)
 
 
-@pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("own", [None, FP32], ids=str)
+@pytest.mark.parametrize(("own", "drops"), [(None, True), (FP32, False)], ids=str)
 def test_registered_operators_make_the_same_gradients(own: torch.dtype | None, drops: bool, device: str) -> None:
     layer, by_mode = Layer(device, bias=True, weight=FP32), []
     for mode in (nullcontext(), FlopCounterMode(display=False)):
@@ -124,9 +144,9 @@ def test_registered_operators_make_the_same_gradients(own: torch.dtype | None, d
     assert_same(*by_mode)
 
 
-@pytest.mark.parametrize("x", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("weight", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("x", "drops", "weight"), [(BF16, True, BF16), (FP32, False, FP32), (FP32, True, BF16)], ids=str
+)
 def test_what_stock_code_keeps_is_kept(x: torch.dtype, drops: bool, weight: torch.dtype, device: str) -> None:
     """The parameter of 16 bits itself, and a copy of a wider one; x in 16 bits, and a mask."""
     layer, saved = Layer(device, weight=weight, bias=True), []
@@ -218,14 +238,14 @@ def test_arguments_that_kernels_do_not_take_are_computed_by_the_formula(device: 
     layer = Layer(device, FP32, bias=True)
     x, own, a, b = layer.leaves(FP32)
     y = LORA_LINEAR.checked(own, x, a, b, layer.w, layer.bias, layer.mask, *FACTORS, FP32)
-    read = reference.dropped(x, layer.mask, DROP)
+    read = dropped(x, layer.mask, DROP)
     assert torch.equal(y, linear(x, layer.w, layer.bias) + read @ a.t() @ b.t() * SCALE)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch draws in another way on a CPU")
-@pytest.mark.parametrize("p", [0.05, 0.1, 1 / 3, 0.5, 0.99])
+@pytest.mark.parametrize("p", [0.1, 1 / 3, 0.5])
 @pytest.mark.parametrize("drawn_in", [FP32, None], ids=str)
-@pytest.mark.parametrize("shape", [(2, 5, 64), (4, 1000, 1024), (1, 7), (16384, 1024), (3, 333, 77)])
+@pytest.mark.parametrize("shape", [(2, 5, 64), (1, 7), (16384, 1024), (3, 333, 77)])
 def test_on_a_gpu_a_mask_is_the_one_that_dropout_between_casts_draws(
     shape: tuple[int, ...], drawn_in: torch.dtype | None, p: float
 ) -> None:
@@ -237,10 +257,10 @@ def test_on_a_gpu_a_mask_is_the_one_that_dropout_between_casts_draws(
     x.requires_grad_()
 
     def by_mask() -> list[Tensor]:
-        mask = mask_of_dropout(dropout, x, drawn_in or dtype)
+        mask = adapters.mask_of_dropout(dropout, x, drawn_in or dtype)
         assert mask is not None
         return [
-            reference.dropped(tensor, mask, factor) for tensor, factor in zip((x, dy), dropout_factors(p), strict=True)
+            dropped(tensor, mask, factor) for tensor, factor in zip((x, dy), adapters.dropout_factors(p), strict=True)
         ]
 
     def by_dropout() -> list[Tensor]:
@@ -257,4 +277,4 @@ def test_on_a_gpu_a_mask_is_the_one_that_dropout_between_casts_draws(
 
 
 def test_on_a_cpu_pytorchs_dropout_runs() -> None:
-    assert mask_of_dropout(nn.Dropout(0.5), torch.ones(2, 8, dtype=BF16), FP32) is None
+    assert adapters.mask_of_dropout(nn.Dropout(0.5), torch.ones(2, 8, dtype=BF16), FP32) is None

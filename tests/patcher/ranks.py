@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,10 +46,18 @@ def _rank(rank: int, port: int, run: Callable[[int, int], Any], folder: Path, ba
 
 
 class _Called(list[str]):
-    """The names of the called operators that did not fall back to the formula."""
+    """The plain names of the called operators that did not fall back to the formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        """The calls by name, and how many of them write an output in two dtypes."""
 
     def called(self, operator: Operator, arguments: tuple[Any, ...]) -> Any:
         self.append(operator.plain_name or operator.name)
+        self.counts[operator.name] += 1
+        if operator.by_name(arguments).get("wide"):
+            self.counts["written in two dtypes"] += 1
         return operator.results_of(*arguments)
 
 
