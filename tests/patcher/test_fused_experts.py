@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fused_norm
 from fused_norm.patcher import fused_experts, fused_norm_module
 from fused_norm.patcher.activation_recognition import FORMULAS
-from fused_norm.patcher.fused_experts import FusedExperts, is_experts
 
-from .models import assert_same, logged, slow_but
+from .models import assert_same, logged, relative, slow_but
 from .ranks import called_operators
 
 moe = pytest.importorskip("transformers.integrations.moe", reason="experts are modules of their own in transformers 4")
@@ -81,6 +79,10 @@ def fused_copy(model: nn.Module, **options: Any) -> tuple[Any, fused_norm.PatchR
     return fused, fused_norm.apply_fused_norm(fused, **{**ONLY, **options})
 
 
+def is_experts(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "down_proj", None), nn.Parameter)
+
+
 def experts_of(model: nn.Module) -> Any:
     """Return the last module of experts in a model."""
     return [module for module in model.modules() if is_experts(module)][-1]
@@ -113,9 +115,11 @@ def operators_of(call: Callable[[], Any]) -> list[str]:
     return called
 
 
-def inputs_of(module: Any, tokens: int = 6, dtype: torch.dtype = FP32, absent: int = 0) -> tuple[Tensor, ...]:
+def inputs_of(
+    module: Any, tokens: int = 6, dtype: torch.dtype = FP32, absent: int = 0, seed: int = 1
+) -> tuple[Tensor, ...]:
     """Return hidden states, the experts of each, and their weights; ``absent``: how many experts other devices have."""
-    generator, device = torch.Generator().manual_seed(1), module.down_proj.device
+    generator, device = torch.Generator().manual_seed(seed), module.down_proj.device
     hidden = torch.randn(tokens, 32, generator=generator).to(device, dtype).requires_grad_()
     index = torch.rand(tokens, module.num_experts + absent, generator=generator).argsort(-1)[:, :2].to(device)
     weights = torch.rand(tokens, 2, generator=generator).to(device).requires_grad_()
@@ -175,23 +179,27 @@ def test_experts_are_as_near_float64_as_stock(name: str, dtype: torch.dtype, abs
     if absent and hasattr(module, "_is_expert_parallel"):
         module._is_expert_parallel = True
     fused = experts_of(fused_copy(nn.ModuleDict({"experts": module}))[0])
-    inputs = inputs_of(module, dtype=dtype, absent=absent)
-    wide = tuple(
-        tensor.detach().double().requires_grad_() if tensor.is_floating_point() else tensor for tensor in inputs
-    )
-    outcomes: list[dict[str, Tensor]] = []
-    assert operators_of(lambda: outcomes.append(results(fused, *inputs))) == operators_for(module)
-    ours, stock, expected = *outcomes, results(module, *inputs), results(Definition(module), *wide)
-    expected = {key.removeprefix("experts."): value for key, value in expected.items()}
-    assert ours.keys() == expected.keys()
-    for key, value in ours.items():
-        assert value.dtype == stock[key].dtype
-        errors = [
-            ((outcome[key].double() - expected[key]).norm() / expected[key].norm()).item() for outcome in (ours, stock)
-        ]
-        assert errors[0] <= 1.1 * errors[1] + torch.finfo(dtype).eps / 2, (key, errors)
-    if dtype == BF16:
-        assert (ours["y"] != stock["y"]).double().mean() < 0.02, "the same rounding points"
+    squares: dict[str, list[list[float]]] = {}
+    # Sums in another order make errors of another draw, up to 1.7 times those of stock: many draws are compared.
+    for seed in range(8):
+        inputs = inputs_of(module, dtype=dtype, absent=absent, seed=seed)
+        wide = tuple(
+            tensor.detach().double().requires_grad_() if tensor.is_floating_point() else tensor for tensor in inputs
+        )
+        outcomes: list[dict[str, Tensor]] = []
+        assert operators_of(lambda: outcomes.append(results(fused, *inputs))) == operators_for(module)  # noqa: B023
+        ours, stock, expected = *outcomes, results(module, *inputs), results(Definition(module), *wide)
+        expected = {key.removeprefix("experts."): value for key, value in expected.items()}
+        assert ours.keys() == expected.keys()
+        for key, value in ours.items():
+            assert value.dtype == stock[key].dtype
+            pair = [relative(outcome[key], expected[key]) ** 2 for outcome in (ours, stock)]
+            squares.setdefault(key, []).append(pair)
+        if dtype == BF16:
+            assert (ours["y"] != stock["y"]).double().mean() < 0.02, "the same rounding points"
+    for key, pairs in squares.items():
+        mine, theirs = torch.tensor(pairs, dtype=torch.float64).mean(0).sqrt().tolist()
+        assert mine <= 1.1 * theirs + torch.finfo(dtype).eps / 2, (key, mine, theirs)
 
 
 def other_gate(self: Any, gate_up: Tensor) -> Tensor:
@@ -282,7 +290,7 @@ def test_other_implementations_run_as_they_are(device: str, caplog: pytest.LogCa
         }
     again = fused_norm.apply_fused_norm(fused, **ONLY, strict=False)
     assert again.counts["experts"] == 0
-    assert not isinstance(module, FusedExperts)
+    assert type(module) is type(experts_of(model))
 
 
 CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
@@ -374,7 +382,7 @@ def test_patching_ends_and_repeats_and_survives_copies() -> None:
     for copied in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         assert type(experts_of(copied)) is type(experts_of(fused))
         assert_same(step(copied), before)
-    assert isinstance(experts_of(fused), FusedExperts)
+    assert type(experts_of(fused)) is not type(experts_of(model))
     assert isinstance(experts_of(fused), type(experts_of(model)))
     assert fused_norm.remove_fused_norm(fused) == report.counts["experts"]
     assert type(experts_of(fused)) is type(experts_of(model))
@@ -417,8 +425,3 @@ def test_checkpointed_and_recomputing_layers_have_the_same_gradients() -> None:
     assert_same(step(recomputing), expected)
     fused.gradient_checkpointing_enable()
     assert_same(step(fused.train()), expected)
-
-
-def test_no_experts_are_found_in_a_dense_model() -> None:
-    config = AutoConfig.for_model("qwen3", **{**_WIDTHS, "head_dim": 16})
-    assert not any(map(is_experts, transformers.AutoModelForCausalLM.from_config(config).modules()))
