@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from fused_norm.integrations.axolotl import FusedNormArgs, FusedNormPlugin
 from fused_norm.model_configs import build
-from fused_norm.patcher.class_swap import Fused
+
+from ..patcher.models import is_fused
 
 NAME = "fused_norm.integrations.axolotl.FusedNormPlugin"
 
@@ -34,8 +35,8 @@ def test_the_manager_finds_the_plugin_and_its_keys(manager):
 def test_a_loaded_model_is_patched_with_the_options_of_the_config(options, manager):
     model = build("qwen3", seed=0)
     manager.post_model_load(DictDefault(fused_norm=options), model)
-    assert isinstance(model.model.norm, Fused)
-    assert isinstance(model.model.layers[0].mlp, Fused) == (options is None)
+    assert is_fused(model.model.norm)
+    assert is_fused(model.model.layers[0].mlp) == (options is None)
 
 
 def test_misspelt_options_are_errors_of_the_config():

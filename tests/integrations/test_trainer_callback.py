@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, Trainer
 from fused_norm import FusedNormError, disabled
 from fused_norm.integrations.trainer import FusedNormCallback
 from fused_norm.model_configs import FAMILIES, build, tiny_config
-from fused_norm.patcher.class_swap import Fused
 
-from ..patcher.models import counts, losses_of, rows_of, trainer_of
+from ..patcher.models import counts, is_fused, losses_of, rows_of, trainer_of
 
 
 def llama() -> nn.Module:
@@ -27,7 +26,7 @@ def llama() -> nn.Module:
 
 
 def fused_modules(model: nn.Module) -> int:
-    return sum(isinstance(module, Fused) for module in model.modules())
+    return sum(is_fused(module) for module in model.modules())
 
 
 class WatchedTrainer(Trainer):
@@ -132,7 +131,7 @@ def test_layers_are_compiled_by_themselves_after_they_are_fused(tmp_path):
     trainer(model, tmp_path, [callback])
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     assert compiled == list(model.get_base_model().model.layers)
-    assert all(isinstance(layer, Fused) for layer in compiled)
+    assert all(is_fused(layer) for layer in compiled)
     trainer(second_model := llama(), tmp_path, [FusedNormCallback()])
     assert not [module for module in second_model.modules() if module._compiled_call_impl is not None]
     nameless = nn.Sequential(nn.RMSNorm(8, eps=1e-6))

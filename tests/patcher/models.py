@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 import fused_norm
 from fused_norm.model_configs import FAMILIES, build, families_here
-from fused_norm.spec import KINDS, Kind
+from fused_norm.spec import KINDS
 
 NEWER_MODEL_TYPES = [
     name
@@ -48,7 +48,7 @@ EXPERTS_ARE_MLPS = transformers.__version__.startswith("4.")
 """Whether each expert is a separate module, like a dense MLP."""
 
 
-def sites(model_type: str, layers: int | None = None) -> dict[Kind, int]:
+def sites(model_type: str, layers: int | None = None) -> dict[str, int]:
     """Return the counts of the report on a family's tiny model."""
     family = FAMILIES[model_type]
     fused = family.sites(layers)
@@ -66,7 +66,7 @@ def experts(model_type: str) -> set[str]:
     return {f"model.layers.{layer}.mlp.experts" for layer in sparse}
 
 
-def counts(**fused: int) -> dict[Kind, int]:
+def counts(**fused: int) -> dict[str, int]:
     """Return the counts of a report: these, and 0 for the other kinds."""
     return dict.fromkeys(KINDS, 0) | fused
 
@@ -206,6 +206,10 @@ def trainer_of(
 def losses_of(trainer: Trainer) -> torch.Tensor:
     """Return the losses that a Trainer has logged."""
     return torch.tensor([row["loss"] for row in trainer.state.log_history if "loss" in row])
+
+
+def is_fused(module: nn.Module) -> bool:
+    return hasattr(type(module), "fused_norm_origin")
 
 
 def snapshot(model: nn.Module) -> list[tuple[type, dict]]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 from fused_norm.model_configs import build
-from fused_norm.spec import Kind
 
 from .models import EXPERTS_ARE_MLPS, counts
 
@@ -103,7 +102,7 @@ class OtherFamily:
         only_in_5: transformers 4 writes its attention, or its norms, in a way that is kept.
     """
 
-    sites: Mapping[Kind, int]
+    sites: Mapping[str, int]
     launches: Mapping[str, int]
     sizes: Mapping[str, Any] = field(default_factory=dict)
     make: Callable[[Any], nn.Module] | None = None
