@@ -19,7 +19,11 @@ EXPORTING = ("fused_norm", "fused_norm.kernels", "fused_norm.kernels.fp8", "fuse
 EXPORTING += ("fused_norm.model_configs",)
 """Packages whose ``__all__`` is public."""
 
-COMMANDS_AND_PLUGINS = ("fused_norm.cli.main", "fused_norm.__version__", "fused_norm.integrations.axolotl.FusedNormArgs")
+COMMANDS_AND_PLUGINS = (
+    "fused_norm.cli.main",
+    "fused_norm.__version__",
+    "fused_norm.integrations.axolotl.FusedNormArgs",
+)
 COMMANDS_AND_PLUGINS += ("fused_norm.integrations.axolotl.FusedNormPlugin",)
 """What users reach by a console script, a version, or a name in a configuration."""
 
@@ -31,7 +35,9 @@ def public_names() -> set[str]:
     """Return the dotted names that users may import."""
     page = (TESTS.parent / "docs" / "reference.md").read_text(encoding="utf-8")
     names = {*re.findall(r"^::: (\S+)", page, re.MULTILINE), *EXPORTING, *COMMANDS_AND_PLUGINS}
-    return names.union(*([f"{name}.{export}" for export in importlib.import_module(name).__all__] for name in EXPORTING))
+    return names.union(
+        *([f"{name}.{export}" for export in importlib.import_module(name).__all__] for name in EXPORTING)
+    )
 
 
 def _is_module(name: str) -> bool:
@@ -69,9 +75,9 @@ def names_in(path: Path) -> Iterator[str]:
                         yield name
                         break
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if re.fullmatch(r"fused_norm(\.\w+)+", node.value) and not _is_module(node.value):
-                yield node.value
-            elif re.fullmatch(r"fused_norm(\.\w+){2,}", node.value):
+            if (re.fullmatch(r"fused_norm(\.\w+)+", node.value) and not _is_module(node.value)) or re.fullmatch(
+                r"fused_norm(\.\w+){2,}", node.value
+            ):
                 yield node.value
     yield from (name for name in modules.values() if name.count(".") > 0)
 

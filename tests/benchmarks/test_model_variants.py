@@ -13,7 +13,7 @@ from benchmarks import model_variants
 from benchmarks.benchmark_run import RefusedError
 from benchmarks.model_cases import ModelCase
 from benchmarks.model_steps import prepare, relative_error
-from benchmarks.model_variants import COMPILED, DEFAULT, FEATURES, FLOAT8, OURS, VARIANTS, float8_linears_alone, missing
+from benchmarks.model_variants import COMPILED, FLOAT8, OURS, VARIANTS, float8_linears_alone
 from fused_norm.patcher.losses import FusedHead
 
 CPU = torch.device("cpu")
@@ -204,12 +204,6 @@ def test_compiled_variants_are_right_and_run_compiled(variant, compiled):
     assert any("fused_norm" in str(node.target) for part in inner for node in part.graph.nodes) == (variant in OURS)
 
 
-def test_layer_by_layer_every_layer_is_compiled_in_the_mode_of_the_variant(compiled):
-    twin = prepared("qwen3").twin()
-    assert VARIANTS["compile-layers-max"](twin).model is twin.model
-    assert compiled.modes == ["max-autotune-no-cudagraphs"] * len(twin.model.layers)
-
-
 def test_compiled_layers_with_less_memory_are_compiled_with_their_budget_beside_others(compiled):
     step = prepared("qwen3")
     for name, budget in [("", 1.0), ("-budget-0.7", 0.7), ("-budget-0.4", 0.4), ("-budget-0.1", 0.1)]:
@@ -244,16 +238,6 @@ def test_transformers_compiles_a_generation_with_a_static_cache():
     assert static.model.generation_config.disable_compile
 
 
-def test_what_is_not_here_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    of_liger = {"liger", "liger-fused", "liger-norms"}
-    assert {name for name in VARIANTS if missing(name, CPU)} == {*COMPILED, *of_liger}
-    assert {*DEFAULT, *FEATURES} <= set(VARIANTS)
-    assert {name for name in VARIANTS if name.startswith("fused")} | {*FEATURES} - {"stock"} < OURS
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert missing("float8-rowwise", CPU) == "torchao is not installed"
-
-
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_linears_of_layers_are_float8_and_share_their_weights(recipe):
     pytest.importorskip("torchao.float8")
@@ -263,9 +247,3 @@ def test_linears_of_layers_are_float8_and_share_their_weights(recipe):
     assert all(type(layer.mlp.down_proj).__name__ == "Float8Linear" for layer in plain.model.layers)
     assert type(step.model.layers[0].mlp.down_proj) is torch.nn.Linear
     assert plain.model.layers[0].mlp.down_proj.weight is step.model.layers[0].mlp.down_proj.weight
-
-
-def test_float8_names_the_variant_with_its_linears_alone():
-    assert {float8_linears_alone(name) for name in FLOAT8} == {"float8-tensorwise", "float8-rowwise"}
-    assert float8_linears_alone("float8-rowwise-fused-compile-layers") == "float8-rowwise"
-    assert {float8_linears_alone(name) for name in VARIANTS if name not in FLOAT8} == {None}
