@@ -13,8 +13,6 @@ from benchmarks.operator_cases import OPERATORS, OperatorCase, eager_parts
 from benchmarks.providers import EVERY, FUSED, OURS, PROVIDERS, Provider
 from benchmarks.results import Results
 from benchmarks.timing import Sampler
-from fused_norm.kernels.plans import backward_plan
-from fused_norm.kernels.triton.devices import device_props
 
 CASE = OperatorCase.named("rms_norm 8x64")
 STOCK = PROVIDERS["stock"]
@@ -146,18 +144,6 @@ def test_the_time_of_a_provider_is_that_of_its_own_calls(run):
     assert {name: row.seconds for (name, _), row in rows.items()} == {"first": 1.0, "second": 2.0}
 
 
-def test_memory_is_what_is_kept_and_what_is_summed(run):
-    """A norm needs no extra memory; its backward needs rstd and a partial dw for each program, all in fp32."""
-    rows, width = 64, 128
-    inputs = OperatorCase.named(f"rms_norm {rows}x{width}").inputs(torch.bfloat16, run.device, seed=0)
-    operator = FUSED.build(CASE)
-    with torch.no_grad():
-        assert kernels.extra_memory(operator, "forward", inputs, run.device) == 0
-    plan = backward_plan(width, 6, device_props(run.device))
-    shares = min(plan.programs, rows // plan.rows)
-    assert kernels.extra_memory(operator, "backward", inputs, run.device) == 4 * rows + 4 * width * shares
-
-
 @pytest.mark.parametrize(
     ("function", "tensors"),
     [(lambda x, w: (((x * w) * w) * w,), 1), (lambda x, w: (x.mul_(w),), 0)],
@@ -168,8 +154,3 @@ def test_memory_counts_what_is_given_back_before_the_end_and_no_result_in_place(
         inputs = CASE.inputs(torch.float32, run.device, seed=0)
         extra = kernels.extra_memory(function, "forward", inputs, run.device)
     assert extra == tensors * inputs.arguments[0].nbytes
-
-
-def test_no_memory_is_told_of_who_gets_copies_of_its_arguments(run):
-    rows = measured(run, replace(STOCK, overwrites_arguments=("rms_norm",)))
-    assert {(row.verdict, row.extra_bytes) for row in rows.values()} == {("ok", None)}

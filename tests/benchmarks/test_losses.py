@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from benchmarks import losses
 from benchmarks.benchmark_run import RefusedError
-from benchmarks.loss_cases import CASES, LossCase, float64_results, relative_errors
+from benchmarks.loss_cases import LossCase, float64_results, relative_errors
 from benchmarks.loss_providers import LOSS_PROVIDERS, with_backward
 from benchmarks.operator_cases import tolerance
 from benchmarks.providers import Provider
@@ -33,16 +33,6 @@ def measured(run, *providers):
     return {row.by: row for row in run.results.of("losses")}
 
 
-def test_a_name_stands_for_its_case_and_no_other():
-    every = (*CASES, *LOSS_CASES)
-    assert all(named(case.name) == case for case in every)
-    assert len({case.name for case in every}) == len(every)
-    assert named("linear_cross_entropy 8x4x9 softcap masked").name == "linear_cross_entropy 8x4x9 masked softcap"
-    for name in ("linear_cross_entropy 8x4", "linear_cross_entropy 8x4x9 wide", "rms_norm 8x4"):
-        with pytest.raises(ValueError, match="is no shape of a head with its loss such as"):
-            named(name)
-
-
 def test_masked_labels_are_those_of_the_first_half_of_four_sequences():
     inputs = inputs_of(named("linear_cross_entropy 32x4x9 masked"))
     assert (inputs.target == -100).tolist() == [*[True] * 4, *[False] * 4] * 4
@@ -52,13 +42,6 @@ def test_masked_labels_are_those_of_the_first_half_of_four_sequences():
         assert inputs.labels == len(inputs.labelled) == (inputs.target != -100).sum()
         assert (inputs.labels < case.rows) == ("masked" in case.words)
         assert len(inputs.trained()) == (1 if "frozen" in case.words else 2)
-
-
-def test_inputs_repeat_and_logits_are_as_wide_as_those_of_a_trained_model():
-    first, second = (inputs_of(named("linear_cross_entropy 64x32x97"), torch.bfloat16) for _ in range(2))
-    assert torch.equal(first.x, second.x)
-    assert torch.equal(first.target, second.target)
-    assert 2 < functional.linear(first.x, first.weight).float().std() < 4
 
 
 @pytest.mark.parametrize("rows_at_once", [4, 512])
@@ -135,21 +118,6 @@ def test_liger_runs_as_it_comes_and_with_sums_in_fp32_over_larger_chunks_if_its_
     Function.forward = lambda ctx, _input, weight, target, bias=None, softcap=None, accum_dtype=None: None
     with pytest.raises(RefusedError, match="this release of Liger has no chunk_mem_const"):
         LOSS_PROVIDERS["liger-fp32"].build(CASE)
-
-
-def test_trl_takes_labels_as_they_are_and_its_own_chunk(monkeypatch):
-    options = []
-
-    def chunked(x, weight, rows, *, shift_labels, final_logit_softcapping):
-        options.append((rows, final_logit_softcapping))
-        return functional.cross_entropy(x @ weight.t(), shift_labels), None
-
-    trainer = types.SimpleNamespace(_chunked_cross_entropy_loss=chunked, _CHUNKED_LM_HEAD_CHUNK_SIZE=7)
-    monkeypatch.setattr("importlib.import_module", {"trl.trainer.sft_trainer": trainer}.__getitem__)
-    inputs = inputs_of(CASE)
-    errors = relative_errors(LOSS_PROVIDERS["trl"].build(CASE)(inputs), float64_results(CASE, inputs))
-    assert max(errors.values()) < 1e-5
-    assert options == [(7, None)]
 
 
 def test_right_results_are_timed_and_have_errors_and_a_peak_of_memory(run):

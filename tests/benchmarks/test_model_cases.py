@@ -32,14 +32,3 @@ def test_a_name_stands_for_its_case_and_no_other():
     for name in ("Qwen3-5B 1x1", "Qwen3-0.6B", "Qwen3-0.6B dance 1x1", "tiny-gpt 1x1"):
         with pytest.raises(ValueError, match="no model"):
             ModelCase.named(name)
-
-
-@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Llama-3.2-1B", "gemma-3-1b-pt"])
-def test_steps_that_end_in_the_loss_are_listed_and_come_first(model):
-    steps = [case.step for case in CASES if case.shape.endswith(model) and case.layers is None]
-    for kind in ((), ("lora",), ("autocast",)):
-        assert {(*kind, "loss"), (*kind, "checkpointing", "loss")} <= {*steps}
-        assert steps.index((*kind, "loss")) < steps.index(kind)
-    assert {("loss", "masked"), ("lora", "loss", "masked")} <= {*steps}
-    assert "loss" in steps[0]
-    assert "loss" in FEATURES[0].step

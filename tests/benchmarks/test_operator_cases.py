@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks import loss_cases
 from benchmarks.operator_cases import (
     CASES,
     HOST,
@@ -16,7 +15,6 @@ from benchmarks.operator_cases import (
     tolerance,
     worst_error,
 )
-from fused_norm.kernels import operator
 
 from .tiny_cases import OPERATOR_CASES
 
@@ -42,39 +40,6 @@ named = OperatorCase.named
 def test_least_bytes_count_each_activation_once(name, elements, forward, backward):
     assert named(name).bytes("forward", torch.bfloat16) == forward * elements * 2
     assert named(name).bytes("backward", torch.float32) == backward * elements * 4
-
-
-@pytest.mark.parametrize(
-    ("fp8_format", "scales"), [("tensorwise", 4), ("rowwise", 64 * 4), ("block128", 64 * 2 * 4), ("mxfp8", 64 * 8)]
-)
-def test_codes_are_bytes_and_scales_count(fp8_format, scales):
-    norm, add = (named(f"{name} 64x256 {fp8_format}") for name in ("rms_norm_fp8", "add_rms_norm_fp8"))
-    assert norm.bytes("forward", torch.bfloat16) == 64 * 256 * 3 + scales
-    assert add.bytes("forward", torch.bfloat16) == 64 * 256 * 7 + scales
-
-
-def test_every_operator_of_the_project_is_measured():
-    under_other_names = {"recomputed_norm", "norm_fp8"}  # called by the public functions of FP8
-    in_steps_alone = {
-        "linear_4bit",
-        "lora_add",
-        "lora_linear",
-        "lora_linear_4bit",
-        "expert_bias",
-        "expert_permute",
-        "expert_unpermute",
-    }
-    named = {op.plain_name or name for name, op in operator.OPERATORS.items()}
-    assert named - set(OPERATORS) <= under_other_names | in_steps_alone | {loss_cases.OPERATOR}
-
-
-def test_rotations_take_what_a_projection_makes_and_return_what_attention_takes():
-    inputs = named("qk_norm_rope 6x(4+2)x64").inputs(torch.bfloat16, torch.device("cpu"), seed=0)
-    assert [tuple(x.shape) for x in inputs.arguments[:2]] == [(1, 6, 4, 64), (1, 6, 2, 64)]
-    assert [tuple(dy.shape) for dy in inputs.gradients] == [(1, 4, 6, 64), (1, 2, 6, 64)]
-    assert all(dy.transpose(1, 2).is_contiguous() for dy in inputs.gradients)
-    assert all(angle.shape == (1, 6, 64) and not angle.requires_grad for angle in inputs.angles)
-    assert len(inputs.detached()) == 6
 
 
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=lambda case: case.name)

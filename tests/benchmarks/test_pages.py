@@ -7,8 +7,7 @@ import pytest
 
 from benchmarks.first_screen import cells_of
 from benchmarks.markdown import page_with
-from benchmarks.pages import ROOT, STEPS, TABLES, first_table, less_memory, options, stored_run, with_tables
-from benchmarks.tables import losses_in_markdown
+from benchmarks.pages import ROOT, STEPS, TABLES, first_table, stored_run, with_tables
 from benchmarks.time_and_memory import LINES, MODELS, draw
 
 
@@ -47,22 +46,6 @@ def test_the_first_table_has_every_step_that_the_readme_names_with_its_loss(run)
     rows = [row for row in run.rows if row.row != "Qwen3-0.6B loss 4x4096"]
     with pytest.raises(KeyError, match=re.escape("Qwen3-0.6B loss 4x4096")):
         first_table(replace(run, rows=rows))
-
-
-def test_options_are_those_of_every_step_in_which_their_time_was_compared(run):
-    compared = [row for row in run.of("features") if row.ratio is not None]
-    assert len({row.row for row in compared}) > 1
-    assert len(options(run).splitlines()) == 2 + len(compared)
-    again = replace(run, rows=[*run.rows, replace(compared[-1], row="Qwen3-0.6B 1x512", by="without qk")])
-    (last,) = {*options(again).splitlines()} - {*options(run).splitlines()}
-    assert last.startswith("| Qwen3-0.6B 1x512 | without qk | ")
-
-
-def test_what_was_not_measured_is_an_empty_cell(run):
-    cells = cells_of(less_memory(run))
-    assert cells["compiled, budget 0.7", "Qwen3-0.6B, LoRA"] == ""
-    assert cells["`recompute=True`", "Qwen3-0.6B"] == "149.7, 13.9"
-    assert losses_in_markdown(replace(run, rows=[])) == ""
 
 
 def test_the_chart_of_time_and_memory_is_drawn_from_the_run(run):

@@ -1,6 +1,5 @@
 """Samples are taken in turns; a ratio belongs to a round, and its interval has the stated coverage of the median."""
 
-import random
 from math import comb
 
 import pytest
@@ -14,9 +13,11 @@ def test_ratios_are_of_the_same_round_and_times_have_quartiles():
     assert (ratio.median, ratio.low, ratio.high, ratio.rounds) == pytest.approx((1.1, 1.1, 1.1, 7))
     assert Timing.of([3.0, 1.0, 2.0, 5.0, 4.0], "wall") == Timing(3.0, 2.0, 4.0, 5, "wall")
     assert Timing.of([7.0], "wall") == Timing(7.0, 7.0, 7.0, 1, "wall")
+    few = PairedRatio.of([9.0] * 5, [1.0] * 5)
+    assert (few.median, few.low, few.high, few.verdict) == (9.0, None, None, "within noise")
 
 
-@pytest.mark.parametrize("rounds", [6, 8, 9, 20, 60])
+@pytest.mark.parametrize("rounds", [6, 9, 20])
 def test_the_interval_is_the_narrowest_pair_of_samples_with_95_percent(rounds):
     ratio = PairedRatio.of([float(index) for index in range(1, rounds + 1)], [1.0] * rounds)
     rank = int(ratio.low)
@@ -28,21 +29,8 @@ def test_the_interval_is_the_narrowest_pair_of_samples_with_95_percent(rounds):
     assert coverage(rank) >= 0.95 > coverage(rank + 1)
 
 
-def test_the_interval_holds_the_true_median_as_often_as_it_says():
-    draw = random.Random(0)
-    ratios = [PairedRatio.of([draw.lognormvariate(0, 0.3) for _ in range(20)], [1.0] * 20) for _ in range(1000)]
-    assert 940 <= sum(ratio.low <= 1 <= ratio.high for ratio in ratios) <= 980, "95.9 percent for 20 rounds"
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 5])
-def test_too_few_rounds_have_no_interval_and_no_verdict(rounds):
-    ratio = PairedRatio.of([9.0] * rounds, [1.0] * rounds)
-    assert (ratio.median, ratio.low, ratio.high, ratio.verdict) == (9.0, None, None, "within noise")
-
-
 @pytest.mark.parametrize(
-    ("low", "high", "verdict"),
-    [(0.9, 0.99, "faster"), (1.01, 1.2, "slower"), (0.99, 1.01, "within noise"), (1.0, 1.2, "within noise")],
+    ("low", "high", "verdict"), [(0.9, 0.99, "faster"), (1.01, 1.2, "slower"), (1.0, 1.2, "within noise")]
 )
 def test_the_verdict_is_by_the_interval(low, high, verdict):
     assert PairedRatio((low + high) / 2, low, high, 8).verdict == verdict

@@ -19,12 +19,12 @@ LOSS_CASES = tuple(
 """Every option of losses, alone and combined with the others."""
 
 MODEL_CASES = (
-    ModelCase.named("tiny-gemma3_text 1x16"),
+    ModelCase.named("tiny-gemma3_text 1x8"),
     *(
         ModelCase.named(f"tiny-qwen3 {step}")
         for step in (
-            "loss 1x16", "autocast checkpointing 1x16", "lora dropout checkpointing loss 1x16", "qlora 1x16",
-            "packed 1x16", "loss masked 2x16", "fsdp2 1x16", "generate 1x2", "generate static 2x2",
+            "loss masked 2x8", "autocast checkpointing 1x8", "lora dropout loss 1x8", "qlora 1x8", "packed 1x16",
+            "fsdp2 1x16", "generate static 2x2",
         )
     ),
 )  # fmt: skip

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-from fused_norm import cli
+from fused_norm.cli import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,15 +43,7 @@ _PRINTED_ALIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @dataclass(frozen=True)
 class Block:
-    """A code block of a page.
-
-    Attributes:
-        language: ``python``, ``console`` or another one.
-        text: the code.
-        line: the number of the code's first line in the page, from 1 on.
-        runs: whether it is run, and not only compiled or parsed.
-        printed: the output that the page shows; None if it shows none.
-    """
+    """A code block of a page, from a line of it on: whether it is run, and the output that the page shows if any."""
 
     language: str
     text: str
@@ -70,12 +62,7 @@ def blocks_of(page: str) -> Iterator[Block]:
 
 
 def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
-    """Run the blocks of a page.
-
-    Args:
-        path: of the page.
-        folder: for what has to be a file.
-        stand_ins: what models that the page names are replaced by: local folders by names on the hub.
+    """Run the blocks of a page; ``stand_ins`` are local folders by the names of models on the hub.
 
     Raises:
         AssertionError: a block prints something else than the page shows, or is of a kind that cannot be run.
@@ -154,9 +141,9 @@ def _run_fused_norm(arguments: list[str], runs: bool) -> str:
     with contextlib.ExitStack() as stack:
         printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         if not runs:
-            name = f"{cli.__name__}.{arguments[0]}_command"
+            name = f"fused_norm.cli.{arguments[0]}_command"
             stack.enter_context(mock.patch.object(importlib.import_module(name), "run", return_value=0))
-        code = cli.main(arguments)
+        code = main(arguments)
     assert code == 0, f"fused-norm {shlex.join(arguments)} exits with {code}:\n{printed.getvalue()}"
     return printed.getvalue()
 

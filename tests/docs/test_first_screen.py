@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.first_screen import COLOURS, DRAWN, cells_of, draw
+from benchmarks.first_screen import COLOURS, DRAWN, cells_of
 from benchmarks.pages import first_table, step_of, stored_run
 
 from .markdown_pages import ROOT, blocks_of
@@ -48,15 +48,6 @@ def test_the_picture_shows_the_cells_of_the_table():
     written = re.findall(r"<text [^>]*>([^<]+)</text>", PICTURE)
     assert {text for text in written if re.fullmatch(r"\d+\.\d", text)} >= drawn
     assert {*COLOURS, *DRAWN.values()} <= {*written}
-
-
-def test_a_drawing_has_a_bar_for_every_number_and_none_for_an_empty_cell():
-    cells = {(row, f"{name} {unit}"): "" for row in DRAWN for name in COLOURS for unit in ("ms", "GiB")}
-    full = [place for place in cells if place[0] != "LoRA, Qwen3-0.6B" or place[1].startswith("ours")]
-    cells |= {place: f"{number}.5" for number, place in enumerate(full, 100)}
-    svg = draw({"stock": [3.0, 2.0], "fused": [3.0, 2.0]}, cells)
-    assert sorted(re.findall(r">(1\d\d\.5)</text>", svg)) == [f"{number}.5" for number in range(100, 126)]
-    assert "prefers-color-scheme: dark" in svg
 
 
 def test_the_readme_comes_to_the_point():

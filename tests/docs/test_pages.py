@@ -75,7 +75,7 @@ def test_blocks_are_found_with_their_output():
 
 @pytest.mark.parametrize(
     ("number", "argument", "problem"),
-    [("3", "qwen3", None), ("4", "qwen3", AssertionError), ("y", "qwen3", NameError), ("3", "--no", SystemExit)],
+    [("3", "qwen3", None), ("4", "qwen3", AssertionError), ("3", "--no", SystemExit)],
 )
 def test_a_page_that_is_wrong_fails(number, argument, problem, tmp_path):
     page = tmp_path / "page.md"

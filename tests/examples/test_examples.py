@@ -20,7 +20,6 @@ from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fused_norm
-from fused_norm.kernels import reference
 from fused_norm.patcher.fused_norm_module import is_disabled
 from fused_norm.spec import NormSpec
 
@@ -46,13 +45,11 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def called():
-    """Return the operators that are called, backwards included."""
     with called_operators() as names:
         yield names
 
 
 def logged(trainer: Any, *names: str) -> torch.Tensor:
-    """Return what a trainer has logged for each step."""
     return torch.tensor([[entry[name] for name in names] for entry in trainer.state.log_history if "loss" in entry])
 
 
@@ -70,7 +67,7 @@ def test_the_operators_alone_have_values_and_gradients(called):
     for y in outputs.values():
         assert y.dtype == torch.bfloat16
         assert y.float().std() > 0.1
-    expected = reference.rms_norm(NormSpec("llama", eps=1e-6), x, weight)
+    expected = weight * torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
     assert (outputs["rms_norm"] != expected).float().mean() < 0.01
     assert 0 < weight.grad.float().norm() < torch.inf
 
@@ -103,7 +100,7 @@ def test_the_trainer_takes_the_steps_of_stock_and_saves_a_stock_model(checkpoint
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "bits"), [("sft", 16), ("sft", 4), ("dpo", 16)])
+@pytest.mark.parametrize(("method", "bits"), [("sft", 4), ("dpo", 16)])
 def test_trl_trains_adapters_as_stock_does(method, bits, checkpoint, called, tmp_path):
     pytest.importorskip("trl", reason="needs trl")
     if bits == 4:

@@ -15,7 +15,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """Load the config of an example."""
     return yaml.safe_load((EXAMPLES / name).read_text(encoding="utf-8"))
 
 

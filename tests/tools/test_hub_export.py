@@ -17,11 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.import_utils import is_kernels_available
 
 import fused_norm
-from fused_norm.check.distances import distance
 from fused_norm.model_configs import build
 from tools.hub_export.command import export, main
-
-from ..conftest import slow_rows
 
 
 def has(base: Path, name: str) -> bool:
@@ -132,9 +129,7 @@ def olmo2(dtype: torch.dtype) -> nn.Module:
     return model.train()
 
 
-@pytest.mark.parametrize(
-    ("name", "norm"), [("olmo2", "Olmo2RMSNorm"), *slow_rows(("llama", "LlamaRMSNorm"), ("qwen3", "Qwen3RMSNorm"))]
-)
+@pytest.mark.parametrize(("name", "norm"), [("olmo2", "Olmo2RMSNorm"), ("llama", "LlamaRMSNorm")])
 def test_kernelized_norms_give_the_bits_of_stock_and_its_gradients(name, norm, mapping, device):
     dtype = torch.bfloat16
     stock = olmo2(dtype).to(device) if name == "olmo2" else build(name, seed=0, dtype=dtype, device=device)
@@ -143,7 +138,7 @@ def test_kernelized_norms_give_the_bits_of_stock_and_its_gradients(name, norm, m
     (expected, stock_gradients), (logits, gradients) = step(stock), step(hub)
     assert (logits != expected).float().mean() < 0.01
     for key, gradient in stock_gradients.items():
-        assert distance(gradients[key], gradient) < 0.02, key
+        assert (gradients[key] - gradient).float().norm() <= 0.02 * gradient.float().norm(), key
 
 
 def test_a_module_that_computes_something_else_keeps_its_forward(mapping, device):
@@ -169,12 +164,3 @@ def test_for_compiled_graphs_stock_stays(mapping):
     compiled = torch.compile(kernelized(stock, mapping).model.norm, fullgraph=True, backend="eager")
     x = torch.randn(2, 3, stock.config.hidden_size)
     assert torch.equal(compiled(x), stock.model.norm(x))
-
-
-def test_an_exported_layer_runs_beside_the_package_by_operators_of_its_own(mapping):
-    hub = kernelized(build("llama", seed=0), mapping)
-    forward = hub.model.norm.forward.__func__
-    name, operator = forward.__module__.partition(".")[0], forward.__globals__["RMS_NORM"]
-    assert name != "fused_norm"
-    assert operator is not fused_norm.kernels.rms_norm.__globals__["RMS_NORM"]
-    assert operator._forward_op.namespace == name

@@ -12,26 +12,15 @@ from tools.coverage.norm_values import normalises
 WIDTH = 24
 
 
-class Module(nn.Module):
-    """A module with a weight or a buffer that computes a given function."""
-
-    def __init__(self, weight: torch.Tensor | None = None) -> None:
-        super().__init__()
-        if isinstance(weight, nn.Parameter):
-            self.weight = weight
-        elif weight is not None:
-            self.register_buffer("weight", weight)
-
-
 def root(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
-def module(name, forward, weight="parameter"):
+def module(name, forward, weighted=True):
     """Return a module of a class with this name and forward."""
-    ones = torch.ones(WIDTH)
-    cls = type(name, (Module,), {"forward": forward})
-    return cls({"parameter": nn.Parameter(ones), "buffer": ones, None: None}[weight])
+    made = type(name, (nn.Module,), {"forward": forward})()
+    made.weight = nn.Parameter(torch.ones(WIDTH)) if weighted else None
+    return made
 
 
 def gated_before(self, x, gate=None):
@@ -42,19 +31,14 @@ MODULES = [
     (module("Thing", lambda self, x: self.weight * root(x)), "rms"),
     (module("Centred", lambda self, x: (1 + self.weight) * root(x)), "rms"),
     (module("Grouped", lambda self, x: self.weight * root(x.unflatten(-1, (4, -1))).flatten(-2)), "rms"),
-    (module("Buffered", lambda self, x: self.weight * root(x), "buffer"), "rms"),
-    (module("Weightless", lambda self, x: root(x), None), "rms"),
-    (nn.RMSNorm(WIDTH), "rms"),
+    (module("Weightless", lambda self, x: root(x), False), "rms"),
     (module("GateBehind", lambda self, x, z: self.weight * root(x) * functional.silu(z)), "gated"),
     (module("GateBefore", gated_before), "gated"),
-    (module("Length", lambda self, x: functional.normalize(x, dim=-1), None), "length"),
+    (module("Length", lambda self, x: functional.normalize(x, dim=-1), False), "length"),
     (module("Subtracting", lambda self, x: self.weight * root(x - x.mean(-1, keepdim=True))), "layer"),
     (nn.LayerNorm(WIDTH), "layer"),
     (module("RMSNorm", lambda self, x: self.weight * x), None),  # a norm by name only
-    (module("Clip", lambda self, x: x * (1 / x.norm(dim=-1, keepdim=True)).clamp(max=1), None), None),
-    (module("Softmax", lambda self, x: x.softmax(-1), None), None),
-    (module("Signs", lambda self, x: x.sign(), None), None),
-    (nn.SiLU(), None),
+    (module("Clip", lambda self, x: x * (1 / x.norm(dim=-1, keepdim=True)).clamp(max=1), False), None),
     (nn.Linear(WIDTH, WIDTH), None),
 ]
 

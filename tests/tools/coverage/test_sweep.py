@@ -31,13 +31,3 @@ def test_each_job_has_a_result_whatever_another_one_does():
         "dies": {"failed": "the process ended with code 3"},
         "sleeps": {"failed": "not done after 1 s"},
     }
-
-
-def test_no_more_processes_run_than_are_allowed():
-    def note(name: str) -> dict:
-        began = time.time()
-        time.sleep(0.1)
-        return {"began": began, "ended": time.time()}
-
-    results = dict(sweep(note, [str(number) for number in range(4)], jobs=2)).values()
-    assert max(sum(a["began"] <= b["began"] < a["ended"] for a in results) for b in results) <= 2

@@ -10,7 +10,6 @@ import pytest
 import transformers
 from torch import nn
 
-from fused_norm.patcher import survey
 from tools.coverage import type_count
 from tools.coverage.summary import Summary, summarise
 from tools.coverage.type_count import UnbuiltError, count
@@ -20,10 +19,7 @@ from ...conftest import slow
 STORED = Path(__file__).parents[3] / "benchmarks" / "coverage" / f"transformers-{transformers.__version__}.json"
 
 QUICK = ("llama", "bert")
-SLOW = (
-    "aimv2", "bamba", "cohere", "deepseek_v3", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite",
-    "lfm2", "mamba2", "olmo2", "phi3", "qwen2_5_vl", "qwen3", "qwen3_next", "stablelm", "t5", "zamba2",
-)  # fmt: skip
+SLOW = ("bamba", "cohere", "gemma3_text", "gpt_oss", "lfm2", "qwen3_next", "t5")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +40,7 @@ def test_a_type_has_what_the_stored_summary_says(model_type, stored):
 
 @pytest.mark.slow
 def test_what_the_patcher_leaves_out_is_counted_all_the_same(monkeypatch):
-    monkeypatch.setattr(survey, "looks_like_norm", lambda module: False)
+    monkeypatch.setattr("fused_norm.patcher.survey.looks_like_norm", lambda module: False)
     result = count("llama")
     assert (result.found["norm"], result.fused["norm"]) == (65, 0)
     assert (result.found["residual"], result.fused["residual"]) == (2, 0)
