@@ -24,8 +24,6 @@ from fused_norm.check.against_float64 import (
 from fused_norm.check.distances import ZERO_SHARE
 from fused_norm.model_configs import FAMILIES, build, families_here, tiny_config
 
-from ..planted.faults import FAULTS
-
 
 def tokens_of(model: nn.Module, device: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
@@ -75,11 +73,17 @@ def test_the_fused_step_is_as_near_to_the_truth_as_the_stock_step(model_type, dt
     assert_near_to_the_truth(small(model_type, dtype=dtype, device=device))
 
 
+UNALIKE = {"granite", "olmo2", "gpt_oss", "gemma4_text", "qwen3_5_moe_text"}
+"""Families with a scaled branch, norms behind branches, experts, sandwiches, and convolutions."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", families_here())
-def test_in_every_family_the_fused_step_is_as_near_to_the_truth(model_type, dtype, device):
-    assert_near_to_the_truth(build(model_type, seed=1, dtype=dtype, device=device))
+@pytest.mark.parametrize(
+    "model_type",
+    [name if name in UNALIKE else pytest.param(name, marks=pytest.mark.release) for name in families_here()],
+)
+def test_in_every_family_the_fused_step_is_as_near_to_the_truth(model_type, device):
+    assert_near_to_the_truth(build(model_type, seed=1, dtype=torch.float32, device=device))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
@@ -124,25 +128,29 @@ def test_nothing_in_the_truth_is_rounded_to_float32():
     assert roundings["stock"]
 
 
-@pytest.mark.parametrize("where", ["model.norm", "model.layers.0.input_layernorm"])
-def test_a_norm_that_is_off_by_little_is_over_budget(where, device):
-    result = damaged(small("llama", device=device), where, lambda weight: weight.mul_(1 + 1e-4))
+def test_a_norm_that_is_off_by_little_is_over_budget(device):
+    result = damaged(
+        small("llama", device=device), "model.layers.0.input_layernorm", lambda weight: weight.mul_(1 + 1e-4)
+    )
     assert not result.ok
     assert "over budget" in str(result)
     assert json.loads(result.to_json())["ok"] is False
 
 
-@pytest.mark.parametrize(
-    ("fault", "where"), [("size", "loss"), ("dw-size", "lm_head.weight.grad"), ("dx-size", "model.norm.weight.grad")]
-)
-def test_a_head_whose_loss_or_gradient_is_off_by_little_is_over_budget(fault, where, device):
+@pytest.mark.parametrize("where", ["loss", "lm_head.weight.grad", "model.norm.weight.grad"])
+def test_a_loss_or_gradient_that_alone_is_off_by_little_is_over_budget(where, device):
     model = small("llama", device=device)
-    with FAULTS[f"linear_cross_entropy-{fault}"].planted(model) as planted:
-        result = check_step(model, tokens_of(model, device))
-    assert planted.calls == 1
-    over = {row.name for row in result.deviations if not row.ok}
-    assert where in over
-    assert fault == "dx-size" or over == {where}
+
+    def before(step):
+        if step != "fused":
+            return
+        if where == "loss":
+            model.register_forward_hook(lambda module, inputs, output: output.loss.data.mul_(1.003) and None)
+        else:
+            model.get_parameter(where.removesuffix(".grad")).register_hook(lambda gradient: gradient * 1.01)
+
+    result = check_step(model, tokens_of(model, device), progress=Steps(before))
+    assert {row.name for row in result.deviations if not row.ok} == {where}
 
 
 def test_a_nan_is_over_budget(device):

@@ -10,27 +10,17 @@ from fused_norm import apply_fused_norm, disabled
 from fused_norm.check.distances import TURNED_ROWS, share_apart, share_different
 from fused_norm.convergence.call_checks import CallRecord, _of_rows_alike, calls_of_step, compare
 from fused_norm.convergence.comparison import Comparison
-from fused_norm.convergence.fused_calls import (
-    _IN_FLOAT32,
-    _KINDS,
-    _OWN_INPUTS,
-    FusedCall,
-    observed,
-    sites_not_seen,
-    watched_calls,
-)
+from fused_norm.convergence.fused_calls import FusedCall, observed, sites_not_seen, watched_calls
 from fused_norm.convergence.model_source import add_adapters
 from fused_norm.convergence.paired_runs import PairedRuns, fused_for
 from fused_norm.convergence.step_checks import changed_bits
-from fused_norm.kernels.operator import OPERATORS
 from fused_norm.model_configs import build
 from fused_norm.patcher import Site
-from fused_norm.spec import KINDS
 
 from ..conftest import slow, slow_rows
 from ..patcher.test_convolutions import ByFunction, BySilu
 from ..planted.faults import FAULTS
-from ..planted.planting import PlantedFault, linear_cross_entropy
+from ..planted.planting import PlantedFault
 from ..planted.runs import faulty
 from .plans import DEVICE, TOKENS, small, tiny_plan
 
@@ -124,16 +114,6 @@ def test_rows_that_one_rounding_may_have_turned_do_not_count_and_more_of_them_do
     assert share_apart(many, right, rows_left_out=TURNED_ROWS) > 0.01
 
 
-@pytest.mark.slow
-def test_an_adapter_that_drops_and_does_not_cast_is_seen(adapted):
-    model, _ = adapted
-    path = "model.layers.0.mlp.down_proj"
-    model.get_submodule(path).lora_dropout["default"] = torch.nn.Dropout(0.05)
-    calls = [call for call in calls_of_step(model, TOKENS, mixed=True) if call.path == path]
-    assert record_of(model, calls, mixed=True).outputs[path] < 0.01
-    assert record_of(model, calls, fault="adapter-dropout-cast", mixed=True).outputs[path] > 0.1
-
-
 def test_adapters_that_run_stock_code_are_seen_unless_they_multiply_in_float32(adapted):
     model, sites = adapted
     with disabled():
@@ -186,9 +166,8 @@ def head_of(model, **options):
     [
         ("llama", {}, False),
         *slow_rows(
-            ("llama", {}, True),
             ("granite", {"logits_scaling": 3.0}, False),
-            *(("gemma2", {"final_logit_softcapping": 2.0}, mixed) for mixed in (False, True)),
+            ("gemma2", {"final_logit_softcapping": 2.0}, True),
         ),
     ],
 )
@@ -211,17 +190,6 @@ def test_a_head_and_its_loss_are_held_to_the_stock_formula(family, change, mixed
     assert "lm_head (loss)" in sites_not_seen([Site("lm_head", "loss", "Model")], unfused)
 
 
-@pytest.mark.slow
-def test_a_head_that_takes_several_chunks_is_held_to_the_stock_formula(monkeypatch):
-    monkeypatch.setattr(linear_cross_entropy, "MOST_ROWS", 16)
-    monkeypatch.setattr(linear_cross_entropy, "_MULTIPLE", 8)
-    assert linear_cross_entropy.chunk_rows(66, 131, 2) < 20
-    model = with_bias()
-    record = record_of(model, head_of(model))
-    assert max(record.losses.values()) < 0.1
-    assert max(record.turned.values()) < 0.01
-
-
 def test_the_gradient_of_a_heads_bias_is_held_to_stock():
     model = with_bias()
     calls = head_of(model)[1:]
@@ -234,7 +202,7 @@ def test_the_gradient_of_a_heads_bias_is_held_to_stock():
     assert record.gradients[place] > 100
 
 
-@pytest.mark.parametrize(("form", "mixed"), [(ByFunction, False), (BySilu, False), (BySilu, True)])
+@pytest.mark.parametrize(("form", "mixed"), [(ByFunction, False), (BySilu, True)])
 def test_a_convolution_and_the_gradients_of_its_filters_are_held_to_stock(form, mixed):
     module = form().to(DEVICE, torch.float32 if mixed else torch.bfloat16)
     model = torch.nn.ModuleList([module])
@@ -255,15 +223,6 @@ def test_a_convolution_and_the_gradients_of_its_filters_are_held_to_stock(form, 
     assert planted.share == 1
     assert len(trained) == 9  # of the input, the filters and the bias; of the call, its beginning and packed sequences
     assert [name for name in trained if wrong.gradients[name] > 10] == [n for n in trained if n.endswith(FILTERS)]
-
-
-@pytest.mark.slow
-def test_a_divisor_that_comes_after_a_rounding_is_seen_in_what_is_rounded():
-    model = with_bias()
-    calls = head_of(model)[:1]
-    record = record_of(model, calls, fault="linear_cross_entropy-divided-late")
-    assert max(record.gradients.values()) < 3  # the distance does not show it
-    assert min(record.turned[f"{calls[0].name}: gradient of {tensor}"] for tensor in ("x", "lm_head.weight")) > 0.2
 
 
 def test_packed_sequences_have_angles_of_their_own_and_large_numbers(fused):
@@ -287,7 +246,7 @@ def test_packed_sequences_have_angles_of_their_own_and_large_numbers(fused):
     assert q.abs().max() > 4 * rotations[0][0].abs().max()
 
 
-@pytest.mark.parametrize("execution", ["eager", *slow("lora-alone", "lora", "lora-dropout")])
+@pytest.mark.parametrize("execution", ["eager", *slow("lora-dropout")])
 def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
     model = small(layers=2)
     if execution != "eager":
@@ -301,18 +260,12 @@ def test_linears_that_all_read_one_output_of_a_norm_are_seen(execution):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="steps are held to bits on a CPU alone")
-@pytest.mark.parametrize(
-    ("precision", "fault"),
-    [
-        ("bf16", "rms_norm_for_consumers-order"),
-        *slow_rows(("mixed", "add_rms_norm_for_consumers-early"), ("fp32", "consumers-detached")),
-    ],
-)
-def test_linears_that_have_an_output_of_a_norm_each_are_held_to_the_bits_of_one(precision, fault):
-    comparison, state = Comparison("llama", precision), PlantedFault()
+def test_linears_that_have_an_output_of_a_norm_each_are_held_to_the_bits_of_one():
+    comparison, state = Comparison("llama", "bf16"), PlantedFault()
     trainer = PairedRuns(tiny_plan([comparison], cpu=True), comparison)
     assert set(trainer.check_bits(fused_for("all"), consumers=False).values()) == {0.0}
-    assert max(trainer.check_bits(faulty(comparison, FAULTS[fault], state), consumers=False).values()) > 0.01
+    change = faulty(comparison, FAULTS["rms_norm_for_consumers-order"], state)
+    assert max(trainer.check_bits(change, consumers=False).values()) > 0.01
     assert state.share > 0.01
 
 
@@ -339,15 +292,6 @@ def test_a_gradient_that_no_two_steps_have_alike_is_not_held_to_bits():
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * (1 + 1e-3 * torch.rand(())))
     assert set(changed_bits(model, TOKENS, lambda same: same).values()) == {0.0}
     assert share_different(torch.ones(2), torch.tensor([1.0, 2.0])) == 0.5
-
-
-def test_every_kind_of_site_is_told_by_operators_that_exist():
-    """Otherwise a kind would never be seen to run fused, and every run with it would be invalid."""
-    assert set(_KINDS) == {*KINDS, "consumers"}
-    for kind, of_kind in _KINDS.items():
-        assert of_kind.operators, kind
-        # If the operator of heads also rotates them, it is called by another name.
-        assert of_kind.operators <= {*OPERATORS, "qk_norm_rope", _IN_FLOAT32, _OWN_INPUTS}, kind
 
 
 def test_a_gradient_counts_in_rows_whose_sum_is_stocks():

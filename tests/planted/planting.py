@@ -85,21 +85,15 @@ class Forward:
     def __getitem__(self, name: str) -> Any:
         return self.operator.by_name(self.arguments).get(name)
 
-    def results(self, *names: str, **changed: Any) -> list[Tensor | None]:
-        """Return the right results, except for the outputs with these names, or for all outputs if there are no names.
-
-        Those outputs are computed from changed arguments, given by name, and cast to the dtypes of the right ones.
-        """
-        results = list(self.right(*self.arguments, training=self.training))
-        if not changed:
-            return results
+    def results(self, **changed: Any) -> list[Tensor | None]:
+        """Return the results; those of changed arguments, given by name, have the dtypes of the right ones."""
+        results = self.right(*self.arguments, training=self.training)
         arguments = (self.operator.by_name(self.arguments) | changed).values()
-        others = self.right(*arguments, training=self.training)
-        return _replaced(results, self.operator.outputs, others, names)
+        return _in_dtypes_of(results, self.right(*arguments, training=self.training)) if changed else list(results)
 
-    def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
-        """Return the results with the outputs of these names changed, or with all of them changed."""
-        return _edited(self.results(), self.operator.outputs, edit, names or self.operator.outputs)
+    def edited(self, edit: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        """Return the results with all outputs changed."""
+        return _edited(self.results(), self.operator.outputs, edit, self.operator.outputs)
 
 
 @dataclass(frozen=True)
@@ -113,31 +107,20 @@ class Backward:
     def __getitem__(self, name: str) -> Any:
         return self.operator.backward_by_name(self.call).get(name)
 
-    def results(self, *names: str, **changed: Any) -> list[Tensor | None]:
-        """Return the right gradients, except for those with these names, or for all of them if there are no names.
-
-        Those gradients are computed from changed tensors or facts, given by name, and cast to the right ones' dtypes.
-        """
-        results = list(self.right(self.call))
-        if not changed:
-            return results
+    def results(self, **changed: Any) -> list[Tensor | None]:
+        """Return the gradients; those of changed tensors or facts, given by name, have the dtypes of the right ones."""
+        results = self.right(self.call)
         values = iter((self.operator.backward_by_name(self.call) | changed).values())
         call = BackwardCall(*(tuple(next(values) for _ in part) for part in self.call))
-        return _replaced(results, self.operator.gradients, self.right(call), names)
+        return _in_dtypes_of(results, self.right(call)) if changed else list(results)
 
     def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
         """Return the gradients with those of these names changed."""
         return _edited(self.results(), self.operator.gradients, edit, names)
 
 
-def _replaced(
-    tensors: list[Tensor | None], names: Sequence[str], others: Results, chosen: Sequence[str]
-) -> list[Tensor | None]:
-    for place, name in enumerate(names):
-        right, replacement = tensors[place], others[place]
-        if right is not None and replacement is not None and (not chosen or name in chosen):
-            tensors[place] = replacement.to(right.dtype)
-    return tensors
+def _in_dtypes_of(right: Results, others: Results) -> list[Tensor | None]:
+    return [a if a is None or b is None else b.to(a.dtype) for a, b in zip(right, others, strict=True)]
 
 
 def _edited(

@@ -20,11 +20,10 @@ from fused_norm.convergence.plan import Plan
 from fused_norm.convergence.report_claims import claims_not_kept
 from fused_norm.convergence.suite import Baseline, message_of, run_baseline, run_fused, train_fused
 from fused_norm.convergence.verdict import BY_NAME, ComparisonResult
-from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.model_configs import FAMILIES
 from fused_norm.patcher import Site
 
-from .faults import FAULTS, NO_NORM, OF_ADAPTERS, ROUNDINGS, Fault
+from .faults import FAULTS, NO_NORM, ROUNDINGS, Fault
 from .planting import PlantedFault
 
 Outcome = Literal["caught", "missed", "hidden", "sound", "invalid"]
@@ -32,7 +31,7 @@ Outcome = Literal["caught", "missed", "hidden", "sound", "invalid"]
 _TOGETHER = 24
 """Number of faults that share one stock run and its controls."""
 
-_MADE_AGAIN = {operator.name for operator in (*OF_ADAPTERS, LINEAR_CROSS_ENTROPY)}
+_MADE_AGAIN = ("lora_linear", "lora_linear_4bit", "linear_cross_entropy")
 """The operators whose calls are repeated in executions of their own."""
 
 _EXECUTION_OF = {"sites": "eager", "consumers": "eager"}
