@@ -68,5 +68,4 @@ def test_a_fault_is_caught_in_the_execution_that_runs_it(family, precision, exec
     baseline = suite.run_baseline(plan, comparison.baseline, suite.Progress())
     assert outcome(baseline, comparison, monkeypatch) == ("green", ())
     outcomes = {name: outcome(baseline, comparison, monkeypatch, name) for name in names}
-    print({k: v for k, v in outcomes.items()})
     assert {name: result[0] for name, result in outcomes.items()} == dict.fromkeys(names, "caught"), outcomes
