@@ -75,12 +75,16 @@ def test_the_quick_tier_covers_features_and_executions_and_each_is_green_with_wh
     assert {row["outcome"] for row in rows} == {"green"}
     executions = {"eager", "compile", "checkpointing", "recompute", "loss", *LORA}
     assert {row["comparison"]["execution"] for row in rows} == executions
+    features = {"all", "norms", *(f"norms+{part}" for part in ("qk", "rope", "residual", "mlp", "loss"))}
+    assert {row["comparison"]["feature"] for row in rows} == features
     layers = FAMILIES["qwen3"].tiny["num_hidden_layers"]
     for row in rows:
         execution, feature, sites = row["comparison"]["execution"], row["comparison"]["feature"], row["fused"]["sites"]
         is_compiled = execution == "compile"  # its linears read what a stock norm returns, and its head is stock
         assert sites["adapter"] == LORA.get(execution, 0) * layers, row["name"]
         assert sites["linear"] == (5 * layers if execution == "qlora-qv" else 0), row["name"]
+        read = layers * (2 if feature in ("all", "norms+residual") else 1)  # norms whose only consumers are linears
+        assert sites["consumers"] == (0 if is_compiled else read), row["name"]
         assert sites["loss"] == (feature in ("all", "norms+loss") and not is_compiled), row["name"]
 
 
@@ -135,6 +139,7 @@ def test_a_model_that_fails_leaves_the_others_alone_and_the_report_is_one_page_t
     # Charts refer only to parts of themselves, and nothing refers to another page.
     assert not re.search(r"""(src|href)\s*=\s*["'][^#]|@import|url\([^#]|<!DOCTYPE svg""", html)
     colours = set(re.findall(r"var\(--(\w+)", html))
+    assert colours >= {"stock", "fused", "noise", "limit", "soft"}
     light, dark = html.split("prefers-color-scheme: dark")
     assert all(f"--{name}: #" in part for part in (light, dark) for name in colours)
     answer = "Not known: training came out the same in 1 of 2 comparisons; 1 said nothing"

@@ -16,11 +16,12 @@ from fused_norm.convergence.text_sequences import pack, training_order, varied
         (["--data", "{}/bad"], "bad is not UTF-8"),
         (["--data", "{}/rows"], "no column 'text'; it has body"),
         (["--data", "{}/rows", "--column", "body"], "the text has 8 tokens, and one sequence takes 33"),
-        (["--data", "{}/none"], "none"),
+        (["--data", "{}/empty"], "cannot load the dataset"),
     ],
 )
 def test_text_that_cannot_be_used_is_named(arguments, message, tmp_path, capsys):
     (tmp_path / "bad").write_bytes(b"caf\xe9\n")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in ("eins", "zwei")))
     line = [argument.format(tmp_path) for argument in arguments]

@@ -213,6 +213,8 @@ def _in_operators() -> Iterator[Fault]:
         # The gradient of a filter is that of the next tap.
         ("causal_conv1d-dw-tap", lambda call: call.edited(lambda dw: dw.roll(1, 1), "dweight")),
         (f"{sum_of_norm}-dropped", _of_consumers(lambda dys: dys[:-1])),  # the first consumer's gradient is missing
+        # Gradients are summed from the first consumer on.
+        ("rms_norm_for_consumers-order", _of_consumers(lambda dys: dys[::-1])),
         # Sums of fp32 gradients are rounded to 16 bits.
         (f"{sum_of_norm}-early", _of_consumers(lambda dys: reduce(add, dys)), "consumers"),
     ):
