@@ -67,6 +67,10 @@ def test_the_tests_of_a_fault_are_those_that_run_its_statement(tmp_path: Path) -
     tests.replace_file("t.py", {"t.py::a": 0.5, "t.py::b": 0.1}, lines)
     assert tests.tests_of(mutant, 5.0) == ["t.py::a"]
     assert tests.reached() == {"kernels/example.py": {4, 7}}
+    cases = [f"t.py::a[{i}]" for i in range(5)]
+    tests.replace_file("t.py", dict.fromkeys(cases, 0.1), {case: {"kernels/example.py": [4]} for case in cases})
+    assert len(tests.tests_of(mutant, 5.0)) == 3
+    assert tests.tests_of(mutant, 5.0, ["t.py::a[gone]"]) == cases
 
 
 def test_stored_verdicts_are_of_faults_that_are_still_there() -> None:
