@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -74,16 +73,13 @@ def shifted_loss(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
 def test_what_a_tensor_is_reads_nothing() -> None:
     head = Head()
     lazy, real = head.lazy(), head.real()
-    places = ("requires_grad", "is_leaf", "_base")
-    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", *places):
+    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "is_leaf", "_base"):
         assert getattr(lazy, name) == getattr(real, name), name
     for name in ("dim", "numel", "__len__", "size", "stride", "is_floating_point", "is_contiguous"):
         assert getattr(lazy, name)() == getattr(real, name)(), name
     assert (lazy.size(0), lazy.size(dim=-1), lazy.stride(1)) == (real.size(0), real.size(-1), real.stride(1))
     assert (lazy.grad_fn is None) == (real.grad_fn is None)
-    assert isinstance(lazy, Tensor)
     assert torch.is_tensor(lazy)
-    assert torch.is_floating_point(lazy)
     assert len({lazy, lazy}) == 1
     assert head.readers == []
 
@@ -91,22 +87,17 @@ def test_what_a_tensor_is_reads_nothing() -> None:
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "float": lambda logits: logits.float(),
     "to float32": lambda logits: logits.to(torch.float32),
-    "to its device": lambda logits: logits.to(logits.device),
     "detach": lambda logits: logits.detach(),
     "contiguous": lambda logits: logits.contiguous(),
     "contiguous rows": lambda logits: logits[..., :-1, :].contiguous().view(-1, VOCABULARY),
     "times a number": lambda logits: logits * 0.5,
     "a number times": lambda logits: 2 * logits,
-    "over a number": lambda logits: logits / 3.0,
     "tanh": lambda logits: torch.tanh(logits),
     "a softcap": lambda logits: torch.tanh(logits / 5.0) * 5.0,
-    "view": lambda logits: logits.view(-1, VOCABULARY),
     "flatten": lambda logits: logits.flatten(0, 1),
     "reshape": lambda logits: logits.reshape(-1, logits.shape[-1]),
     "slice": lambda logits: logits[..., :-1, :],
-    "slice of the first": lambda logits: logits[:, 1:],
     "one row": lambda logits: logits[:, -1],
-    "one sequence": lambda logits: logits[1],
     "a mask": lambda logits: logits[torch.tensor([[True, False, True, True, False]] * 2)],
     "several": lambda logits: (logits.float()[:, :-1] / 2.0).reshape(-1, VOCABULARY),
 }
@@ -135,35 +126,18 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "rows by their numbers": lambda logits: logits[:, torch.tensor([0, 0, 2])],
     "a mask of elements": lambda logits: logits[torch.ones(*ROWS, VOCABULARY, dtype=torch.bool)],
     "a flag": lambda logits: logits[torch.tensor(True)],
-    "plus": lambda logits: logits + 1,
     "times a tensor": lambda logits: logits * torch.tensor(2.0),
-    "softmax": lambda logits: logits.softmax(-1),
-    "cat": lambda logits: torch.cat([logits, logits]),
-    "transpose": lambda logits: logits.transpose(1, 2),
     "to another dtype": lambda logits: logits.to(torch.float16),
     "a copy in its dtype": lambda logits: logits.to(logits.dtype, copy=True),
-    "in another order of memory": lambda logits: logits.view(2, 5, 1, VOCABULARY).contiguous(
-        memory_format=torch.channels_last
-    ),
-    "double": lambda logits: logits.double(),
+    "in another order of memory": lambda logits: logits[None].contiguous(memory_format=torch.channels_last),
     "numpy": lambda logits: torch.from_numpy(logits.detach().numpy()),
-    "tolist": lambda logits: torch.tensor(logits.tolist()),
     "print": lambda logits: torch.tensor([ord(letter) for letter in str(logits.detach())]),
-    "pickle": lambda logits: pickle.loads(pickle.dumps(logits.detach())),
     "deepcopy": lambda logits: copy.deepcopy(logits.detach()),
     "save": lambda logits: _saved(logits.detach()),
-    "iterate": lambda logits: torch.stack([row.sum() for row in logits]),
-    "item": lambda logits: torch.tensor(logits.sum().item()),
     "another cross entropy": lambda logits: functional.cross_entropy(logits.transpose(1, 2), labels()),
-    "weighted cross entropy": lambda logits: functional.cross_entropy(
-        logits.flatten(0, 1), labels().flatten(), weight=torch.arange(9.0)
-    ),
-    "losses of rows": lambda logits: functional.cross_entropy(
-        logits.flatten(0, 1), labels().flatten(), reduction="none"
-    ),
-    "targets that are probabilities": lambda logits: functional.cross_entropy(
-        logits.flatten(0, 1), torch.ones(10, VOCABULARY).softmax(-1)
-    ),
+    "weighted cross entropy": lambda logits: functional.cross_entropy(logits[0], labels()[0], torch.arange(9.0)),
+    "losses of rows": lambda logits: functional.cross_entropy(logits[0], labels()[0], reduction="none"),
+    "targets that are probabilities": lambda logits: functional.cross_entropy(logits[0], torch.ones(5, 9).softmax(-1)),
     "data": lambda logits: logits.data,
     "by C++": lambda logits: torch._C._nn.cross_entropy_loss(logits.flatten(0, 1), labels().flatten()),
 }
@@ -221,11 +195,9 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "a copy": lambda logits: logits.copy_(torch.ones_like(logits)),
     "a result": lambda logits: torch.add(torch.ones(*ROWS, VOCABULARY), 1, out=logits),
     "into a view": lambda logits: logits[:, 2:].mul_(2),
-    "into one dimension": lambda logits: logits.view(-1).zero_(),
     "into an element of each row": lambda logits: logits[..., 0].mul_(2),
     "into a chunk": lambda logits: logits.chunk(2, dim=-1)[1].fill_(3),
     "in place": lambda logits: functional.relu(logits, inplace=True),
-    "through data": lambda logits: logits.data.mul_(2),
 }
 
 
@@ -312,6 +284,7 @@ def test_a_sum_waits_for_its_number_of_items(items: Any) -> None:
         lambda total: total / torch.tensor([7.0]),
         lambda total: total / total,
         lambda total: 7 / total,
+        lambda total: total / torch.tensor(7.0, requires_grad=True),
     ],
 )
 def test_what_divides_a_sum_in_another_way_divides_a_number(change: Callable[[Tensor], Tensor]) -> None:
@@ -323,18 +296,10 @@ def test_what_divides_a_sum_in_another_way_divides_a_number(change: Callable[[Te
     assert [how.num_items for _, how in head.losses] == [None]
 
 
-def test_a_divisor_that_wants_a_gradient_gets_it() -> None:
-    head, items = Head(), torch.tensor(7.0, requires_grad=True)
-    loss, expected = (shifted_loss(logits, labels(), reduction="sum") / items for logits in (head.lazy(), head.real()))
-    torch.testing.assert_close(*(torch.autograd.grad(value, items) for value in (loss, expected)))
-    assert [how.num_items for _, how in head.losses] == [None]
-
-
 @pytest.mark.parametrize(
     ("transform", "scale", "cap", "in_fp32"),
     [
         (lambda logits: logits, None, None, False),
-        (lambda logits: logits.float(), None, None, False),
         (lambda logits: logits * 0.25, 0.25, None, False),
         (lambda logits: logits / 8.0, 0.125, None, False),
         (lambda logits: torch.tanh(logits / 30.0) * 30.0, None, 30.0, False),
@@ -355,11 +320,9 @@ def test_scale_and_cap_are_the_operators(transform: Any, scale: Any, cap: Any, i
         lambda logits: torch.tanh(logits / 30.0) * 20.0,
         lambda logits: torch.tanh(logits / -30.0) * -30.0,
         lambda logits: torch.tanh((logits / 30.0).float()) * 30.0,
-        lambda logits: torch.tanh(logits),
         lambda logits: logits * 0.0,
         lambda logits: torch.div(logits, 0.5, rounding_mode="floor"),
         lambda logits: logits * 2.0 * 3.0,
-        lambda logits: (logits * 2.0).float() * 3.0,
         lambda logits: logits[:, torch.tensor([1, 0, 2, 3, 4])],
     ],
 )
@@ -384,9 +347,7 @@ OTHER_LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
     "fewer labels": (lambda labels: labels[:-1], {}),
     "labels of another shape": (lambda labels: labels.view(2, -1), {}),
     "labels in 32 bits": (lambda labels: labels.int(), {}),
-    "labels in 8 bits": (lambda labels: labels.to(torch.uint8), {}),
     "the sum by its old name": (lambda labels: labels, {"size_average": False}),
-    "no sum by its old name": (lambda labels: labels, {"reduce": False}),
     "a sum of no known name": (lambda labels: labels, {"reduction": "total"}),
 }
 """Changes to the labels, and arguments of a cross entropy that the operator does not take, by name."""
@@ -613,7 +574,8 @@ def test_late_reads_have_the_forwards_modes() -> None:
 def test_what_was_written_to_since_is_an_error_and_never_other_numbers(written: str) -> None:
     head = Head(bias=True, trained=False)
     with torch.no_grad():
-        lazy = head.lazy()
+        lazy, was_read, expected = head.lazy(), head.lazy(), head.real()
+        was_read.sum()
         if written == "freed":  # as FSDP frees gathered weights
             head.weight.untyped_storage().resize_(0)
         else:
@@ -623,26 +585,7 @@ def test_what_was_written_to_since_is_an_error_and_never_other_numbers(written: 
         with pytest.raises(RuntimeError, match=r"outputs.logits are computed when they are first read.*loss=False"):
             late(lazy)
     assert head.losses == []
-
-
-def test_what_was_read_before_stays() -> None:
-    head = Head(trained=False)
-    lazy, expected = head.lazy(), head.real()
-    lazy.sum()
-    head.weight.mul_(1.5)
-    assert torch.equal(lazy + 0, expected)
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_writes_that_autograd_does_not_count_are_an_error(trained: bool) -> None:
-    """Optimizers of other libraries write so, FSDP2 gathering into the same memory, and code that uses ``data``."""
-    head = Head(trained=trained)
-    lazy, again = head.lazy(), head.lazy()
-    assert torch.equal(lazy + 0, head.real())
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(head.weight):
-        head.weight.add_(1e-3)
-    with pytest.raises(RuntimeError, match="written to or freed"):
-        again.sum()
+    assert torch.equal(was_read + 0, expected)
 
 
 def test_a_replaced_function_of_pytorch_works_once(monkeypatch: pytest.MonkeyPatch) -> None:
