@@ -163,11 +163,47 @@ def test_all_else_reads_once_and_gets_the_real_logits(name: str) -> None:
         torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_second_read_is_the_same_tensor(bias: bool) -> None:
-    head = Head(bias=bias)
-    assert_as_of_real_logits(head, lambda logits: head.gradients(logits.sin().sum() + logits.cos().sum()))
-    assert len(head.readers) == 1
+class Doubled(torch.autograd.Function):
+    """An autograd function of a user: PyTorch passes it lazy logits unread."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def scaled_in_place(logits: Tensor) -> Tensor:
+    loss = shifted_loss(logits, labels())
+    loss *= 3
+    loss += 1
+    return loss
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "two reads": lambda logits: logits.sin().sum() + logits.cos().sum(),
+    "a loss and reads": lambda logits: (
+        shifted_loss(logits, labels()) + logits.square().mean() + logits.float()[0].sin().sum()
+    ),
+    "a loss that is written to": scaled_in_place,
+    "a user's function": Doubled.apply,
+    "a user's function of steps": lambda logits: Doubled.apply((logits.float() / 2.0)[:, 1:]),
+    "a user's function of a sum": lambda logits: Doubled.apply(shifted_loss(logits, labels(), reduction="sum")),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_is_made_of_them_has_the_gradients_of_real_ones(name: str) -> None:
+    def outcome(logits: Tensor) -> list[Tensor]:
+        number = NUMBERS[name](logits)
+        return [number, *head.gradients(number)]
+
+    head = Head(bias=True)
+    assert_as_of_real_logits(head, outcome)
+    assert len(head.readers) <= 1
 
 
 def test_what_is_written_into_them_is_seen_where_it_would_be_in_real_ones() -> None:
@@ -183,14 +219,9 @@ def test_what_is_written_into_them_is_seen_where_it_would_be_in_real_ones() -> N
     assert_as_of_real_logits(head, lambda logits: head.gradients(write(logits)[0].sum()))
 
 
-def added(logits: Tensor) -> Tensor:
-    logits += 1
-    return logits
-
-
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "an element": lambda logits: logits.__setitem__((0, 1, 2), 3.0),
-    "a sum": added,
+    "a sum": lambda logits: logits.__iadd__(1),
     "a product": lambda logits: logits.mul_(2),
     "a copy": lambda logits: logits.copy_(torch.ones_like(logits)),
     "a result": lambda logits: torch.add(torch.ones(*ROWS, VOCABULARY), 1, out=logits),
@@ -230,22 +261,10 @@ def test_a_write_into_a_view_with_a_hook_is_seen_in_both_or_an_error(written: st
         assert_as_of_real_logits(head, write, rtol=0, atol=0)
 
 
-def test_a_loss_is_scaled_and_added_to_in_place() -> None:
-    def total(logits: Tensor) -> list[Tensor]:
-        loss = shifted_loss(logits, labels())
-        loss *= 3
-        loss += 1
-        return [loss, *head.gradients(loss)]
-
-    head = Head()
-    assert_as_of_real_logits(head, total)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_of_detached_logits_or_without_gradients_needs_none(reduction: str) -> None:
-    head = Head()
-    assert not (shifted_loss(head.lazy().detach(), labels(), reduction=reduction) + 0).requires_grad
-    lazy = head.lazy()
+    lazy = Head().lazy()
+    assert not (shifted_loss(lazy.detach(), labels(), reduction=reduction) + 0).requires_grad
     with torch.no_grad():
         assert not (shifted_loss(lazy, labels(), reduction=reduction) + 0).requires_grad
     assert (shifted_loss(lazy, labels(), reduction=reduction) + 0).requires_grad
@@ -297,40 +316,30 @@ def test_what_divides_a_sum_in_another_way_divides_a_number(change: Callable[[Te
 
 
 @pytest.mark.parametrize(
-    ("transform", "scale", "cap", "in_fp32"),
+    ("transform", "known"),
     [
-        (lambda logits: logits, None, None, False),
-        (lambda logits: logits * 0.25, 0.25, None, False),
-        (lambda logits: logits / 8.0, 0.125, None, False),
-        (lambda logits: torch.tanh(logits / 30.0) * 30.0, None, 30.0, False),
-        (lambda logits: torch.tanh(logits.float() / 30.0) * 30.0, None, 30.0, True),
-        (lambda logits: torch.tanh(logits / 2.0 / 30.0) * 30.0, 0.5, 30.0, False),
+        (lambda logits: logits, (None, None, False)),
+        (lambda logits: logits * 0.25, (0.25, None, False)),
+        (lambda logits: logits / 8.0, (0.125, None, False)),
+        (lambda logits: torch.tanh(logits / 30.0) * 30.0, (None, 30.0, False)),
+        (lambda logits: torch.tanh(logits.float() / 30.0) * 30.0, (None, 30.0, True)),
+        (lambda logits: torch.tanh(logits / 2.0 / 30.0) * 30.0, (0.5, 30.0, False)),
+        (lambda logits: torch.tanh(logits / 30.0) * 20.0, None),
+        (lambda logits: torch.tanh(logits / -30.0) * -30.0, None),
+        (lambda logits: torch.tanh((logits / 30.0).float()) * 30.0, None),
+        (lambda logits: logits * 0.0, None),
+        (lambda logits: torch.div(logits, 0.5, rounding_mode="floor"), None),
+        (lambda logits: logits * 2.0 * 3.0, None),
+        (lambda logits: logits[:, torch.tensor([1, 0, 2, 3, 4])], None),
     ],
 )
-def test_scale_and_cap_are_the_operators(transform: Any, scale: Any, cap: Any, in_fp32: bool) -> None:
+def test_scale_and_cap_are_the_operators_or_real_logits_are_taken(
+    transform: Any, known: Any
+) -> None:
     head = Head(dtype=torch.bfloat16)
-    shifted_loss(transform(head.lazy()), labels())
-    ((_, how),) = head.losses
-    assert (how.scale, how.cap, how.in_fp32) == (scale, cap, in_fp32)
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda logits: torch.tanh(logits / 30.0) * 20.0,
-        lambda logits: torch.tanh(logits / -30.0) * -30.0,
-        lambda logits: torch.tanh((logits / 30.0).float()) * 30.0,
-        lambda logits: logits * 0.0,
-        lambda logits: torch.div(logits, 0.5, rounding_mode="floor"),
-        lambda logits: logits * 2.0 * 3.0,
-        lambda logits: logits[:, torch.tensor([1, 0, 2, 3, 4])],
-    ],
-)
-def test_what_the_operator_does_not_know_is_computed_by_real_logits(transform: Any) -> None:
-    head = Head(dtype=torch.bfloat16)
-    actual, expected = shifted_loss(transform(head.lazy()), labels()), shifted_loss(transform(head.real()), labels())
-    assert head.losses == []
-    assert torch.equal(actual, expected)
+    actual, expected = (shifted_loss(transform(logits), labels()) for logits in (head.lazy(), head.real()))
+    assert [(how.scale, how.cap, how.in_fp32) for _, how in head.losses] == ([known] if known else [])
+    assert known or torch.equal(actual, expected)
 
 
 def test_a_loss_in_16_bits_is_pytorchs() -> None:
@@ -350,7 +359,6 @@ OTHER_LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
     "the sum by its old name": (lambda labels: labels, {"size_average": False}),
     "a sum of no known name": (lambda labels: labels, {"reduction": "total"}),
 }
-"""Changes to the labels, and arguments of a cross entropy that the operator does not take, by name."""
 
 
 @pytest.mark.parametrize("name", OTHER_LOSSES)
@@ -369,26 +377,19 @@ def test_a_loss_that_the_operator_does_not_take_is_pytorchs_or_its_error(name: s
     assert head.losses == []
 
 
-def loss_of_written_rows(logits: Tensor) -> Tensor:
-    rows = logits.view(-1, VOCABULARY)
-    rows.mul_(2)
-    return functional.cross_entropy(rows, labels().flatten())
+@pytest.mark.parametrize("change", [lambda rows: rows.mul_(2), lambda rows: rows.argmax(-1)], ids=["written", "read"])
+def test_logits_that_were_written_into_or_read_have_pytorchs_loss(change: Callable[[Tensor], Tensor]) -> None:
+    def loss(logits: Tensor) -> Tensor:
+        rows = logits.view(-1, VOCABULARY)
+        change(rows)
+        return functional.cross_entropy(rows, labels().flatten())
 
-
-def loss_of_read_logits(logits: Tensor) -> Tensor:
-    logits.argmax(-1)
-    return shifted_loss(logits, labels())
-
-
-@pytest.mark.parametrize("loss", [loss_of_written_rows, loss_of_read_logits])
-def test_logits_that_were_written_into_or_read_have_pytorchs_loss(loss: Callable[[Tensor], Tensor]) -> None:
     head = Head()
     assert_as_of_real_logits(head, loss, rtol=0, atol=0)
     assert head.losses == []
 
 
 ASKED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "a loss": (lambda logits: logits, lambda logits: shifted_loss(logits, labels())),
     "a loss of capped logits": (
         lambda logits: torch.tanh(logits / 2) * 2,
         lambda logits: shifted_loss(logits, labels()),
@@ -416,12 +417,11 @@ def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> No
             return list(torch.autograd.grad(number(logits), [logits]))
         if way == "by position":  # PyTorch's own functions pass most arguments on by their names
             arguments = number(logits), [logits], torch.tensor(2.0)
-            if not isinstance(logits, LazyLogits):
-                return list(torch.autograd.grad(*arguments))
-            return list(LazyLogits.__torch_function__(torch.autograd.grad, (), arguments))
+            if isinstance(logits, LazyLogits):
+                return list(LazyLogits.__torch_function__(torch.autograd.grad, (), arguments))
+            return list(torch.autograd.grad(*arguments))
         if way == "edge":
-            value = number(logits)
-            return list(torch.autograd.grad(value, [get_gradient_edge(logits)]))
+            return list(torch.autograd.grad(number(logits), [get_gradient_edge(logits)]))
         if way.startswith("inputs"):
             value = number(logits)
             with torch._C.DisableTorchFunctionSubclass() if way != "inputs" else nullcontext():  # as in older PyTorch
@@ -491,68 +491,22 @@ def test_a_gradient_that_cannot_be_told_any_more_is_an_error() -> None:
         _ = derived.grad
 
 
-def test_a_loss_and_a_read_in_one_backward() -> None:
-    def gradients(logits: Tensor) -> list[Tensor]:
-        return head.gradients(shifted_loss(logits, labels()) + logits.square().mean() + logits.float()[0].sin().sum())
+@pytest.mark.parametrize("of", ["a loss", "a read", "a hooked mean", "a hooked sum"])
+def test_second_derivatives_go_through_reads_and_losses(of: str) -> None:
+    def number(logits: Tensor) -> Tensor:
+        logits = torch.tanh(logits / 2.0) * 2.0
+        if of == "a read":
+            return logits.square().sum()
+        if "hooked" in of:
+            logits.register_hook(lambda gradient: None)
+        return shifted_loss(logits, labels(), reduction="sum" if "sum" in of else "mean") / 7
 
-    head = Head()
-    assert_as_of_real_logits(head, gradients)
-
-
-def hooked_loss(logits: Tensor, reduction: str) -> Tensor:
-    logits = torch.tanh(logits / 2.0) * 2.0
-    logits.register_hook(lambda gradient: None)
-    return shifted_loss(logits, labels(), reduction=reduction) / 7
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        lambda logits: torch.tanh(logits / 2.0).square().sum(),
-        lambda logits: hooked_loss(logits, "mean"),
-        lambda logits: hooked_loss(logits, "sum"),
-    ],
-    ids=["a read", "a mean", "a sum"],
-)
-def test_second_derivatives_go_through_reads_and_through_losses_whose_logits_have_a_hook(number: Any) -> None:
     def second(logits: Tensor) -> list[Tensor]:
         first = torch.autograd.grad(number(logits), [head.x, head.weight], create_graph=True)
         return head.gradients(sum(grad.square().sum() for grad in first))
 
     head = Head(bias=True)
     assert_as_of_real_logits(head, second)
-
-
-class Doubled(torch.autograd.Function):
-    """An autograd function of a user: PyTorch passes it lazy logits unread."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        return logits.square().sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (logits,) = ctx.saved_tensors
-        return 2 * logits * gradient
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        lambda logits: logits,
-        lambda logits: (logits / 2.0)[:, 1:],
-        lambda logits: logits.float(),
-        lambda logits: shifted_loss(logits, labels(), reduction="sum"),
-    ],
-)
-def test_they_and_sums_of_losses_are_connected_for_autograd_functions_of_others(step: Any) -> None:
-    def outcome(logits: Tensor) -> list[Tensor]:
-        y = Doubled.apply(step(logits))
-        return [y, *head.gradients(y)]
-
-    head = Head(bias=True)
-    assert_as_of_real_logits(head, outcome)
 
 
 def test_late_reads_have_the_forwards_modes() -> None:
