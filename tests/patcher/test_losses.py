@@ -89,10 +89,18 @@ def assert_gradients_are_near(fused: nn.Module, own: nn.Module, tolerance: float
     assert_gradients_near(gradients_of(fused), gradients_of(own), tolerance, floor=1e-10)
 
 
-def is_fused(model: nn.Module, **kwargs: Any) -> bool:
+def assert_steps_alike(fused: nn.Module, own: nn.Module, labels: Tensor, **kwargs: Any) -> Any:
+    """Compare losses and gradients of a step; return both outputs."""
+    expected, actual = (run(model, labels, **kwargs) for model in (own, fused))
+    assert relative(actual.loss, expected.loss) < 1e-6
+    assert_gradients_are_near(fused, own)
+    return actual, expected
+
+
+def is_fused(model: nn.Module) -> bool:
     """Return whether a step runs the fused operator, whatever the report says."""
     with called_operators() as called:
-        run(model, some_ignored(next(model.parameters()).device.type), **kwargs)
+        run(model, some_ignored(next(model.parameters()).device.type))
     return "linear_cross_entropy" in called
 
 
@@ -113,12 +121,10 @@ def test_steps_that_are_added_up_have_stocks_gradients_and_make_logits_if_they_a
     batches = [some_ignored(device, 2), some_ignored(device, 6)]
     count = sum((labels[:, 1:] != -100).sum() for labels in batches)
     for labels in batches:
-        expected, actual = (run(model, labels, num_items_in_batch=count) for model in (own, fused))
-        assert relative(actual.loss, expected.loss) < 1e-6
+        actual, expected = assert_steps_alike(fused, own, labels, num_items_in_batch=count)
         assert type(actual.loss) is Tensor
         assert type(actual.logits) is not Tensor
     assert reads == []
-    assert_gradients_are_near(fused, own)
     assert torch.equal(actual.logits + 0, expected.logits + 0)
     assert torch.equal(actual.logits.argmax(-1), expected.logits.argmax(-1))
     assert reads == ["read"]
@@ -172,16 +178,6 @@ def test_a_loss_that_is_kept_keeps_nothing_after_its_backward(device: str) -> No
     assert [reference() for reference in hidden] == [None]
 
 
-def test_a_head_that_is_trained_alone_and_one_that_is_frozen(device: str) -> None:
-    for trained in (True, False):
-        own, fused = pair(device)
-        for model in (own, fused):
-            model.requires_grad_(not trained)
-            model.lm_head.requires_grad_(trained)
-            run(model, tokens(device))
-        assert_gradients_are_near(fused, own)
-
-
 LOSSES: dict[str, Callable[[Any, Tensor], Any]] = {
     "of some tokens": lambda model, ids: model(
         ids, labels=ids[:, ::2], logits_to_keep=torch.arange(0, ids.shape[1], 2)
@@ -216,12 +212,6 @@ def test_without_labels_and_in_generation_it_is_stock(device: str) -> None:
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 ELSEWHERE: dict[str, tuple[Any, str, dict[str, Any], str]] = {
-    "an encoder and a decoder": (
-        transformers.AutoModelForSeq2SeqLM, "t5", {
-            "vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 1,
-            "decoder_start_token_id": 0, "dropout_rate": 0.0,
-        }, "lm_head",
-    ),
     "a masked language model, with a bias": (
         transformers.AutoModelForMaskedLM, "bert",
         {**SMALL, "vocab_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -266,15 +256,11 @@ def test_other_models_have_it_too(name: str, device: str, reads: list[str]) -> N
 
 
 def test_an_auxiliary_loss_that_is_added_to_it_stays(device: str, reads: list[str]) -> None:
-    config = tiny_config("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
-    own, fused = pair(device, config)
-    for items in (None, 7):
-        kwargs = {} if items is None else {"num_items_in_batch": items}
-        expected, actual = (run(model, some_ignored(device), **kwargs) for model in (own, fused))
+    own, fused = pair(device, tiny_config("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5))
+    for kwargs in ({}, {"num_items_in_batch": 7}):
+        _, expected = assert_steps_alike(fused, own, some_ignored(device), **kwargs)
         assert expected.aux_loss > 0.1
-        assert relative(actual.loss, expected.loss) < 1e-6
     assert reads == []
-    assert_gradients_are_near(fused, own)
 
 
 def test_a_head_that_is_called_by_another_model_or_thread_meanwhile_has_real_logits(device: str) -> None:
@@ -324,7 +310,7 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_loss_function_may_select_and_write_labels(name: str, device: str) -> None:
     change, is_counted = CHANGES[name]
-    models, kinds = pair(device), []
+    (own, fused), kinds = pair(device), []
 
     def loss_of(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
         changed = change(labels)
@@ -333,24 +319,9 @@ def test_a_loss_function_may_select_and_write_labels(name: str, device: str) -> 
         number = min(len(rows), changed.numel())
         return functional.cross_entropy(rows[:number], changed.reshape(-1)[:number])
 
-    for model in models:
-        model.loss_function = loss_of
-    expected, actual = (run(model, some_ignored(device)) for model in models)
+    own.loss_function = fused.loss_function = loss_of
+    assert_steps_alike(fused, own, some_ignored(device))
     assert kinds == [True, not is_counted]
-    assert relative(actual.loss, expected.loss) < 1e-6
-    assert_gradients_are_near(*reversed(models))
-
-
-@pytest.mark.parametrize(("items", "divisor"), [(None, float("nan")), (0, 0.0), (1, float("nan"))])
-def test_without_labels_gradients_are_zero_whatever_the_loss_is_divided_by(
-    items: int | None, divisor: float, device: str
-) -> None:
-    _, fused = pair(device)
-    labels = torch.full((2, 9), -100, device=device)
-    output = fused(input_ids=labels.clamp(min=0), labels=labels, num_items_in_batch=items, use_cache=False)
-    (output.loss / torch.tensor(divisor, device=device)).backward()
-    largest = {name: grad.abs().max().item() for name, grad in gradients_of(fused).items()}
-    assert largest == dict.fromkeys(largest, 0.0)
 
 
 @pytest.mark.parametrize("way", ["hidden states of inference mode", "data of a head", "another dtype"])
@@ -443,19 +414,6 @@ def test_copies_have_it_and_checkpoints_are_stock(device: str, tmp_path: Path) -
     assert AutoConfig.from_pretrained(tmp_path).architectures == ["LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_and_resized_heads(tied: bool, device: str) -> None:
-    own, fused = pair(device, tiny_config("llama", tie_word_embeddings=tied))
-    for model in (own, fused):
-        torch.manual_seed(0)
-        model.resize_token_embeddings(300)
-        run(model, tokens(device))
-    assert_gradients_are_near(fused, own)
-    assert is_fused(fused)
-    fused_norm.remove_fused_norm(fused)
-    assert type(fused.lm_head) is nn.Linear
-
-
 def test_a_head_that_was_swapped_out_of_its_model_or_is_shared_computes_what_stocks_does(device: str) -> None:
     """``remove_fused_norm`` reaches only modules of the model: a head that was swapped out keeps its class."""
     own, fused = pair(device)
@@ -476,22 +434,6 @@ def test_a_head_that_was_swapped_out_of_its_model_or_is_shared_computes_what_sto
         results.append([output.loss, output.logits, y, *gradients])
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("first", ["peft", "fused"])
-def test_adapters_train_as_without(first: str, device: str) -> None:
-    model = build("qwen3", seed=0, device=device)
-    if first == "fused":
-        fused_norm.apply_fused_norm(model, modules="lm_head")
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    fused = peft.get_peft_model(model, lora).train()
-    if first == "peft":
-        fused_norm.apply_fused_norm(fused, modules="*lm_head")
-    own = copy.deepcopy(fused)
-    fused_norm.remove_fused_norm(own)
-    assert relative(run(fused, some_ignored(device)).loss, run(own, some_ignored(device)).loss) < 1e-6
-    assert_gradients_are_near(fused, own)
-    assert is_fused(fused)
 
 
 @pytest.mark.parametrize("options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
@@ -536,6 +478,24 @@ REPLACED: dict[str, tuple[tuple[Any, Any, Any], ...]] = {
 }
 """Replacements by other code that affect all models: the owner, the name, and the replacement."""
 
+
+def resized(model: Any) -> None:
+    torch.manual_seed(0)
+    model.resize_token_embeddings(300)
+
+
+def adapted(model: nn.Module) -> None:
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(lora, model)
+
+
+def dispatched(model: Any) -> None:
+    names = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+    device = model.device.type
+    accelerate.dispatch_model(model, dict.fromkeys(names, device), main_device=device, force_hooks=True)
+
+
 OF_A_MODEL: dict[str, Callable[[Any], Any]] = {
     "the loss of the model": lambda model: setattr(model, "loss_function", my_loss),
     "a hook on the head": lambda model: model.lm_head.register_forward_hook(doubled_logits),
@@ -549,23 +509,32 @@ OF_A_MODEL: dict[str, Callable[[Any], Any]] = {
 }
 """Changes by other code to a single model."""
 
+STILL_FUSED: dict[str, Callable[[Any], Any]] = {
+    "resized": resized,
+    "adapted": adapted,
+    "dispatched by accelerate": dispatched,
+    "frozen head": lambda model: model.lm_head.requires_grad_(False),
+    "trained head": lambda model: model.model.requires_grad_(False),
+    "tied": lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight),
+}
+"""Those with which its head is fused."""
+
 
 @pytest.mark.parametrize("order", ["patch, replace", "replace, patch"])
-@pytest.mark.parametrize("what", [*REPLACED, *OF_A_MODEL])
+@pytest.mark.parametrize("what", [*REPLACED, *OF_A_MODEL, *STILL_FUSED])
 def test_what_others_have_replaced_is_what_runs(what: str, order: str, device: str, monkeypatch: Any) -> None:
     own, fused = pair(device)
     if order == "replace, patch":
         fused_norm.remove_fused_norm(fused)
     for owner, name, value in REPLACED.get(what, ()):
         (monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr)(owner, name, value)
-    for model in (own, fused) if what in OF_A_MODEL else ():
-        OF_A_MODEL[what](model)
+    for model in (own, fused):
+        (OF_A_MODEL | STILL_FUSED).get(what, id)(model)
     if order == "replace, patch":
         fused_norm.apply_fused_norm(fused, strict=False)
-    expected, actual = (run(model, some_ignored(device)) for model in (own, fused))
-    assert relative(actual.loss, expected.loss) < 1e-6
+    actual, expected = assert_steps_alike(fused, own, some_ignored(device))
     assert relative(actual.logits + 0, expected.logits + 0) < 1e-6
-    assert_gradients_are_near(fused, own)
+    assert what not in STILL_FUSED or is_fused(fused)
 
 
 class PassesAllOn(modeling_llama.LlamaForCausalLM):
@@ -621,21 +590,6 @@ def test_accelerate_casts_outputs_without_reading_them(device: str, reads: list[
     assert reads == []
 
 
-@pytest.mark.parametrize("order", ["patch, dispatch", "dispatch, patch"])
-def test_a_model_that_accelerate_dispatches(order: str, device: str, reads: list[str]) -> None:
-    own, fused = pair(device)
-    if order == "dispatch, patch":
-        fused_norm.remove_fused_norm(fused)
-    names = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
-    accelerate.dispatch_model(fused, dict.fromkeys(names, device), main_device=device, force_hooks=True)
-    if order == "dispatch, patch":
-        fused_norm.apply_fused_norm(fused, modules="lm_head")
-    assert relative(run(fused, some_ignored(device)).loss, run(own, some_ignored(device)).loss) < 1e-6
-    assert_gradients_are_near(fused, own)
-    assert reads == []
-    assert is_fused(fused)
-
-
 def test_an_offloaded_head_is_stock(device: str) -> None:
     own, fused = pair(device)
     accelerate.cpu_offload(fused, execution_device=torch.device(device))
@@ -659,30 +613,20 @@ UNEQUAL = [
 @pytest.mark.parametrize(
     "options", [{"gradient_accumulation_steps": 2, "gradient_checkpointing": True}, {"bf16": True}]
 )
-def test_the_trainer_trains_as_without_and_reads_no_logits(
+def test_the_trainer_trains_as_without_and_reads_logits_for_metrics_alone(
     options: dict[str, Any], device: str, tmp_path: Path, reads: list[str]
 ) -> None:
     losses = []
     for model in pair(device):
         trainer = trainer_of(model, tmp_path, UNEQUAL, **IN_PAIRS, **options)
         trainer.train()
-        losses.append([*losses_of(trainer).tolist(), trainer.evaluate()["eval_loss"]])
-    assert reads == []
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if "bf16" in options else 1e-4)
-
-
-@pytest.mark.slow
-def test_the_trainer_reads_them_for_metrics_and_label_smoothing(device: str, tmp_path: Path, reads: list[str]) -> None:
-    metrics = []
-    for model in pair(device):
-        total = lambda prediction: {"sum": float(prediction.predictions.sum())}  # noqa: E731
-        metrics.append(trainer_of(model, tmp_path, UNEQUAL, compute_metrics=total, **IN_PAIRS).evaluate())
-        smoothed = trainer_of(model, tmp_path, UNEQUAL, label_smoothing_factor=0.1, **IN_PAIRS)
-        smoothed.train()
-        metrics[-1]["smoothed"] = losses_of(smoothed)[0].item()
+        assert reads == []
+        with_metrics = trainer_of(
+            model, tmp_path, UNEQUAL, compute_metrics=lambda of: {"sum": float(of.predictions.sum())}, **IN_PAIRS
+        ).evaluate()
+        losses.append([*losses_of(trainer).tolist(), with_metrics["eval_loss"], with_metrics["eval_sum"]])
     assert len(reads) == 6
-    for name in ("eval_sum", "eval_loss", "smoothed"):
-        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-4)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if "bf16" in options else 1e-4)
 
 
 def sharded(rank: int, world: int) -> list[dict[str, Any]]:
