@@ -82,6 +82,8 @@ def test_what_a_tensor_is_reads_nothing() -> None:
     assert torch.is_tensor(lazy)
     assert len({lazy, lazy}) == 1
     assert head.readers == []
+    with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
+        lazy[torch.ones(2, 4, dtype=torch.bool)]
 
 
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -206,19 +208,6 @@ def test_a_number_that_is_made_of_them_has_the_gradients_of_real_ones(name: str)
     assert len(head.readers) <= 1
 
 
-def test_what_is_written_into_them_is_seen_where_it_would_be_in_real_ones() -> None:
-    def write(logits: Tensor) -> list[Tensor]:
-        copied, view = logits * 1.0, logits[:, 1:]
-        logits[:, 0] = 0
-        logits[:, 2] += 1
-        view.mul_(2)
-        return [logits + 0, copied + 0, view + 0]
-
-    head = Head()
-    assert_as_of_real_logits(head, write, rtol=0, atol=0)
-    assert_as_of_real_logits(head, lambda logits: head.gradients(write(logits)[0].sum()))
-
-
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "an element": lambda logits: logits.__setitem__((0, 1, 2), 3.0),
     "a sum": lambda logits: logits.__iadd__(1),
@@ -241,6 +230,9 @@ def test_what_was_made_of_them_before_a_write_is_as_of_real_ones(name: str) -> N
 
     with torch.no_grad():
         assert_as_of_real_logits(Head(trained=False), write, rtol=0, atol=0)
+    if name not in ("a result", "into a chunk"):  # which autograd refuses
+        head = Head()
+        assert_as_of_real_logits(head, lambda logits: head.gradients(write(logits)[1].sin().sum()))
 
 
 @pytest.mark.parametrize("hooked", ["logits", "view", "neither"])
@@ -333,9 +325,7 @@ def test_what_divides_a_sum_in_another_way_divides_a_number(change: Callable[[Te
         (lambda logits: logits[:, torch.tensor([1, 0, 2, 3, 4])], None),
     ],
 )
-def test_scale_and_cap_are_the_operators_or_real_logits_are_taken(
-    transform: Any, known: Any
-) -> None:
+def test_scale_and_cap_are_the_operators_or_real_logits_are_taken(transform: Any, known: Any) -> None:
     head = Head(dtype=torch.bfloat16)
     actual, expected = (shifted_loss(transform(logits), labels()) for logits in (head.lazy(), head.real()))
     assert [(how.scale, how.cap, how.in_fp32) for _, how in head.losses] == ([known] if known else [])

@@ -341,13 +341,6 @@ def test_logits_that_are_read_late_are_those_of_the_forward_or_an_error(way: str
             _ = output.logits + 0
 
 
-def test_a_mask_of_another_shape_raises_as_in_stock(device: str) -> None:
-    for model in pair(device):
-        output = model(input_ids=tokens(device, length=9), labels=some_ignored(device), use_cache=False)
-        with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
-            output.logits[torch.ones(2, 5, dtype=torch.bool, device=device)]
-
-
 def test_labels_of_another_class_have_real_logits(device: str) -> None:
     losses = []
     for model in pair(device):
