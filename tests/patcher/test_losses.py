@@ -32,16 +32,7 @@ from fused_norm.check.against_float64 import check_step
 from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher.lazy_logits import CrossEntropy, Projection
 
-from .models import (
-    Subclass,
-    assert_gradients_near,
-    gradients_of,
-    losses_of,
-    relative,
-    slow_but,
-    tokens,
-    trainer_of,
-)
+from .models import Subclass, assert_gradients_near, gradients_of, losses_of, relative, slow_but, tokens, trainer_of
 from .ranks import called_operators, on_two_ranks
 
 SOFTCAP = {"final_logit_softcapping": 3.0}
@@ -155,16 +146,12 @@ def test_a_loss_on_top_of_it_goes_through_the_logits(device: str) -> None:
 
 def test_under_autocast_it_rounds_as_stock(device: str, reads: list[str]) -> None:
     own, fused = pair(device, "qwen3")
-    outputs = []
-    for model in (own, fused):
-        with torch.autocast(device, torch.bfloat16):
-            output = model(input_ids=tokens(device), labels=tokens(device), use_cache=False)
-        output.loss.backward()
-        outputs.append(output)
-    assert outputs[1].logits.dtype == outputs[0].logits.dtype == torch.bfloat16
+    with torch.autocast(device, torch.bfloat16):
+        expected, actual = (run(model, tokens(device)) for model in (own, fused))
+    assert actual.logits.dtype == expected.logits.dtype == torch.bfloat16
     assert reads == []
-    assert torch.equal(outputs[1].logits + 0, outputs[0].logits + 0)
-    assert relative(outputs[1].loss, outputs[0].loss) < 1e-6
+    assert torch.equal(actual.logits + 0, expected.logits + 0)
+    assert relative(actual.loss, expected.loss) < 1e-6
     assert_gradients_are_near(fused, own, 6e-3)
 
 
@@ -211,11 +198,10 @@ def test_without_labels_and_in_generation_it_is_stock(device: str) -> None:
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ELSEWHERE: dict[str, tuple[Any, str, dict[str, Any], str]] = {
     "a masked language model, with a bias": (
-        transformers.AutoModelForMaskedLM, "bert",
-        {**SMALL, "vocab_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        "cls.predictions.decoder",
+        transformers.AutoModelForMaskedLM, "bert", {**SMALL, "vocab_size": 64, **UNDROPPED}, "cls.predictions.decoder",
     ),
     "a conditional generation": (
         transformers.AutoModelForImageTextToText, "gemma3", {
@@ -237,21 +223,20 @@ ELSEWHERE: dict[str, tuple[Any, str, dict[str, Any], str]] = {
 def test_other_models_have_it_too(name: str, device: str, reads: list[str]) -> None:
     kind, model_type, sizes, path = ELSEWHERE[name]
     torch.manual_seed(0)
-    own = kind.from_config(AutoConfig.for_model(model_type, **sizes)).to(device)
+    own = kind.from_config(AutoConfig.for_model(model_type, **sizes)).to(device).train()
     fused = copy.deepcopy(own)
     report = fused_norm.apply_fused_norm(fused, modules=path, strict=False)
-    assert [(row.path, row.reason) for row in (*report.fused, *report.kept) if row.kind == "loss"] == [(path, None)]
+    assert [row.path for row in report.fused if row.kind == "loss"] == [path]
     labels = tokens(device, length=9) % 60 + 2
-    inputs = {"attention_mask": torch.ones_like(labels)}
-    inputs["attention_mask"][1, -3:] = 0
-    if name == "a conditional generation":
-        inputs["token_type_ids"] = torch.zeros_like(labels)
-    losses = []
-    for model in (own.train(), fused.train()):
-        losses.append(model(input_ids=labels, labels=labels, **inputs).loss)
-        losses[-1].backward()
+    mask = torch.ones_like(labels)
+    mask[1, -3:] = 0
+    types = {"token_type_ids": torch.zeros_like(labels)} if name == "a conditional generation" else {}
+    expected, actual = (
+        model(input_ids=labels, labels=labels, attention_mask=mask, **types).loss for model in (own, fused)
+    )
+    (expected + actual).backward()
     assert reads == []
-    assert relative(losses[1], losses[0]) < 1e-5
+    assert relative(actual, expected) < 1e-5
     assert_gradients_are_near(fused, own, 1e-4)
 
 
@@ -416,15 +401,13 @@ def test_a_head_that_was_swapped_out_of_its_model_or_is_shared_computes_what_sto
     assert is_fused(fused)
     fused_norm.remove_fused_norm(fused)
     assert type(left) is not nn.Linear
-    x, labels = torch.randn(2, 3, left.in_features, device=device), some_ignored(device)
     results = []
     for head in (left, own.lm_head):
         second.lm_head = head
         second.zero_grad(), head.zero_grad()
-        output, y = run(second, labels), head(x)
-        assert type(output.logits) is type(y) is Tensor
-        gradients = [parameter.grad.clone() for parameter in second.parameters()]
-        results.append([output.loss, output.logits, y, *gradients])
+        output = run(second, some_ignored(device))
+        assert type(output.logits) is Tensor
+        results.append([output.loss, output.logits, *(parameter.grad.clone() for parameter in second.parameters())])
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
 

@@ -72,23 +72,6 @@ def test_weights_that_stock_keeps_without_a_cast_are_read_in_the_backward(write:
         assert trains == (write == "data"), which
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", slow("lora")])
-def test_two_forwards_may_have_an_optimizers_step_between_them_if_stock_trains(kind: str, device: str) -> None:
-    stock = build(kind, seed=0, device=device) if kind != "lora" else adapted(device, "qwen3", torch.float32)
-    trained = []
-    for model in (fused_copy(stock), stock):
-        optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.5)
-        ids = tokens(device)
-        with torch.autocast(device, BF16):
-            losses = [model(input_ids=ids.roll(i), labels=ids, use_cache=False).loss for i in range(2)]
-        for loss in losses:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        trained.append(gradients_of(model))
-    assert_gradients_near(*trained, 0.05)
-
-
 @pytest.mark.parametrize("factors", [torch.float32, torch.float64])
 def test_lora_layers_in_float64_run_under_autocast_as_stocks_do(factors: torch.dtype, device: str) -> None:
     stock = adapted(device, "qwen3", torch.float64)
