@@ -102,6 +102,10 @@ def test_frozen_keys_beside_trained_queries_want_no_gradient(device: str) -> Non
             layer.self_attn.k_proj.requires_grad_(False)
             layer.self_attn.k_norm.requires_grad_(False)
     assert_trains_as_stock(stock, fused, tokens(device))
+    attention = fused.model.layers[0].self_attn
+    q, k = (torch.randn(2, heads, 5, 24, device=device) for heads in (4, 2))
+    q_out, k_out = attention.fused_norm_pair(attention.q_norm, attention.k_norm, q, k)
+    assert (q_out.requires_grad, k_out.requires_grad) == (True, False)
 
 
 def outcome(call: Callable[[], Any]) -> Any:
