@@ -276,35 +276,30 @@ def test_their_cross_entropy_is_the_fused_one(reduction: str) -> None:
     torch.testing.assert_close(head.gradients(actual + 0), head.gradients(expected))
 
 
-@pytest.mark.parametrize("items", [7, torch.tensor(7), torch.tensor(7.0)])
-def test_a_sum_waits_for_its_number_of_items(items: Any) -> None:
-    head, target = Head(), labels()
-    total = shifted_loss(head.lazy(), target, reduction="sum")
-    assert (total.device, total.dtype, total.shape) == (torch.device("cpu"), torch.float32, ())
-    assert head.losses == []
-    loss = total / items
-    assert head.losses[0][1].num_items is items
-    torch.testing.assert_close(loss, shifted_loss(head.real(), target, reduction="sum") / 7)
+SEVEN, EXACT_SEVEN = torch.tensor(7), torch.tensor(7.0)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "items"),
     [
-        lambda total: total.div(7.0, rounding_mode="trunc"),
-        lambda total: total / 0,
-        lambda total: total / torch.tensor([7.0]),
-        lambda total: total / total,
-        lambda total: 7 / total,
-        lambda total: total / torch.tensor(7.0, requires_grad=True),
+        (lambda total: total / 7, 7),
+        (lambda total: total / SEVEN, SEVEN),
+        (lambda total: total.div(EXACT_SEVEN), EXACT_SEVEN),
+        (lambda total: total.div(7.0, rounding_mode="trunc"), None),
+        (lambda total: total / 0, None),
+        (lambda total: total / torch.tensor([7.0]), None),
+        (lambda total: total / total, None),
+        (lambda total: 7 / total, None),
+        (lambda total: total / torch.tensor(7.0, requires_grad=True), None),
     ],
 )
-def test_what_divides_a_sum_in_another_way_divides_a_number(change: Callable[[Tensor], Tensor]) -> None:
+def test_a_sum_waits_for_its_number_of_items_and_is_a_number_for_all_else(change: Any, items: Any) -> None:
     head = Head()
-    actual, expected = (
-        change(shifted_loss(logits, labels(), reduction="sum")) for logits in (head.lazy(), head.real())
-    )
-    torch.testing.assert_close(actual, expected)
-    assert [how.num_items for _, how in head.losses] == [None]
+    totals = [shifted_loss(logits, labels(), reduction="sum") for logits in (head.lazy(), head.real())]
+    assert [(total.dtype, total.shape) for total in totals] == 2 * [(torch.float32, ())]
+    assert head.losses == []
+    torch.testing.assert_close(*map(change, totals))
+    assert [how.num_items for _, how in head.losses] == [items]
 
 
 @pytest.mark.parametrize(
