@@ -119,15 +119,20 @@ def test_gradients_can_be_differentiated(name: str, device: str) -> None:
 def test_some_consumers_read_float32(name: str, wide: int, device: str) -> None:
     tensors = tensors_of(name, device, FP32, FP32)
     of_one = [bool(wide >> place & 1) for place in range(3)]
-    for unread in ((), (0,), (2,)):
+
+    def gradients(ys: Sequence[Tensor], s: Tensor, unread: int | None) -> tuple[Tensor, ...]:
+        total = read([], s)
+        for place, y in enumerate(ys):
+            if place != unread:
+                total = total + read([y if of_one[place] else y.to(BF16)], torch.zeros(1, device=device))
+        return torch.autograd.grad(total, tensors)
+
+    for unread in (None, 0, 2):
         (y,), s = stock(name, LLAMA, tensors, 1, None)
-        expected = [y if is_wide else y.to(BF16) for is_wide in of_one]
         actual, handed_on = fused(name, LLAMA, tensors, 3, BF16, wide)
-        assert_same([y.detach() for y in actual], [y.detach() for y in expected], exact=not y.is_cuda)
-        gradients = [
-            torch.autograd.grad(read(ys, rest, unread), tensors) for ys, rest in ((actual, handed_on), (expected, s))
-        ]
-        for a, b in zip(*gradients, strict=True):
+        cast = [y.detach().to(FP32 if is_wide else BF16) for is_wide in of_one]
+        assert_same([mine.detach() for mine in actual], cast, exact=not y.is_cuda)
+        for a, b in zip(gradients(actual, handed_on, unread), gradients([y] * 3, s, unread), strict=True):
             assert a.dtype == b.dtype
             # A GPU sums rows in another order, after which a number may be rounded the other way.
             assert (a.double() - b.double()).norm() <= (1e-3 if a.is_cuda else 0) * b.double().norm()
