@@ -136,29 +136,23 @@ FORMS = pytest.mark.parametrize(
 
 
 @FORMS
-def test_a_call_has_the_bits_of_a_product(
+def test_a_call_has_the_bits_of_a_product_and_of_lora_add(
     x_dtype: torch.dtype, y_dtype: torch.dtype, dtype: torch.dtype, device: str
 ) -> None:
-    for bias, shape in itertools.product((False, True), ((2, 5, K), (K,), (1, K))):
-        layer, x = FourBit(device, dtype, bias=bias), torch.randn(shape, device=device).to(x_dtype)
-        expected = layer.results(layer.stock, x, y_dtype)
-        for _ in range(2):  # recorded, and repeated
-            assert_same(layer.results(layer.fused, x, y_dtype), expected, where=(bias, shape))
-        with torch.no_grad():
-            assert torch.equal(layer.fused(x, x, y_dtype=y_dtype), expected.y)
-
-
-@pytest.mark.parametrize("needed", ["xab", "a"])
-@FORMS
-def test_with_an_adapter_a_call_has_the_bits_of_a_product_and_of_lora_add(
-    x_dtype: torch.dtype, y_dtype: torch.dtype, dtype: torch.dtype, needed: str, device: str
-) -> None:
-    for bias, dropped, factors in ((False, True, FP32), (True, False, dtype)):
-        layer, x = FourBit(device, dtype, factors, bias=bias), torch.randn(2, 5, K, device=device).to(x_dtype)
+    for factors, bias, dropped, needed, shape in (
+        (None, False, False, "x", (2, 5, K)),
+        (None, True, False, "x", (K,)),
+        (FP32, False, True, "xab", (2, 5, K)),
+        (dtype, True, False, "a", (1, K)),
+        (FP32, True, True, "ab", (2, 5, K)),
+    ):
+        layer, x = FourBit(device, dtype, factors, bias=bias), torch.randn(shape, device=device).to(x_dtype)
         expected = layer.results(layer.stock, x, y_dtype, dropped, needed)
         for _ in range(2):  # recorded, and repeated
             computed = layer.results(layer.fused, x, y_dtype, dropped, needed)
             assert_same(computed, expected, where=(bias, dropped, factors))
+        with torch.no_grad():
+            assert torch.equal(layer.fused(x, x * 0.5 if dropped else x, *layer.factors, y_dtype=y_dtype), expected.y)
 
 
 @pytest.mark.parametrize("needed", ["xab", "b"])
