@@ -92,18 +92,20 @@ class FourBit:
             a, b = torch.randn(rank, K, device=device) / 8, torch.randn(features, rank, device=device)
             self.factors = [a.to(factors), b.to(factors)]
 
-    def fused(
-        self, x: Tensor, adapter_x: Tensor, *factors: Tensor, y_dtype: torch.dtype, mask: Tensor | None = None
-    ) -> Any:
+    def fused(self, x: Tensor, own: Tensor, *factors: Tensor, y_dtype: torch.dtype, mask: Tensor | None = None) -> Any:
+        """Call the operator; the adapter reads ``own``."""
         weight, dtypes = (*self.parts, self.bias), (self.dtype, y_dtype)
         if not factors:
             return LINEAR_4BIT(x, *weight, self.features, self.state.blocksize, *dtypes)
-        return LORA_LINEAR_4BIT(adapter_x, x, *factors, *weight, mask, *FACTORS, *dtypes, self.state.blocksize)
+        return LORA_LINEAR_4BIT(own, x, *factors, *weight, mask, *FACTORS, *dtypes, self.state.blocksize)
 
-    def stock(self, x: Tensor, adapter_x: Tensor, *factors: Tensor, y_dtype: torch.dtype) -> Tensor:
+    def stock(
+        self, x: Tensor, own: Tensor, *factors: Tensor, y_dtype: torch.dtype, mask: Tensor | None = None
+    ) -> Tensor:
         weight = bnb.dequantize_4bit(self.codes, self.state).to(self.dtype)
         base = linear(x.to(self.dtype), weight, self.bias).to(y_dtype)
-        return LORA_ADD(base, adapter_x.to(self.dtype), *factors, SCALE) if factors else base
+        own = own if mask is None else Dropout.apply(own, mask)
+        return LORA_ADD(base, own.to(self.dtype), *factors, SCALE) if factors else base
 
     def leaves(self, x: Tensor, needed: str = "xab") -> list[Tensor]:
         """Return x and the factors; ``needed`` has the letters of those that require a gradient."""
@@ -113,12 +115,18 @@ class FourBit:
         ]
 
     def results(
-        self, way: Callable[..., Tensor], x: Tensor, y_dtype: torch.dtype, dropped: bool = False, needed: str = "xab"
+        self,
+        way: Callable[..., Tensor],
+        x: Tensor,
+        y_dtype: torch.dtype,
+        own: torch.dtype | None = None,
+        needed: str = "xab",
+        **masked: Any,
     ) -> Tensors:
-        """Return the output and the gradients by name; the adapter reads another x if it is ``dropped``."""
+        """Return the output and the gradients by name; the adapter reads x, or numbers of its own of this dtype."""
         leaves = self.leaves(x, needed)
         wide, *factors = leaves
-        y = way(wide, wide * 0.5 if dropped else wide, *factors, y_dtype=y_dtype)
+        y = way(wide, wide if own is None else (wide * 0.5).to(own), *factors, y_dtype=y_dtype, **masked)
         dy = torch.linspace(-1, 2, y.numel(), device=y.device).view_as(y).to(y.dtype)
         inputs = {name: leaf for name, leaf in zip("xab", leaves, strict=False) if leaf.requires_grad}
         return Tensors(y=y, **dict(zip(inputs, torch.autograd.grad(y, [*inputs.values()], dy), strict=True)))
@@ -136,52 +144,27 @@ FORMS = pytest.mark.parametrize(
 
 
 @FORMS
-def test_a_call_has_the_bits_of_a_product_and_of_lora_add(
+def test_a_call_has_the_bits_of_a_product_of_dropout_and_of_lora_add(
     x_dtype: torch.dtype, y_dtype: torch.dtype, dtype: torch.dtype, device: str
 ) -> None:
-    for factors, bias, dropped, needed, shape in (
-        (None, False, False, "x", (2, 5, K)),
-        (None, True, False, "x", (K,)),
-        (FP32, False, True, "xab", (2, 5, K)),
-        (dtype, True, False, "a", (1, K)),
-        (FP32, True, True, "ab", (2, 5, K)),
+    for factors, bias, own, masked, needed, shape in (
+        (None, False, None, False, "x", (2, 5, K)),
+        (None, True, None, False, "x", (K,)),
+        (FP32, False, x_dtype, False, "xab", (2, 5, K)),
+        (dtype, True, None, False, "a", (1, K)),
+        (FP32, True, x_dtype, False, "ab", (2, 5, K)),
+        (FP32, True, None, True, "xab", (2, 5, K)),
+        (FP32, True, FP32, True, "xab", (130, K)),
+        (FP32, True, dtype, True, "b", (2, 5, K)),
     ):
         layer, x = FourBit(device, dtype, factors, bias=bias), torch.randn(shape, device=device).to(x_dtype)
-        expected = layer.results(layer.stock, x, y_dtype, dropped, needed)
+        rest = {"own": own, "needed": needed, "mask": torch.rand(shape, device=device) < 0.9 if masked else None}
+        expected = layer.results(layer.stock, x, y_dtype, **rest).present()
         for _ in range(2):  # recorded, and repeated
-            computed = layer.results(layer.fused, x, y_dtype, dropped, needed)
-            assert_same(computed, expected, where=(bias, dropped, factors))
-        with torch.no_grad():
-            assert torch.equal(layer.fused(x, x * 0.5 if dropped else x, *layer.factors, y_dtype=y_dtype), expected.y)
-
-
-@pytest.mark.parametrize("needed", ["xab", "b"])
-@FORMS
-def test_with_a_mask_the_adapter_has_the_bits_of_dropout(
-    x_dtype: torch.dtype, y_dtype: torch.dtype, dtype: torch.dtype, needed: str, device: str
-) -> None:
-    """The adapter reads x or an input of its own, which may have another dtype."""
-    for shape, own_dtype in (((2, 5, K), None), ((130, K), FP32)):
-        layer, x = FourBit(device, dtype, FP32, bias=True), torch.randn(shape, device=device).to(x_dtype)
-        mask = torch.rand(shape, device=device) < 0.9
-
-        results = []
-        for way in ("stock", "recorded", "repeated"):
-            leaves = layer.leaves(x, needed)
-            own = leaves[0]
-            if own_dtype is not None:
-                own = x.to(own_dtype, copy=True).requires_grad_("x" in needed)
-                leaves.append(own)
-            if way == "stock":
-                y = layer.stock(leaves[0], Dropout.apply(own, mask), *leaves[1:3], y_dtype=y_dtype)
-            else:
-                y = layer.fused(leaves[0], own, *leaves[1:3], y_dtype=y_dtype, mask=mask)
-            dy = torch.linspace(-1, 2, y.numel(), device=device).view_as(y).to(y.dtype)
-            results.append([y, *torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dy)])
-        for expected, *actual in zip(*results, strict=True):
-            for a in actual:
-                assert a.dtype == expected.dtype
-                assert same_products(a, expected), (shape, own_dtype)
+            actual = layer.results(layer.fused, x, y_dtype, **rest).present()
+            assert [value.dtype for value in actual.values()] == [value.dtype for value in expected.values()]
+            same = [same_products(actual[name], expected[name]) for name in expected]
+            assert all(same), (factors, bias, own, masked)
 
 
 ADAPTED = pytest.mark.parametrize("factors", [None, FP32], ids=["without an adapter", "with one"])
@@ -203,9 +186,10 @@ def test_a_gradient_may_have_any_strides(factors: torch.dtype | None, device: st
 def test_registered_operators_make_the_same_gradients(factors: torch.dtype | None, masked: bool, device: str) -> None:
     layer, x = FourBit(device, BF16, factors, bias=factors is None), torch.randn(2, 5, K, device=device)
     way = partial(layer.fused, mask=torch.rand(2, 5, K, device=device) < 0.9 if masked else None)
-    expected = layer.results(way, x, FP32, dropped=not masked)
+    own = None if masked else FP32
+    expected = layer.results(way, x, FP32, own)
     with FlopCounterMode(display=False):  # sees PyTorch's operators
-        assert_same(layer.results(way, x, FP32, dropped=not masked), expected)
+        assert_same(layer.results(way, x, FP32, own), expected)
 
 
 @pytest.mark.parametrize("used", ["both", "base", "added"])
@@ -220,13 +204,13 @@ def test_summands_have_the_bits_of_the_sum(used: str, device: str) -> None:
         return {"both": base.float() + added, "base": base.float(), "added": added.float()}[used]
 
     for _ in range(2):  # recorded, and repeated
-        actual = layer.results(way, x, FP32, dropped=True)
+        actual = layer.results(way, x, FP32, own=FP32)
     if used == "base":
         assert not actual.a.any()
         assert not actual.b.any()
         return
     names = "yxab" if used == "both" else "ab"
-    expected = layer.results(layer.fused, x, FP32, dropped=True)
+    expected = layer.results(layer.fused, x, FP32, own=FP32)
     assert [name for name in names if not torch.equal(getattr(actual, name), getattr(expected, name))] == []
 
 

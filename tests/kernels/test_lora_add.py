@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_norm.kernels import lora_add
 
 from .conftest import OPERATORS
-from .numerics import BF16, FP16, FP32, Tensors, assert_same, drawn, floor, run
+from .numerics import BF16, FP16, FP32, Tensors, assert_same, drawn, run
 
 LORA_ADD = OPERATORS["lora_add"]
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -103,17 +103,6 @@ def test_where_sums_are_exact_every_shape_and_dtype_gives_the_bits_of_the_formul
     assert_same(ours, formula(inputs, scale))
     if base in (None, FP32):  # the reference's add promotes two types of 16 bits otherwise
         assert_same(ours, run(by(LORA_ADD.reference, scale), inputs))
-
-
-@pytest.mark.parametrize(("weights", "base", "scale"), [(BF16, FP32, 0.7), (FP32, BF16, 1.0), (FP32, FP32, 0.7)])
-def test_errors_are_those_of_the_reference(weights: torch.dtype, base: torch.dtype, scale: float, device: str) -> None:
-    inputs = draw_inputs(device, (70,), 96, 80, 16, base=base, weights=weights)
-    float64 = run(by(LORA_ADD.reference, scale), inputs.mapped(Tensor.double))
-    ours, theirs = (run(by(function, scale), inputs) for function in (lora_add, LORA_ADD.reference))
-    for name, value in ours.present().items():
-        exact, stock_value = getattr(float64, name), getattr(theirs, name)
-        error, allowed = ((tensor.double() - exact).norm() for tensor in (value, stock_value))
-        assert error <= 1.1 * allowed + floor(FP32) * exact.norm(), name
 
 
 def apart(ours: Tensors, expected: Tensors) -> float:

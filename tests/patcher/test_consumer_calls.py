@@ -5,9 +5,9 @@ Under autocast a norm in float32 may be written in 16 bits where linears alone r
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import peft
@@ -25,9 +25,7 @@ WIDTH = 12
 
 
 class Block(nn.Module):
-    """A module of three linears that read its input; some forwards run them in a context."""
-
-    context: Any = contextlib.nullcontext
+    """A module of three linears that read its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +36,6 @@ class Block(nn.Module):
 
 class Layer(nn.Module):
     """A layer with a norm before a block."""
-
-    context: Any = contextlib.nullcontext
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -110,7 +106,6 @@ def compare(
 # ---- What reads a norm's output, and its input ----
 
 BLOCKS = {
-    "linears alone": BLOCK,
     "one linear twice": "return self.q(x) * 2 + self.q(x)",
     "in one branch of two": "if self.flag:\n    return self.q(x)\nreturn self.k(x) + self.v(x)",
     "its dtype": "return self.q(x) + self.k(x).to(x.dtype)",
@@ -120,71 +115,53 @@ BLOCKS = {
     "a linear by a tuple": "return self.q(*(x,))",
     "a module that is none": "return self.q(x) + self.dropout(x)",
     "in a loop": "y = self.q(x)\nfor _ in range(2):\n    y = y + self.k(x)\nreturn y",
-    "in a list": "return self.q(x) + [self.k(x) * n for n in (2, 3)][1]",
     "in a lambda": "read = lambda: self.k(x)\nreturn self.q(x) + read() + read()",
     "behind what may be another value": "y = self.q(x)\nif self.flag:\n    x = y\nreturn y + self.k(x)",
     "behind a write": "y = self.q(x); x += 1; return y",
 }
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_whatever_reads_the_blocks_argument_reads_stocks_norm(name: str, device: str) -> None:
-    compare(build_model(block=BLOCKS[name], arguments="x, y=None"), device)
-
-
 AFTER = "h = self.norm(x); h = self.block(h)"
 LAYERS = {
-    "by the name of another argument": (LAYER.replace("(h)", "(x, other=h)"), "x, other"),
     "at another place": (LAYER.replace("(h)", "(1, h)"), "y, x"),
     "in the arguments of a dict": ("h = self.norm(x); return x + self.block(**{'x': h})", "x"),
     "twice in one call": (LAYER.replace("(h)", "(h, h)"), "x, y"),
     "by two modules": (LAYER.replace("self.block(h)", "self.block(h) + self.proj(h)"), "x"),
     "by an add too": (LAYER.replace("self.block(h)", "self.block(h) + h"), "x"),
     "in a loop": ("h = self.norm(x)\nfor _ in range(2):\n    x = x + self.block(h)\nreturn x", "x"),
-    "in a function inside": ("h = self.norm(x); f = lambda: self.block(h); return x + f() + f()", "x"),
     "by two names": ("h = g = self.norm(x); return x + self.block(h) + g", "x"),
-    "behind a write": ("h = self.norm(x); h += x; return x + self.block(h)", "x"),
     "of a name with two values": ("h = x\nif self.flag:\n    h = self.norm(x)\nreturn x + self.block(h)", "x"),
     "behind an add": ("y = self.proj(x); x = x + y; h = self.norm(x); return x + self.block(h)", "x"),
     "residual of two names": (f"residual = x; other = x; {AFTER}; return residual + other * h", "x"),
     "residual of another norm": ("y = self.other(x); h = self.norm(x); h = self.block(h); return x + h * y", "x"),
-    "residual that may be something else": (
-        f"residual = x\nif self.flag:\n    residual = x * 2\n{AFTER}; return residual + h", "x"
-    ),
-    "residual that is something else later": (f"residual = x; {AFTER}; residual = h * 2; return residual + h", "x"),
-    "residual in part": (f"residual = x[:, :1]; {AFTER}; return residual + h", "x"),
+    "residual that may be another": (f"r = x\nif self.flag:\n    r = x * 2\n{AFTER}; return r + h", "x"),
+    "residual that is another later": (f"residual = x; {AFTER}; residual = h * 2; return residual + h", "x"),
     "residual that a function has": (f"residual = x; f = lambda: residual; {AFTER}; residual = h; return f() + h", "x"),
-    "residual that is written into": (f"residual = x; {AFTER}; residual += 1; return residual + h + x", "x"),
-    "residual written into by a method": (f"residual = x; {AFTER}; residual.mul_(2); return residual + h + x", "x"),
     "no residual": (f"{AFTER}; return h", "x"),
 }  # fmt: skip
 """Forwards of layers by what reads the norm's output, or its input behind the norm, and the block's arguments."""
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_whatever_reads_the_norm_or_its_input_in_a_layer_reads_stocks(name: str, device: str) -> None:
-    layer, arguments = LAYERS[name]
-    if "written" not in name:
-        compare(build_model(layer, arguments=arguments), device)
-    # In 16 bits a kernel keeps x, which a write behind the norm would change.
-    model = build_model(layer, arguments=arguments, dtype=BF16 if "written" in name else FP32).to(device)
-    x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(
-        device, model.layers[0].proj.weight.dtype
-    )
-    if "written" in name:
-        with torch.no_grad():
-            assert_near(*([variant.layers[0](x * 1)] for variant in (fused_copy(model, strict=False), model)))
+@pytest.mark.parametrize("name", [*BLOCKS, *(f"layer: {name}" for name in LAYERS)])
+def test_whatever_reads_the_norm_or_its_input_reads_stocks(name: str, device: str) -> None:
+    if name in BLOCKS:
+        model = build_model(block=BLOCKS[name], arguments="x, y=None")
     else:
+        layer, arguments = LAYERS[name.removeprefix("layer: ")]
+        model = build_model(layer, arguments=arguments)
+    compare(model, device)
+    if "write" not in name:  # without a cast autograd refuses it
         compare(model, device, autocast=None)
+
+
+@pytest.mark.parametrize("write", ["residual += 1", "residual.mul_(2)", "residual[:, 0] = 0"])
+def test_a_residual_that_is_written_into_behind_the_norm_is_stocks(write: str, device: str) -> None:
+    model = build_model(f"residual = x; {AFTER}; {write}; return residual + h + x", dtype=BF16).to(device)
+    x = torch.randn(2, 3, WIDTH, device=device, dtype=BF16).requires_grad_()
+    assert_near(*([variant.layers[0](x * 1)] for variant in (fused_copy(model, strict=False), model)))
 
 
 # ---- Autocast ----
 
-CONTEXTS: dict[str, Callable[[str], Any]] = {
-    "off": lambda device: torch.autocast(device, enabled=False),
-    "float16": lambda device: torch.autocast(device, FP16),
-    "nothing": lambda device: contextlib.nullcontext(),
-}
+CONTEXTS: dict[str, dict[str, Any]] = {"off": {"enabled": False}, "float16": {"dtype": FP16}}
 BY_FUNCTIONS = """before = torch.get_autocast_dtype(x.device.type)
 torch.set_autocast_dtype(x.device.type, torch.float16)
 y = self.q(x) + self.k(x)
@@ -213,16 +190,12 @@ def test_linears_read_what_the_autocast_of_their_own_call_makes_of_a_norm(
 ) -> None:
     model = build_model(*PLACES[place])
     cls = type(block_of(model))
-    cls.context = type(model.layers[0]).context = lambda _: CONTEXTS[context](device)
+    enter = partial(torch.autocast, device, **CONTEXTS[context])
+    cls.context = type(model.layers[0]).context = enter
     if place == "on the block's forward":
-        cls.forward = CONTEXTS[context](device)(cls.forward) if context != "nothing" else cls.forward
+        cls.forward = enter()(cls.forward)
     elif place == "around the block's call":
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.context():
-                return nn.Module.__call__(self, *args, **kwargs)
-
-        cls.__call__ = call
+        cls.__call__ = lambda self, x: enter()(nn.Module.__call__)(self, x)
     assert_all_near(step(fused_copy(model, strict=False), device), step(model, device), 5e-4)
 
 
@@ -341,12 +314,10 @@ class Noting(Tensor):
         return result.as_subclass(Tensor)
 
 
-@pytest.mark.parametrize("part", ["a linear", "the linear in a LoRA layer"])
-def test_a_weight_of_another_class_sees_the_norm_of_stock(part: str, device: str) -> None:
-    stock = adapted("q")
-    steps = []
+def test_a_weight_of_another_class_sees_the_norm_of_stock(device: str) -> None:
+    stock, steps = build_model(), []
     for model in (fused_copy(stock, strict=False), stock):
-        linear = PARTS[part](model.to(device))
+        linear = block_of(model.to(device)).k
         linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Noting), requires_grad=False)
         Noting.dtypes.clear()
         steps.append(step(model, device))

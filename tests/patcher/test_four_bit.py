@@ -15,7 +15,6 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModel
@@ -322,22 +321,14 @@ def test_outputs_of_linears_with_and_without_an_adapter_are_recomputed(
 @pytest.mark.slow
 @pytest.mark.usefixtures("large_graphs")
 def test_compiled_layers_run_pefts_code(device: str) -> None:
-    """Gradients are sums in another order; norms return the stock dtypes."""
-    in_graphs: set[str] = set()
-
-    def noted(graph: Any, inputs: Any) -> Any:
-        in_graphs.update(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
+    """Gradients are sums in another order."""
 
     def with_compiled_layers(model: Any) -> None:
         for layer in model.base_model.model.layers:
-            layer.compile(backend=aot_autograd(fw_compiler=noted))
+            layer.compile(backend="aot_eager")
 
     counts = compare(model_of(device, target_modules=["q_proj"]), device, with_compiled_layers, same=near(4e-3))
     assert +counts == {"rms_norm": 1}, "outside of the layers"
-    fused = {name.split(".")[1] for name in in_graphs if name.startswith("fused_norm.")}
-    assert any("norm" in name for name in fused), "norms are fused, so graphs are seen"
-    assert not [name for name in fused if "lora" in name or "4bit" in name]
 
 
 @pytest.mark.parametrize(
