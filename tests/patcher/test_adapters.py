@@ -196,11 +196,3 @@ def test_adapters_are_merged_switched_added_and_copied_as_in_stock(device: str) 
         assert relative(logits(fused), logits(reference)) < 5e-3
     assert fused.state_dict().keys() == reference.state_dict().keys()
     assert not layers(fused.merge_and_unload())
-
-
-def test_adapted_linears_in_a_list_are_no_layers_that_recompute() -> None:
-    model = nn.Module()
-    model.linears = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["linears.0", "linears.1"]))
-    report = fused_norm.apply_fused_norm(model, recompute=True)
-    assert (report.counts["adapter"], report.recompute) == (2, ())
