@@ -83,8 +83,14 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[torch.dtype, ...]]] 
 @pytest.mark.parametrize(
     ("family", "way"),
     [
-        *(("qwen3", "recompute"), ("llama", "plain"), ("llama", "padded"), ("gemma3_text", "checkpointed")),
-        *(slow("qwen3", way) for way in WAYS if way != "recompute"),
+        *(
+            ("qwen3", "recompute"),
+            ("qwen3", "cache"),
+            ("llama", "plain"),
+            ("llama", "padded"),
+            ("gemma3_text", "checkpointed"),
+        ),
+        *(slow("qwen3", way) for way in WAYS if way not in ("recompute", "cache")),
     ],
 )
 def test_every_bit_is_that_of_q_and_k_in_their_own_dtype(family: str, way: str, device: str) -> None:
