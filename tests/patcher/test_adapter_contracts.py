@@ -168,6 +168,11 @@ def of_another_class(layer: Any, part: str) -> None:
     product.weight = nn.Parameter(product.weight.detach().as_subclass(Doubling))
 
 
+class Tripling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
 def for_all_columns(layer: Any) -> None:
     """Keep a single row for all columns of the output: PyTorch's add broadcasts it."""
     product = layer.lora_B["default"]
@@ -199,12 +204,15 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], bool, str | None]] = {
     "two adapters active": (with_two_active, False, "it has 2 active adapters"),
     "a first factor of another class": (partial(of_another_class, part="lora_A"), False, "a is a Doubling"),
     "a second factor of another class": (partial(of_another_class, part="lora_B"), False, "b is a Doubling"),
+    "another class of product": (
+        lambda layer: setattr(layer.lora_A["default"], "__class__", Tripling), False, "its adapter has a Tripling"
+    ),
     "one row for all columns": (for_all_columns, False, "base"),
     "factors of two dtypes": (lambda layer: layer.lora_B.to(BF16), True, None),
     "a bias of a factor": (with_a_bias, False, "its adapter has a bias"),
     "a linear that returns float32": (returning(FP32), True, None),
     "a linear that returns float16": (returning(FP16), False, "x is torch.bfloat16 and base torch.float16"),
-}
+}  # fmt: skip
 """A change of a layer, whether it then runs fused, and how the logged reason begins, if any is logged."""
 
 

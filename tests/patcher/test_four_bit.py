@@ -206,7 +206,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any], Any], tuple[int, int]]] =
     "checkpointed": ({}, checkpointed, (7, 0)),
 }
 """Options of a model, a change after the patch, and how many layers then run as one operator with and without LoRA."""
-LONG = {"sandwich norms", "gates alone", "packed in bfloat16", "a bias in fp32", "merged"}
+LONG = {"sandwich norms", "gates alone", "packed in bfloat16"}
 
 
 @pytest.mark.parametrize("case", [slow(case) if case in LONG else case for case in CASES])
@@ -273,6 +273,20 @@ def test_a_model_whose_kernels_drop_has_the_bits_of_pefts_layers(
     assert counts["lora_linear_4bit"] == 7
     # There are two steps. The attention's output has 16 bits, for which a CPU draws other masks.
     assert len(masks) == 2 * (6 if device == "cpu" else 7)
+
+
+def test_the_other_16_bits_are_dropped_by_pytorch_which_rounds_to_them(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[torch.dtype] = []
+    monkeypatch.setattr(adapters, "mask_of_dropout", lambda dropout, x, dtype: drawn.append(dtype))
+    model = model_of(device, lora_dropout=0.3)
+    fused_norm.apply_fused_norm(model, strict=False)
+    with torch.autocast(device, BF16):
+        for dtype in (FP32, BF16, FP16):
+            x = torch.randn(*shape_of_ids(device), 64, device=device).to(dtype)
+            model.get_base_model().layers[0].self_attn.v_proj(x)
+    assert drawn == [FP32, BF16]
 
 
 def test_a_mask_that_was_drawn_for_a_call_that_kernels_refuse_is_applied(
