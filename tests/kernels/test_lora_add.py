@@ -139,23 +139,6 @@ def test_only_arguments_that_require_a_gradient_get_one(trained: str, device: st
     assert_same(some, run(by(lora_add, 0.7), inputs))
 
 
-@pytest.mark.parametrize("is_cast", [True, False])
-def test_x_the_weights_as_they_are_multiplied_and_the_rows_between_the_products_are_kept(
-    is_cast: bool, device: str
-) -> None:
-    """The saved factors are the casts that stock code makes, or the factors themselves."""
-    inputs = draw_inputs(device, *SMALL, weights=FP32 if is_cast else BF16)
-    leaves = [tensor.requires_grad_() for tensor in (inputs.base, inputs.x, inputs.a, inputs.b)]
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        lora_add(*leaves)
-    assert [(tuple(tensor.shape), tensor.dtype) for tensor in saved[3:]] == [((5, 3, 4), BF16)]
-    assert saved[0].data_ptr() == inputs.x.data_ptr()
-    for tensor, factor in zip(saved[1:3], (inputs.a, inputs.b), strict=True):
-        assert torch.equal(tensor, factor.bfloat16())
-        assert (tensor.data_ptr() == factor.data_ptr()) == (not is_cast)
-
-
 def turned(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 

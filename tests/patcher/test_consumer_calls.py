@@ -329,17 +329,6 @@ def test_an_input_of_another_class_is_stocks(device: str) -> None:
     assert_near(*outputs)
 
 
-def test_a_block_that_is_called_by_hand_takes_any_tensor_any_number_of_times(device: str) -> None:
-    model = build_model().to(device)
-    fused = fused_copy(model, strict=False)
-    step(fused, device)
-    with torch.autocast(device, BF16):
-        h = fused.layers[0].norm(torch.randn(2, 3, WIDTH, device=device))
-        first, second, expected = [block_of(variant)(h) for variant in (fused, fused, model)]
-    assert torch.equal(first, expected)
-    assert torch.equal(second, expected)
-
-
 # ---- Linears and adapters that change between calls ----
 
 
