@@ -250,8 +250,8 @@ def test_what_kernels_do_not_take_is_named_or_left_to_the_reference(device: str)
         refusal = LORA_LINEAR_4BIT.unsupported(x, x, *weight, mask, *FACTORS, *dtypes, 64)
         assert (refusal and refusal.reason) == reason
     layer = FourBit(device, BF16, FP32, rank=257)
-    refusal = LORA_LINEAR_4BIT.unsupported(x, x, *layer.factors, *layer.parts, None, None, *FACTORS, *dtypes, 64)
-    assert refusal.reason == "a rank of 257 is more than 256"
+    arguments = x, x, *layer.factors, *layer.parts, None, None, *FACTORS, *dtypes, 64
+    assert LORA_LINEAR_4BIT.try_fused(*arguments, replaces=None) == (None, "a rank of 257 is more than 256")
     layer = FourBit(device, features=1)
     parts = layer.state.code, layer.codes.flatten()[: K // 2], layer.state.absmax.float(), None, None, None
     refusal = LINEAR_4BIT.unsupported(x[:, : K - 1], *parts, None, 1, 64, BF16, FP32)

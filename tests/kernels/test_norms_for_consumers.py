@@ -50,9 +50,11 @@ def stock(name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, 
     return [y.to(dtype) if is_cast else y for _ in range(consumers)], s
 
 
-def fused(name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, dtype: torch.dtype | None) -> Any:
+def fused(
+    name: str, spec: NormSpec, tensors: Sequence[Tensor], consumers: int, dtype: torch.dtype | None, wide: int = 0
+) -> Any:
     operator = OPERATORS[f"{name}_for_consumers"]
-    *ys, s = operator(tensors[0] * 1, *tensors[1:], spec, *PLAIN[name][1:], consumers, dtype, 0)
+    *ys, s = operator(tensors[0] * 1, *tensors[1:], spec, *PLAIN[name][1:], consumers, dtype, wide)
     return ys, s
 
 
@@ -100,6 +102,33 @@ def test_gradients_can_be_differentiated(device: str) -> None:
         seconds.append(torch.autograd.grad(first.square().sum(), tensors[1:]))
     for a, b in zip(*seconds, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "wide"), [("rms_norm", 0b101), ("norm_add_norm", 0b10)])
+def test_some_consumers_read_float32(name: str, wide: int, device: str) -> None:
+    tensors = tensors_of(name, device, FP32, FP32)
+    of_one = [bool(wide >> place & 1) for place in range(3)]
+
+    def gradients(ys: Sequence[Tensor], s: Tensor, unread: int | None) -> tuple[Tensor, ...]:
+        total = read([], s)
+        for place, y in enumerate(ys):
+            if place != unread:
+                total = total + read([y if of_one[place] else y.to(BF16)], torch.zeros(1, device=device))
+        return torch.autograd.grad(total, tensors)
+
+    for unread in (None, 0, 2):
+        (y,), s = stock(name, LLAMA, tensors, 1, None)
+        for _ in range(2):  # recorded, and repeated
+            actual, handed_on = fused(name, LLAMA, tensors, 3, BF16, wide)
+            assert [mine.dtype for mine in actual] == [FP32 if is_wide else BF16 for is_wide in of_one]
+        for a, b in zip(gradients(actual, handed_on, unread), gradients([y] * 3, s, unread), strict=True):
+            assert a.dtype == b.dtype
+            # A GPU sums rows in another order, after which a number may be rounded the other way.
+            assert (a.double() - b.double()).norm() <= (1e-3 if a.is_cuda else 0) * b.double().norm()
+    with torch.no_grad():
+        ys, _ = fused(name, LLAMA, tensors, 3, BF16, wide)
+    assert len(ys) == 3
+    assert not any(y.requires_grad for y in ys)
 
 
 def test_outputs_are_one_tensor_in_memory_that_is_not_written_into_unnoticed(device: str) -> None:

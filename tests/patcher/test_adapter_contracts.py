@@ -199,6 +199,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], bool, str | None]] = {
     "a tensor for a scale": (with_scale(torch.tensor(3.0)), False, "its scale is a tensor"),
     "dropout": (lambda layer: layer.lora_dropout.update({"default": nn.Dropout(0.5)}), True, None),
     "no adapter active": (lambda layer: setattr(layer, "_active_adapter", []), False, None),
+    "an absent adapter active": (lambda layer: setattr(layer, "_active_adapter", ["elsewhere"]), False, None),
     "switched off": (lambda layer: layer.enable_adapters(False), False, None),
     "merged": (lambda layer: layer.merge(), False, None),
     "two adapters active": (with_two_active, False, "it has 2 active adapters"),
