@@ -73,7 +73,7 @@ def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractConte
     ids=str,
 )
 def test_products_are_recomputed_as_in_the_forward_whatever_autocast_is_in_the_backward(
-    forward: torch.dtype | None, backward: torch.dtype | None, biased: bool, device: str, products: list[Any]
+    forward: torch.dtype | None, backward: torch.dtype | None, biased: bool, device: str, products: list[str]
 ) -> None:
     grads = []
     for level in (False, "mlp"):
@@ -160,7 +160,7 @@ CHANGED: dict[str, tuple[Change, int]] = {
 
 @pytest.mark.parametrize(("name", "place"), [*((name, 0) for name in CHANGED), ("written into", 1)])
 def test_an_output_of_a_linear_is_recomputed_only_if_it_is_whole_and_unchanged(
-    name: str, place: int, device: str, products: list[Any]
+    name: str, place: int, device: str, products: list[str]
 ) -> None:
     change, count = CHANGED[name]
 
@@ -203,7 +203,7 @@ READ: dict[str, tuple[Callable[..., Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_products_are_recomputed_of_the_norm_that_they_have_read(name: str, device: str, products: list[Any]) -> None:
+def test_products_are_recomputed_of_the_norm_that_they_have_read(name: str, device: str, products: list[str]) -> None:
     read, count = READ[name]
 
     def forward(x: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ GATES: dict[str, tuple[Callable[..., Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_what_a_gate_reads_is_recomputed_as_it_was_made_or_kept(name: str, device: str, products: list[Any]) -> None:
+def test_what_a_gate_reads_is_recomputed_as_it_was_made_or_kept(name: str, device: str, products: list[str]) -> None:
     read, count = GATES[name]
 
     def forward(x: Tensor, norm: Tensor, up: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ def test_what_a_gate_reads_is_recomputed_as_it_was_made_or_kept(name: str, devic
 
 @pytest.mark.parametrize("recomputable", ["both", "q", "k"])
 def test_a_rotation_that_keeps_nothing_is_recomputed_if_both_of_its_inputs_are(
-    recomputable: str, device: str, products: list[Any]
+    recomputable: str, device: str, products: list[str]
 ) -> None:
     cos, sin = (function(torch.randn(1, ROWS // 2, 8, device=device)) for function in (torch.cos, torch.sin))
 
