@@ -52,8 +52,6 @@ AFTER_ADDS = """
     x = x + x * 2; y = self.a(x); x = x + y; y = self.b(x); x = x + y; y = self.c(x); x = x + y
     return self.d(x)
 """
-    "x = x + x * 2; y = self.a(x); x = x + y; y = self.b(x); x = x + y; y = self.c(x); x = x + y; return self.d(x)"
-)
 
 
 def test_no_more_variants_are_made_than_are_worth_it(device: str, launches: list[str]) -> None:

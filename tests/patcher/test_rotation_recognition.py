@@ -102,14 +102,8 @@ OF_OTHER_ANGLES = {
     "other sections": lambda q, k, cos, sin, sections, unsqueeze_dim=1: of_sections(
         q, k, cos, sin, sections, unsqueeze_dim, order=(1, 0, 2)
     ),
-    "as many as the first": lambda q, k, cos, sin, sections, unsqueeze_dim=1: of_sections(
-        q, k, cos, sin, [sections[0], 1, cos.shape[-1] // 2 - sections[0] - 1], unsqueeze_dim
-    ),
     "as many as the last": lambda q, k, cos, sin, sections, unsqueeze_dim=1: of_sections(
         q, k, cos, sin, [1, cos.shape[-1] // 2 - sections[2] - 1, sections[2]], unsqueeze_dim
-    ),
-    "the next positions": lambda q, k, cos, sin, positions, unsqueeze_dim=1: rotates(
-        q, k, cos.roll(-1, 0)[positions], sin.roll(-1, 0)[positions], unsqueeze_dim
     ),
     "sin at its place": lambda q, k, cos, sin, positions, unsqueeze_dim=1: rotates(
         q, k, cos[positions], sin[: q.shape[-2]].expand(2, -1, -1), unsqueeze_dim
@@ -130,9 +124,6 @@ OTHERS = {
     "neighbours by the angles of the next pair": lambda q, k, cos, sin, unsqueeze_dim=1: by_pair(
         q, k, cos.roll(1, -1), sin.roll(1, -1), unsqueeze_dim
     ),
-    "halves that become neighbours": lambda q, k, cos, sin, unsqueeze_dim=1: tuple(
-        x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in full(q, k, cos, sin, unsqueeze_dim)
-    ),
     "backwards": lambda q, k, cos, sin, unsqueeze_dim=1: full(q, k, cos, -sin, unsqueeze_dim=unsqueeze_dim),
     "q alone": lambda q, k, cos, sin, unsqueeze_dim=1: (full(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)[0], k),
     "deaf": lambda q, k, cos, sin, unsqueeze_dim=1: full(q, k, cos, sin),
@@ -142,9 +133,6 @@ OTHERS = {
     "without gradients": without_gradients,
     "others for a batch of one": lambda q, k, cos, sin, unsqueeze_dim=1: full(
         q, k, cos, sin if cos.shape[0] > 1 else -sin, unsqueeze_dim=unsqueeze_dim
-    ),
-    "a tower that is deaf to a batch": lambda q, k, cos, sin: (
-        vision(q, k, cos[0], sin[0]) if cos.dim() == 3 else vision(q, k, cos, sin)
     ),
     "a tower with other angles without a batch": lambda q, k, cos, sin: vision(
         q, k, cos, -sin if q.dim() > cos.dim() + 1 else sin
@@ -217,20 +205,12 @@ def with_default(x, kernel=OfOthers):
     return kernel.apply(x)
 
 
-@functools.lru_cache
-def remembering():
-    return OfOthers
-
-
 REACH_A_KERNEL: dict[str, Any] = {
     "a global": lambda x: OfOthers.apply(x),
-    "a function inside": lambda x: (lambda: OfOthers.apply(x))(),
     "a class and a list on it": lambda x: Holder.run(),
     "an attribute of a module": lambda x: MODULE.kernel(x),
-    "getattr": lambda x: getattr(MODULE, "kernel").apply(x),  # noqa: B009
     "a default": with_default,
     "a partial function": functools.partial(print, OfOthers),
-    "a cache": remembering,
     "a variable of a function around": (lambda kernel: lambda x: kernel.apply(x))(OfOthers),
 }
 
