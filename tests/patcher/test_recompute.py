@@ -357,12 +357,6 @@ def test_only_layers_with_something_fused_recompute(device: str) -> None:
         assert (layers_of(model)[layer], layers_of(model)[other]) == (True, False)
 
 
-def test_a_layer_that_stands_in_two_places_is_one(device: str) -> None:
-    model = build("qwen3", seed=0, device=device)
-    model.model.layers[1] = model.model.layers[0]
-    assert [row.path for row in fused_norm.apply_fused_norm(model, recompute=True).recompute] == ["model.layers.0"]
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_a_layer_that_other_code_has_built_on_stays_as_it_is(before: bool, device: str) -> None:
     model = build("qwen3", seed=0, device=device)

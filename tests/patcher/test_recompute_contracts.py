@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -111,19 +110,6 @@ def in_other_memory(z: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return z
 
 
-class MatMul4Bit(torch.autograd.Function):
-    """A product whose node has the name of bitsandbytes' own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] @ ctx.saved_tensors[0], None
-
-
 def with_a_cast_written_into(y: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
     cast = y.to(BF16)
     return linear(tripled(cast, cast), weight.to(BF16)).float()
@@ -134,8 +120,8 @@ def adapted(y: Tensor, weight: Tensor, b: Tensor, *_: Tensor) -> Tensor:
     return lora_add(linear(x, weight.to(BF16)), x, b.T[:4].to(BF16).contiguous(), b[:, :4], 0.5)
 
 
-def with_an_adapter_written_into(y: Tensor, weight: Tensor, b: Tensor, _: Tensor, *, dtype: Any = BF16) -> Tensor:
-    own = b.detach().to(dtype, copy=True)
+def with_an_adapter_written_into(y: Tensor, weight: Tensor, b: Tensor, _: Tensor) -> Tensor:
+    own = b.detach().to(BF16)
     return tripled(adapted(y, weight, own), own).float()
 
 
@@ -177,12 +163,7 @@ GATES: dict[str, tuple[Callable[..., Tensor], int]] = {
     "a weight was written into": (lambda y, weight, *_: tripled(linear(y, weight), weight), 1),
     "the sum of a LoRA layer": (lambda *inputs: adapted(*inputs).float(), 2),
     "an adapter was written into": (with_an_adapter_written_into, 1),
-    "an adapter was written into that was cast before": (
-        partial(with_an_adapter_written_into, dtype=torch.float32),
-        2,
-    ),
     "other hooks have saved its operands": (under_hooks_of_its_own, 1),
-    "another's product in 4 bits": (lambda y, weight, *_: MatMul4Bit.apply(y, weight.detach()), 1),
     "x transposed": (lambda y, weight, *_: y.T @ weight, 1),
 }
 """What a gate reads, a function of a norm's output, two weights and a bias, and how many products are computed."""

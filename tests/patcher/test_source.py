@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import functools
-import gc
-import importlib
 import inspect
 import linecache
-import sys
 import traceback
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,7 @@ from torch import nn
 
 import fused_norm
 
-from .forwards import Recorder, assert_becomes
+from .forwards import Recorder, assert_becomes, layer_of
 
 
 class Layer(nn.Module):
@@ -121,20 +116,13 @@ class Named(Layer):
         return self.norm(a)
 
 
-class Undisclosed(Layer):
-    def forward(self, a, b):
-        a = a + b
-        return self.norm(a)
+def layer(body: str) -> type[Layer]:
+    return layer_of(body, "a, b", Layer, {"__name__": __name__})
 
 
-Undisclosed.forward = scaled(by=2.0)(Undisclosed.forward)  # type: ignore[method-assign]
-
-
-class Sees(Layer):
-    def forward(self, a, b):
-        a = a + b
-        a = self.norm(a)
-        return sum(value for value in locals().values() if isinstance(value, float))
+UNDISCLOSED = layer("a = a + b; return self.norm(a)")
+UNDISCLOSED.forward = scaled(by=2.0)(UNDISCLOSED.forward)  # type: ignore[method-assign]
+SEES = layer("a = a + b; a = self.norm(a); return sum(value for value in locals().values())")
 
 
 def closing_over(factor: float) -> type[Layer]:
@@ -155,8 +143,8 @@ exec(f"class NoFile{BODY}", WITHOUT_FILE)
     ("layer", "reason"),
     [
         (Named, "its decorator scaled(by=factor) may be given something else by now"),
-        (Undisclosed, "which its source does not show"),
-        (Sees, "its forward calls locals, which sees the names"),
+        (UNDISCLOSED, "which its source does not show"),
+        (SEES, "its forward calls locals, which sees the names"),
         (closing_over(2), "closes over factor"),
         (WITHOUT_FILE["NoFile"], "cannot be read"),
     ],
@@ -176,54 +164,3 @@ def test_a_source_that_is_not_the_code_that_runs_is_refused(old: str, new: str, 
     path.write_text(source.replace(old, new))
     linecache.checkcache(str(path))
     assert "not the code that runs" in reason_of(namespace["Stale"])
-
-
-def test_what_is_known_of_a_class_holds_it_no_longer_than_others_do(tmp_path: Path) -> None:
-    """A cell of a notebook that defines a layer is run again and again."""
-    path = tmp_path / "cell.py"
-    path.write_text(f"class Cell{BODY}")
-
-    def run() -> Iterator[weakref.ref]:
-        namespace: dict[str, Any] = {"Layer": Layer, "__name__": __name__}
-        exec(compile(path.read_text(), str(path), "exec"), namespace)
-        for layer in (namespace["Cell"], closing_over(2)):
-            assert bool(reason_of(layer)) == (layer is not namespace["Cell"])
-            yield weakref.ref(layer)
-
-    seen = [*run(), *run()]
-    gc.collect()
-    assert [reference() for reference in seen] == [None] * 4
-
-
-FILE = '''
-from tests.patcher.test_source import Layer, keep
-
-if Layer is not None:
-    class InAnIf(Layer):
-        def forward(self, a, b):
-            a = a + b
-            return self.norm(a)
-
-@keep
-class AfterText(Layer):
-    """Text
-class Text:
-    def forward(self): pass
-"""
-    @keep
-    def forward(self, a, b):
-        a = a + b
-        return self.norm(a)
-'''
-
-
-def keep(function: Any) -> Any:
-    return function
-
-
-def test_a_definition_is_found_wherever_it_is_in_a_file(tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "odd_file.py").write_text(FILE)
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("odd_file")
-    monkeypatch.delitem(sys.modules, "odd_file")
-    assert reason_of(module.InAnIf) == reason_of(module.AfterText) == ""
