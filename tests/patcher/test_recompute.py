@@ -115,17 +115,6 @@ def test_a_checkpoint_inside_runs_as_often_and_keeps_as_little_as_without(
     assert "other saved-tensor hooks are active" in caplog.text
 
 
-def test_torch_func_is_taken_over_the_models_that_recompute(device: str) -> None:
-    gradients = []
-    for model in pair("llama", device):
-
-        def loss(parameters: dict[str, Tensor], model: Any = model) -> Tensor:
-            return torch.func.functional_call(model, parameters, (), {"input_ids": FEW, "labels": FEW}).loss
-
-        gradients.append(torch.func.grad(loss)({name: weight.detach() for name, weight in model.named_parameters()}))
-    assert_same(*gradients)
-
-
 @pytest.mark.usefixtures("large_graphs")
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["model", "mlps"])
@@ -244,6 +233,12 @@ def test_where_others_watch_or_hooks_are_not_allowed_nothing_is_recomputed(aroun
         result = call_recomputing(as_it_is, inputs[0], tuple(inputs[1:]), {})
     assert around is not called_operators or called == ["rms_norm"]
     assert len(recomputed_in(result.grad_fn)) == 0
+
+
+def test_torch_func_transforms_what_recomputes(device: str) -> None:
+    x, *others = inputs_of(device)
+    plain = torch.func.grad(lambda x: as_it_is(x, *others).sum())(x)
+    assert torch.equal(torch.func.grad(lambda x: call_recomputing(as_it_is, x, tuple(others), {}).sum())(x), plain)
 
 
 def test_what_was_changed_before_an_output_is_saved_is_saved_as_it_is(device: str) -> None:

@@ -69,22 +69,20 @@ def step(
 
 @pytest.mark.parametrize(("model_type", "way"), CASES)
 def test_every_level_has_the_bits_of_the_one_before_and_keeps_less(
-    model_type: str, way: str, device: str, products: list[str], recomputed_by: list[str]
+    model_type: str, way: str, device: str, products: list[str]
 ) -> None:
     options = dict(WAYS[way])
     autocast = options.pop("autocast", False)
-    kept, counts, heads_again, results = [], [], [], []
+    kept, counts, results = [], [], []
     for level in LEVELS:
         model = stock(model_type, device, **options)
         fused_norm.apply_fused_norm(model, recompute=level)
-        products.clear(), recomputed_by.clear()
+        products.clear()
         bytes_kept, tensors = step(model, device, autocast=autocast)
         kept.append(bytes_kept), counts.append(len(products)), results.append(tensors)
-        heads_again.append(recomputed_by.count("qk_norm"))
     for tensors in results[1:]:
         assert_same(tensors, results[0])
     layers = model.config.num_hidden_layers
-    assert heads_again == [0, *[layers if model_type in ("qwen3", "gemma3_text") else 0] * 3]
     assert counts[:3] == [0, 0, 2 * layers]
     assert kept[0] >= kept[1] > kept[2]
     if (model_type, device) == ("qwen3", "cpu"):  # other attention keeps copies of what it reads

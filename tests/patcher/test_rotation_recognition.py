@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.blt.modeling_blt import apply_rotary_pos_emb as interleaved
-from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved_in_fp32
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave as deinterleaved
-from transformers.models.ernie4_5.modeling_ernie4_5 import apply_rotary_pos_emb as by_pair_in_fp32
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as first_by_pair
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as halved
@@ -64,9 +62,7 @@ KNOWN: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[Any]]] = {
     "in fp32": (fp32_inside, (2, 5, 16), []),
     "of a tower": (vision, (5, 16), []),
     "of neighbours": (interleaved, (2, 5, 16), []),
-    "of neighbours in fp32": (interleaved_in_fp32, (2, 5, 16), []),
     "of neighbours by the angles of pairs": (by_pair, (2, 5, 16), []),
-    "of neighbours by the angles of pairs in fp32": (by_pair_in_fp32, (2, 5, 16), []),
     "of the first neighbours": (first_by_pair, (2, 5, 8), []),
     "of neighbours by half of the angles": (of_pairs, (2, 5, 8), []),
     "of neighbours that become halves": (deinterleaved, (2, 5, 16), []),
