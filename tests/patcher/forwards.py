@@ -69,6 +69,10 @@ class Recorder:
         self.order.append("up")
         return x * 31 + 8
 
+    def doubled(self, x):
+        """As an in-place dropout does."""
+        return x.mul_(2)
+
     def gate_up(self, x):
         return Packed(self.gate(x), self.up(x))
 
@@ -178,8 +182,8 @@ class Number:
     def __mul__(self, other: Number | int) -> Number:
         return Number(self.value * getattr(other, "value", other))
 
-    def __add__(self, other: int) -> Number:
-        return Number(self.value + other)
+    def __add__(self, other: Number | int) -> Number:
+        return Number(self.value + getattr(other, "value", other))
 
     def mul_(self, factor: int) -> Number:
         self.value *= factor
