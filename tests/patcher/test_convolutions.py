@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,24 +15,17 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fused_norm
-from fused_norm.kernels.operator import Operator, calls
 from fused_norm.patcher import disabled
 
+from .by_reference import by_reference
 from .models import EXPERTS_ARE_MLPS, assert_all_near, logged, relative, slow_but
 from .other_families import OTHERS, SIZES
 
 CONV_ALONE: dict[str, Any] = dict.fromkeys(("norms", "qk", "mlp", "experts", "adapter", "loss"), False)
-LINEAR = {name: value for name, value in OTHERS["qwen3_next"].sizes.items() if name.startswith(("linear", "layer_t"))}
 CONVOLVING: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3_next": (dict(OTHERS["qwen3_next"].sizes), 1),
     "lfm2": (dict(OTHERS["lfm2"].sizes), 1),
     "mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8}, 2),
-    "falcon_h1": (
-        {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8,
-         "mamba_d_ssm": 128}, 2
-    ),
-    "mamba": ({}, 2),
-    "qwen3_5_text": (LINEAR, 1),
 }  # fmt: skip
 """Sizes of small models, and how many convolutions each has."""
 IN_FORWARDS = ("qwen3_next",) if EXPERTS_ARE_MLPS else tuple(CONVOLVING)
@@ -43,9 +35,7 @@ TOKENS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(1)
 
 
 def model_of(model_type: str, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a small model whose weights are no ones and zeros; skip the test if this transformers has none."""
-    if EXPERTS_ARE_MLPS and model_type == "qwen3_5_text":
-        pytest.skip("transformers 4 has no such model")
+    """Return a small model whose weights are no ones and zeros."""
     config = AutoConfig.for_model(model_type, **{**SIZES, **CONVOLVING[model_type][0]})
     torch.manual_seed(0)
     model: nn.Module = AutoModelForCausalLM.from_config(config)
@@ -53,23 +43,6 @@ def model_of(model_type: str, device: str, dtype: torch.dtype = torch.float32) -
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     return model.to(device, dtype)
-
-
-class ByReference:
-    """Run the references of operators, and note their names."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def called(self, operator: Operator, arguments: tuple[Any, ...]) -> Any:
-        self.names.append(operator.name)
-        return operator.reference(*arguments)
-
-
-@contextmanager
-def by_reference() -> Iterator[ByReference]:
-    with calls.by(noted := ByReference()), torch.autograd.set_multithreading_enabled(False):
-        yield noted
 
 
 def results(model: nn.Module, *, autocast: bool = False, **named: Any) -> list[Tensor]:
@@ -112,7 +85,7 @@ def test_a_model_has_the_bits_of_stock_by_pytorchs_operators_and_is_near_by_kern
         expected = results(stock, autocast=autocast)
         with by_reference() as noted:
             assert_equal(results(fused, autocast=autocast), expected)
-        assert noted.names == ["causal_conv1d"] * count
+        assert noted == ["causal_conv1d"] * count
         if dtype == torch.float32 and not autocast:
             launches.clear()
             assert_all_near(results(fused), expected, 1e-5)
@@ -175,12 +148,6 @@ class Turned(Convolves):
         return self.act(self.conv1d(x.transpose(1, 2))[..., :length].transpose(1, 2))
 
 
-class TurnedFirst(Convolves):
-    def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[1]
-        return self.act(self.conv1d(x.transpose(1, 2)).transpose(1, 2)[:, :length])
-
-
 class ByItsShape(Convolves):
     def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(1, 2)
@@ -194,7 +161,7 @@ class Alone(Convolves):
         return y.transpose(1, 2)
 
 
-FORMS = (ByFunction, BySilu, Turned, TurnedFirst, ByItsShape, Alone)
+FORMS = (ByFunction, BySilu, Turned, ByItsShape, Alone)
 
 
 def fused_of(module: nn.Module) -> tuple[Any, Any]:
@@ -211,7 +178,7 @@ def grads(module: nn.Module, x: Tensor, **further: Any) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [leaf, *module.parameters()])]
 
 
-@pytest.mark.parametrize(("form", "taps"), [(ByFunction, 2), (BySilu, 3), *((form, 4) for form in FORMS)])
+@pytest.mark.parametrize(("form", "taps"), [(ByFunction, 2), (BySilu, 3), *((form, 4) for form in FORMS[1:])])
 def test_every_form_of_source_is_fused_with_the_bits_of_stock(form: type[Convolves], taps: int, device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         stock = form(taps, bias=taps != 3).to(device, dtype)
@@ -220,12 +187,11 @@ def test_every_form_of_source_is_fused_with_the_bits_of_stock(form: type[Convolv
         x = torch.randn(2, 7, 6, device=device, dtype=dtype)
         with by_reference() as noted:
             assert_equal(grads(fused, x), grads(stock, x))
-        assert noted.names == ["causal_conv1d"]
+        assert noted == ["causal_conv1d"]
         assert_all_near(grads(fused, x), grads(stock, x), 8 * torch.finfo(dtype).eps)
 
 
 OTHERWISE: dict[str, dict[str, Any]] = {
-    "channels together": {"groups": 1},
     "padded by other values": {"padding_mode": "replicate"},
     "dilated": {"dilation": 2},
     "padded on both sides": {"padding": 2},
@@ -310,7 +276,7 @@ def test_dtypes_are_those_of_stock(device: str) -> None:
                     expected = grads(stock, x)
                     with by_reference() as noted:
                         ours = grads(fused, x)
-                    assert noted.names
+                    assert noted
                     assert_equal(ours, expected)
                     assert [grad.dtype for grad in ours] == [grad.dtype for grad in grads(fused, x)]
 
@@ -323,10 +289,6 @@ def _kernel(x_ptr):
 def by_a_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
     _kernel[(1,)](x)
     return x
-
-
-def without_padding_in_front(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any) -> Tensor:
-    return convolved(x.flip(-1), weight, bias, activation).flip(-1)
 
 
 def by_packed_sequences(
@@ -344,7 +306,6 @@ def without_gradient(x: Tensor, weight: Tensor, bias: Any = None, activation: An
     ("function", "words"),
     [
         (by_a_kernel, "a kernel already"),
-        (without_padding_in_front, "computes no causal convolution"),
         (without_gradient, "computes no causal convolution"),
         (nn.Linear(2, 2), "not a function"),
     ],
@@ -367,6 +328,6 @@ def test_arguments_that_a_function_heeds_are_left_to_it(device: str, monkeypatch
     x, sequences = torch.randn(2, 7, 6, device=device), torch.zeros(7, dtype=torch.int64, device=device)
     with by_reference() as noted:
         assert_equal(grads(fused, x, seq_idx=sequences), grads(stock, x, seq_idx=sequences))
-        assert not noted.names
+        assert not noted
         assert_equal(grads(fused, x, seq_idx=None), grads(stock, x))
-        assert noted.names
+        assert noted
