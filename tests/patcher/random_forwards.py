@@ -70,30 +70,13 @@ class Layer(Block):
         self.attention, self.mlp = (cls() for cls in self.block_classes)
 
 
-class Model(nn.Module):
-    """A model with a single layer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([layer])
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.layers[0](*tensors)
-
-
-def angles() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    angle = torch.rand(1, TOKENS, WIDTH // HEADS // 2, generator=generator).repeat(1, 1, 2)
-    angle = angle.to("cuda" if torch.cuda.is_available() else "cpu")
-    return angle.cos(), angle.sin()
-
-
 def halve(x: Tensor) -> Tensor:
     """Write into a tensor, and return a new one."""
     return x.mul_(0.5) * 1
 
 
-COS, SIN = angles()
+ANGLE = torch.rand(1, TOKENS, WIDTH // HEADS // 2, generator=torch.Generator().manual_seed(7)).repeat(1, 1, 2)
+ANGLE = ANGLE.to("cuda" if torch.cuda.is_available() else "cpu")
 GLOBALS = {
     "__name__": __name__,
     "apply_rotary_pos_emb": apply_rotary_pos_emb,
@@ -101,8 +84,8 @@ GLOBALS = {
     "functional": functional,
     "halve": halve,
     "torch": torch,
-    "COS": COS,
-    "SIN": SIN,
+    "COS": ANGLE.cos(),
+    "SIN": ANGLE.sin(),
 }
 
 
