@@ -191,18 +191,10 @@ def test_every_form_of_source_is_fused_with_the_bits_of_stock(form: type[Convolv
         assert_all_near(grads(fused, x), grads(stock, x), 8 * torch.finfo(dtype).eps)
 
 
-OTHERWISE: dict[str, dict[str, Any]] = {
-    "padded by other values": {"padding_mode": "replicate"},
-    "dilated": {"dilation": 2},
-    "padded on both sides": {"padding": 2},
-}
-
-
-@pytest.mark.parametrize("name", OTHERWISE)
-def test_no_other_convolution_is_a_site(name: str) -> None:
-    for form in (BySilu, Turned):
-        _, report = fused_of(form(**OTHERWISE[name]))
-        assert not [row for row in report.rows if row.kind == "conv"]
+@pytest.mark.parametrize("how", [{"padding_mode": "replicate"}, {"dilation": 2}, {"padding": 2}])
+def test_no_other_convolution_is_a_site(how: dict[str, Any]) -> None:
+    _, report = fused_of(BySilu(**how))
+    assert not [row for row in report.rows if row.kind == "conv"]
 
 
 def test_a_site_that_is_kept_says_why(device: str) -> None:
@@ -212,33 +204,30 @@ def test_a_site_that_is_kept_says_why(device: str) -> None:
     replaced.conv1d.forward = lambda x: x
     with_gelu = Turned()
     with_gelu.act = nn.GELU()
-    for module, words, cause in (
-        (hooked, "hooks or other code stand on its convolution", "overridden"),
-        (replaced, "hooks or other code stand on its convolution", "overridden"),
-        (with_gelu, "the activation of its convolution is gelu", "unrecognised"),
+    for module, words in (
+        (hooked, "hooks or other code stand on its convolution"),
+        (replaced, "hooks or other code stand on its convolution"),
+        (with_gelu, "the activation of its convolution is gelu"),
     ):
-        _, report = fused_of(module)
-        (row,) = [row for row in report.kept if row.kind == "conv"]
+        (row,) = [row for row in fused_of(module)[1].kept if row.kind == "conv"]
         assert words in row.reason
-        assert row.cause == cause
     model = nn.ModuleList([Turned()])
     (row,) = [row for row in fused_norm.apply_fused_norm(model, conv=False, strict=False).kept if row.kind == "conv"]
     assert (row.reason, row.cause) == ("switched off: conv=False", "option")
 
 
 def test_a_hook_or_another_activation_that_comes_later_is_respected(device: str) -> None:
-    stock = Turned().to(device)
-    fused, _ = fused_of(stock)
     x, seen = torch.randn(2, 7, 6, device=device), []
-    fused.conv1d.register_forward_hook(lambda *_: seen.append(1))
-    assert_equal(grads(fused, x), grads(stock, x))
-    assert seen
-    fused, _ = fused_of(stock)
-    fused.act = stock.act = nn.Tanh()
-    assert_equal(grads(fused, x), grads(stock, x))
-    fused, _ = fused_of(stock := Turned().to(device))
-    stock.conv1d.padding = fused.conv1d.padding = (5,)
-    assert_equal(grads(fused, x), grads(stock, x))
+    for change in (
+        lambda module: module.conv1d.register_forward_hook(lambda *_: seen.append(1)),
+        lambda module: setattr(module, "act", nn.Tanh()),
+        lambda module: setattr(module.conv1d, "padding", (5,)),
+    ):
+        stock = Turned().to(device)
+        fused, _ = fused_of(stock)
+        change(stock), change(fused)
+        assert_equal(grads(fused, x), grads(stock, x))
+    assert len(seen) == 2
 
 
 def test_stock_code_runs_if_it_would_be_another_one(
@@ -291,10 +280,8 @@ def by_a_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None, activatio
     return x
 
 
-def by_packed_sequences(
-    x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, seq_idx: Any = None, **_: Any
-) -> Tensor:
-    y = convolved(x, weight, bias, activation)
+def by_packed_sequences(x: Tensor, *more: Any, seq_idx: Any = None, **named: Any) -> Tensor:
+    y = convolved(x, *more, **named)
     return y if seq_idx is None else y * (seq_idx == 0)
 
 

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss_rotation
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2_rotation
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import VisionAttention as Qwen2VisionAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import fused_norm
-from fused_norm.model_configs import build
 
 from .forwards import layer_of
 from .models import (
@@ -34,19 +33,7 @@ from .models import (
     tokens,
     twins,
 )
-from .rotary import of_a_table, of_sections, with_positions
-
-
-@pytest.mark.parametrize("scale", [torch.Tensor.mul, slow(torch.Tensor.mul_)])
-def test_hooks_on_layers_are_heard(scale: Callable, device: str) -> None:
-    stock, fused = twins("gemma2", device)
-    for model in (stock, fused):
-        model.model.layers[0].register_forward_hook(
-            lambda _, args, output: (
-                (scale(output[0], 2), *output[1:]) if isinstance(output, tuple) else scale(output, 2)
-            )
-        )
-    assert_trains_as_stock(stock, fused, tokens(device))
+from .rotary import of_a_table, of_sections, rotates, with_positions
 
 
 @pytest.mark.parametrize(
@@ -316,6 +303,19 @@ def test_a_rotation_with_other_angles_or_arguments_gives_what_stock_gives(
             fused(q, k, cos[..., :4], sin[..., :4])
 
 
+@pytest.mark.parametrize("calls_it", [None, True])
+def test_a_forward_that_may_call_its_parents_is_fused(calls_it: bool | None, device: str, launches: list[str]) -> None:
+    parent = rotating(rotates)
+    body = "if more: return super().forward(k, q, cos, sin)\nq, k = rotate(q, k, cos, sin); return q, k"
+    names = {"__name__": __name__, "rotate": rotates}
+    stock = layer_of(body, "q, k, cos, sin, more=None", parent, names)()
+    fused = fused_copy(stock)
+    tensors = [torch.randn(2, heads, 5, 18, device=device) for heads in (4, 2)] + [*torch.randn(2, 1, 5, 18)]
+    tensors = [tensor.to(device) for tensor in tensors]
+    assert_same(fused(*tensors, calls_it), stock(*tensors, calls_it))
+    assert launches == ([] if calls_it else ["rope"])
+
+
 def of_an_old_table(q, k, cos, sin, positions, unsqueeze_dim=1):
     """A rotation that is recognised with a table of two dimensions; transformers once called it with four."""
     return of_a_table(q, k, cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1]), positions, unsqueeze_dim)
@@ -427,30 +427,6 @@ def test_halves_of_one_tensor_that_are_no_halves_are_the_error_that_they_are_in_
     assert relative(fused(x), Packed()(x)) < 1e-6
     with pytest.raises(RuntimeError, match="must match the size"):
         fused(x[:, :9])
-
-
-class CallsItsParent(LlamaAttention):
-    """An attention that rotates q and k only if it does not call its parent's forward."""
-
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **named):
-        if self.leaves_it:
-            return super().forward(hidden_states, position_embeddings, attention_mask, **named)
-        q = k = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        cos, sin = position_embeddings
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        others = self.k_proj(hidden_states) * self.v_proj(hidden_states)
-        return self.o_proj((q + k).transpose(1, 2).flatten(2) + others.sum(-1, keepdim=True)), None
-
-
-@pytest.mark.parametrize("leaves_it", [False, True])
-def test_an_attention_that_may_call_its_parents_forward_is_fused(leaves_it: bool) -> None:
-    stock = build("llama", seed=0)
-    for layer in stock.model.layers:
-        layer.self_attn.__class__, layer.self_attn.leaves_it = CallsItsParent, leaves_it
-    fused = copy.deepcopy(stock)
-    report = fused_norm.apply_fused_norm(fused)
-    assert sum(site.kind == "rope" for site in report.fused) == len(fused.model.layers)
-    assert_trains_as_stock(stock, fused, tokens())
 
 
 class SumsNorm(nn.RMSNorm):

@@ -26,17 +26,10 @@ _WIDTHS = {
     "num_experts_per_tok": 2,
 }  # fmt: skip
 _FOUR = {"num_experts": 4, "moe_intermediate_size": 16}
-_ROUTED = {
-    "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
 _LOCAL = {"num_local_experts": 4, "intermediate_size": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_WIDTHS, **_FOUR, "head_dim": 16},
     "gpt_oss": {**_WIDTHS, **_LOCAL, "head_dim": 16, "rope_scaling": None},
-    "deepseek_v3": {
-        **_WIDTHS, **_ROUTED, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 16,
-    },
     "gemma4_text": {
         **_WIDTHS, **_FOUR, "head_dim": 16, "global_head_dim": 16, "enable_moe_block": True, "top_k_experts": 2,
         "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 64,
@@ -180,11 +173,6 @@ def test_experts_are_as_near_float64_as_stock(name: str, dtype: torch.dtype, abs
         assert mine <= 1.1 * theirs + torch.finfo(dtype).eps / 2, (key, mine, theirs)
 
 
-def other_gate(self: Any, gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return self.act_fn(up) * gate
-
-
 def rounded_later(self: Any, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (self.act_fn(gate) * up).to(gate_up.dtype)
@@ -195,17 +183,18 @@ def detached(self: Any, gate_up: Tensor) -> Tensor:
     return self.act_fn(gate) * up.detach()
 
 
-@pytest.mark.parametrize("gate", [other_gate, rounded_later, detached])
-def test_another_gate_is_not_fused(gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gate", "reason"),
+    [
+        (rounded_later, "what it computes between its products is no gate that is known here"),
+        (detached, "its grouped_mm does not compute the formula bit for bit"),
+    ],
+)
+def test_another_gate_is_not_fused(gate: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen3_moe")
     monkeypatch.setattr(type(experts_of(model)), "_apply_gate", gate)
     fused, report = fused_copy(model, strict=False)
-    reasons = {row.reason for row in report.kept if row.kind == "experts"}
-    assert len(reasons) == 1
-    assert reasons <= {
-        "what it computes between its products is no gate that is known here",
-        "its grouped_mm does not compute the formula bit for bit",
-    }
+    assert {row.reason for row in report.kept if row.kind == "experts"} == {reason}
     assert_same(step(fused), step(model))
 
 
@@ -247,7 +236,6 @@ CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "another activation": lambda module, patch: setattr(module, "act_fn", nn.GELU()),
     "a hook on the activation": lambda module, patch: module.act_fn.register_forward_hook(lambda *_: None),
     "its own gate": lambda module, patch: setattr(module, "_apply_gate", lambda gate_up: gate_up.chunk(2, -1)[0]),
-    "a gate of the class": lambda module, patch: patch.setattr(module.fused_norm_origin, "_apply_gate", other_gate),
     "another function": lambda module, patch: patch.setitem(
         moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", next_weights
     ),
@@ -327,29 +315,15 @@ def test_autocast_rounds_as_in_stock(name: str, weights: torch.dtype, device: st
 def test_patching_ends_and_repeats_and_survives_copies() -> None:
     model = model_of("gpt_oss")
     fused, report = fused_copy(model)
+    assert {row.what for row in report.fused} == {"silu, interleaved, clamped between grouped products"}
     before = step(fused)
     assert fused_norm.apply_fused_norm(fused, **ONLY) == report
-    for copied in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        assert type(experts_of(copied)) is type(experts_of(fused))
-        assert_same(step(copied), before)
-    assert type(experts_of(fused)) is not type(experts_of(model))
-    assert isinstance(experts_of(fused), type(experts_of(model)))
+    assert_same(step(pickle.loads(pickle.dumps(fused))), before)
     assert fused_norm.remove_fused_norm(fused) == report.counts["experts"]
     assert type(experts_of(fused)) is type(experts_of(model))
-    assert_same(step(fused), step(model))
-
-
-def test_options_leave_experts_out() -> None:
-    model = model_of("qwen3_moe")
-    rows = [row for row in fused_copy(model, norms=None, experts=False)[1].kept if row.kind == "experts"]
-    assert {row.reason for row in rows} == {"switched off: experts=False"}
     _, report = fused_copy(model, modules="model.layers.1.*")
     assert [row.path for row in report.fused] == ["model.layers.1.mlp.experts"]
     assert {row.reason for row in report.kept if row.kind == "experts"} == {"not selected by modules"}
-    assert [row.what for row in report.fused] == ["silu between grouped products"]
-    assert {row.what for row in fused_copy(model_of("gpt_oss"))[1].fused} == {
-        "silu, interleaved, clamped between grouped products"
-    }
 
 
 def test_adapters_on_parameters_are_trained(device: str) -> None:

@@ -98,10 +98,6 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda self, x, gate: self.weight * self.norm((x.float() * functional.silu(gate.float())).to(x.dtype)), UNKNOWN
     ),
     "a detached gate": (lambda self, x, gate: Gated.forward(self, x, gate.detach()), "where gradients are needed"),
-    "a gate and a scale": (
-        lambda self, x, gate, scale=None: Gated.forward(self, x, gate),
-        "its forward takes x, gate, scale=None, not just",
-    ),
 }  # fmt: skip
 
 

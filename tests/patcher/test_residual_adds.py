@@ -49,17 +49,6 @@ FUSED = {
         del y0; a = self.factor * self.other(a) + r; return a
         """,
     ),
-    "other names": (
-        """
-        total = self.other(a) * 5 + b * a; kept = also = total
-        y = self.norm(total)
-        return y + kept * also
-        """,
-        """
-        y0, total = self.fused_norm_add(self.norm, self.other(a) * 5, b * a); kept = also = total; y = y0
-        del y0; return y + kept * also
-        """,
-    ),
     "nested": (
         """
         if self.flag:
@@ -140,20 +129,6 @@ FUSED = {
         return gated * 2
         """,
     ),
-    # T5Gemma is written so.
-    "dropout": (
-        """
-        r = a; a = self.other(a); a = self.inner(a); a = r + self.third(a)
-        r = a; a = self.norm(a); mixed = self.inner(a * 3); a = self.third(mixed) + r
-        return a * 2
-        """,
-        """
-        r = a; a = self.other(a)
-        y0, a = self.fused_norm_add(self.norm, r, a, inner=self.inner, dropout=self.third); r = a; a = y0
-        del y0; a = self.fused_norm_then_add(self.inner, branch=a * 3, residual=r, dropout=self.third)
-        return a * 2
-        """,
-    ),
     "dropout of what is read again": (
         "mixed = self.inner(a); a = a + self.third(mixed); return a * mixed",
         "mixed = self.inner(a); a = self.fused_norm_then_add(self.third, a, mixed); return a * mixed",
@@ -226,27 +201,16 @@ def test_an_add_or_a_norm_under_a_condition_becomes_a_call_under_it() -> None:
     assert_becomes(layer_of(norm_or_not, "a, b=None, after=False"), fused, (2,), (2, 3), (2, 3, True))
 
 
-@pytest.mark.parametrize(
-    ("part", "after"),
-    [
-        ("inner", "a = self.fused_norm_then_add(self.inner, r, a); r = a; a = self.norm(a)"),
-        ("norm", "a = self.inner(a); y0, a = self.fused_norm_add(self.norm, r, a); r = a; a = y0; del y0"),
-    ],
-)
-def test_only_what_is_asked_for_is_handed_over(part: str, after: str) -> None:
+def test_only_what_is_asked_for_is_handed_over() -> None:
     layer = layer_of("r = a; a = self.inner(a); a = r + a; r = a; a = self.norm(a); return a")
-    assert_becomes(layer, f"r = a; {after}; return a", (2, 3), rewrites=(Rewrite("adds", 0, (part,)),))
+    after = "r = a; a = self.fused_norm_then_add(self.inner, r, a); r = a; a = self.norm(a); return a"
+    assert_becomes(layer, after, (2, 3), rewrites=(Rewrite("adds", 0, ("inner",)),))
+    after = "r = a; a = self.inner(a); y0, a = self.fused_norm_add(self.norm, r, a); r = a; a = y0; del y0; return a"
+    assert_becomes(layer, after, (2, 3), rewrites=(Rewrite("adds", 0, ("norm",)),))
 
 
 LEFT_ALONE = {
-    "the sum is called with first": "a = a + b; return max(a, b) * self.norm(a)",
     "the norm may not be called": "a = a + b; return a and self.norm(a)",
-    "the condition is computed": """
-        a = a + b
-        if self.third(b):
-            a = self.norm(a)
-        return a
-    """,
     "the condition reads the sum": """
         a = a + b; c = a
         if c:
@@ -257,18 +221,8 @@ LEFT_ALONE = {
     "the sum is replaced": "a = a + b; a = b; return self.norm(a)",
     "the sum is used between": "a = a + b; self.order.append(a); return self.norm(a)",
     "subtracts": "a = a - b; return self.norm(a)",
-    "the norm of another": "c = a + b; a = self.norm(a); return a * c",
     "takes keywords": "a = a + b; return self.third(x=self.norm(x=a))",
-    "unpacks": "a = a + b; a, b = self.pair(a); return a * b",
-    "an inner function": """
-        def inner(a, b):
-            a = a + b
-            return self.norm(a)
-
-        return a - b
-    """,
     "returns more": "a = a + b; return a, b",
-    "the inner is read again": "c = self.inner(a); a = b + c; return a * c",
     "the inner is read in a function": "c = self.inner(a); a = b + c; return (lambda: a * c)()",
     "the inner is read in the next turn": """
         c = a
@@ -281,7 +235,6 @@ LEFT_ALONE = {
     "the inner is deleted": "c = self.inner(a); a = b + c; del c; return a * 2",
     "the inner is changed": "a = self.inner(a); a = a * 2; a = b + a; return a * 2",
     "the other operand writes": "a = Number(a); return (self.inner(a) + self.doubled(a)).value * b",
-    "the inner on both sides": "a = self.inner(a); a = a + a; return a * 2",
     "the inner before what reads it": "a = self.inner(a); a = (a * b) + a; return a * 2",
 }
 NORM_MISSED = {
@@ -350,21 +303,6 @@ MISSED = (
         return self.norms[-1](c)
         """,
         "norm: a + b; other: a + b; third: c + d; inner: a.add(b); act: d.add_(c); norms.*: b + d; norms.-1: b + d",
-    ),
-    (
-        """
-        c = self.norm((a + b).type_as(a))
-        c = self.other(sum((a, b)))
-        match self.flag:
-            case True:
-                c = a + b
-            case a:
-                c = a
-        c = self.third(c * 1 if self.flag else c)
-        a = a + c if self.flag else self.act(c)
-        return self.inner(a)
-        """,
-        "norm: a + b; other: sum((a, b)); third: a + b; inner: a + c if self.flag",
     ),
     (FUSED["both in one statement"][0], "other: a + self.norm(a)"),
     *((body, "norm: a + b") for body in NORM_MISSED.values()),
