@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -249,35 +246,20 @@ def test_stock_code_runs_if_it_would_be_another_one(
     assert torch.equal(fused(x), stock(x))
 
 
-def test_dtypes_are_those_of_stock(device: str) -> None:
+@pytest.mark.parametrize("form", [ByFunction, Turned, Alone])
+def test_dtypes_are_those_of_stock(form: type[Convolves], device: str) -> None:
     """The weight is in fp32 and the rows are in 16 bits or fp32, with autocast and without."""
-    for form in (ByFunction, Turned, Alone):
-        for x_dtype, w_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32)):
-            stock = form().to(device, w_dtype)
-            fused, _ = fused_of(stock)
-            x = torch.randn(2, 7, 6, device=device, dtype=x_dtype)
-            for enabled in (True, False):
-                if not enabled and x_dtype != w_dtype and form is not ByFunction:
-                    with pytest.raises(RuntimeError):
-                        fused(x)
-                    continue
-                with torch.autocast(device, torch.bfloat16, enabled=enabled):
-                    expected = grads(stock, x)
-                    with by_reference() as noted:
-                        ours = grads(fused, x)
-                    assert noted
-                    assert_equal(ours, expected)
-                    assert [grad.dtype for grad in ours] == [grad.dtype for grad in grads(fused, x)]
-
-
-@triton.jit
-def _kernel(x_ptr):
-    tl.store(x_ptr, 0.0)
-
-
-def by_a_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-    _kernel[(1,)](x)
-    return x
+    stock = form().to(device)
+    fused, _ = fused_of(stock)
+    for dtype, autocast in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
+        x = torch.randn(2, 7, 6, device=device, dtype=dtype)
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            expected = grads(stock, x)
+            with by_reference() as noted:
+                ours = grads(fused, x)
+            assert noted
+            assert_equal(ours, expected)
+            assert [grad.dtype for grad in ours] == [grad.dtype for grad in grads(fused, x)]
 
 
 def by_packed_sequences(x: Tensor, *more: Any, seq_idx: Any = None, **named: Any) -> Tensor:
@@ -289,21 +271,11 @@ def without_gradient(x: Tensor, weight: Tensor, bias: Any = None, activation: An
     return convolved(x, weight.detach(), bias, activation)
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (by_a_kernel, "a kernel already"),
-        (without_gradient, "computes no causal convolution"),
-        (nn.Linear(2, 2), "not a function"),
-    ],
-)
-def test_what_computes_something_else_is_kept_with_the_reason(
-    function: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "convolved_causal_conv1d_fn", function)
-    _, report = fused_of(ByFunction())
-    (row,) = [row for row in report.kept if row.kind == "conv"]
-    assert words in row.reason
+def test_what_computes_something_else_is_kept_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for function, words in (without_gradient, "computes no causal convolution"), (nn.Linear(2, 2), "not a function"):
+        monkeypatch.setitem(globals(), "convolved_causal_conv1d_fn", function)
+        (row,) = [row for row in fused_of(ByFunction())[1].kept if row.kind == "conv"]
+        assert words in row.reason
 
 
 def test_arguments_that_a_function_heeds_are_left_to_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

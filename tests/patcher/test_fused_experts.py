@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import fused_norm
 
 from .by_reference import by_reference
-from .models import assert_same, relative, slow_but
+from .models import assert_same, relative
 from .ranks import called_operators
 
 moe = pytest.importorskip("transformers.integrations.moe", reason="experts are modules of their own in transformers 4")
@@ -25,19 +25,11 @@ _WIDTHS = {
     "num_key_value_heads": 1, "vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 64,
     "num_experts_per_tok": 2,
 }  # fmt: skip
-_FOUR = {"num_experts": 4, "moe_intermediate_size": 16}
-_LOCAL = {"num_local_experts": 4, "intermediate_size": 16}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**_WIDTHS, **_FOUR, "head_dim": 16},
-    "gpt_oss": {**_WIDTHS, **_LOCAL, "head_dim": 16, "rope_scaling": None},
-    "gemma4_text": {
-        **_WIDTHS, **_FOUR, "head_dim": 16, "global_head_dim": 16, "enable_moe_block": True, "top_k_experts": 2,
-        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 64,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "qwen3_moe": {**_WIDTHS, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 16},
+    "gpt_oss": {**_WIDTHS, "num_local_experts": 4, "intermediate_size": 16, "head_dim": 16, "rope_scaling": None},
 }  # fmt: skip
-QUICK = ("qwen3_moe", "gpt_oss")
-EACH = pytest.mark.parametrize("name", slow_but(QUICK, MODELS))
+EACH = pytest.mark.parametrize("name", MODELS)
 FP32, BF16 = torch.float32, torch.bfloat16
 ONLY = dict.fromkeys(("norms", "qk", "rope", "residual", "mlp", "loss"), False)
 OPERATORS = ["expert_permute", "expert_gate", "expert_unpermute"]
@@ -294,7 +286,7 @@ def test_limit_and_alpha_are_those_of_the_moment(device: str) -> None:
     assert operators_of(lambda: module(*inputs)) == [], "an int is no float: it may be anything else tomorrow"
 
 
-@pytest.mark.parametrize("name", QUICK)
+@EACH
 @pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
 def test_autocast_rounds_as_in_stock(name: str, weights: torch.dtype, device: str) -> None:
     model = model_of(name, device, weights)
