@@ -129,6 +129,20 @@ FUSED = {
         return gated * 2
         """,
     ),
+    # T5Gemma is written so.
+    "dropout": (
+        """
+        r = a; a = self.other(a); a = self.inner(a); a = r + self.third(a)
+        r = a; a = self.norm(a); mixed = self.inner(a * 3); a = self.third(mixed) + r
+        return a * 2
+        """,
+        """
+        r = a; a = self.other(a)
+        y0, a = self.fused_norm_add(self.norm, r, a, inner=self.inner, dropout=self.third); r = a; a = y0
+        del y0; a = self.fused_norm_then_add(self.inner, branch=a * 3, residual=r, dropout=self.third)
+        return a * 2
+        """,
+    ),
     "dropout of what is read again": (
         "mixed = self.inner(a); a = a + self.third(mixed); return a * mixed",
         "mixed = self.inner(a); a = self.fused_norm_then_add(self.third, a, mixed); return a * mixed",
@@ -270,8 +284,6 @@ MISSED = (
         if self.flag:
             a = b + a
         a = self.other(a)
-        c = self.third(a + b)
-        a = c + a
         for _ in range(2):
             d = self.inner(a)
             a = a + d
@@ -283,9 +295,8 @@ MISSED = (
             return self.norm(b) * d
         return self.act(a)
         """,
-        "norm: a += b; other: b + a if self.flag; third: a + b; inner: c + a; inner: a + d; "
-        "third: c + a if not self.factor; third: a + d if not self.factor; act: c + a; act: a + d; "
-        "act: b + a if not self.factor",
+        "norm: a += b; other: b + a if self.flag; inner: a + d; "
+        "third: a + d if not self.factor; act: a + d; act: b + a if not self.factor",
     ),
     (
         """
