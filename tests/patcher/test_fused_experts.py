@@ -86,7 +86,6 @@ class Definition(nn.Module):
 
 
 def operators_of(call: Callable[[], Any]) -> list[str]:
-    """Return the names of the operators that a call runs."""
     with called_operators() as called:
         call()
     return called

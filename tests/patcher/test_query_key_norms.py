@@ -5,10 +5,6 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from transformers.models.exaone4.modeling_exaone4 import Exaone4Attention
-from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAttention
-from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from .forwards import Heads, Rewrite, assert_becomes, assert_unchanged, layer_of, patterns_of
 
@@ -111,17 +107,3 @@ def test_what_only_resembles_a_pair_is_left_alone(name: str) -> None:
     attention = layer_of(with_return(LEFT_ALONE[name]), "q, k")
     assert patterns_of(attention).heads == []
     assert_unchanged(attention, (Heads(2), Heads(3)))
-
-
-@pytest.mark.parametrize(
-    ("attention", "expected"),
-    [
-        (Qwen3Attention, ("q_norm", "k_norm", "apply_rotary_pos_emb")),
-        (Exaone4Attention, ("q_norm", "k_norm", None)),
-        (HunYuanDenseV1Attention, ("query_layernorm", "key_layernorm", None)),
-        (Gemma3nTextAttention, None),
-    ],
-)
-def test_what_attentions_of_transformers_have(attention, expected) -> None:
-    heads = [(*pair.names, pair.rotate) for pair in patterns_of(attention).heads]
-    assert heads == ([] if expected is None else [expected])

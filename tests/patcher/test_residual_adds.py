@@ -56,9 +56,6 @@ FUSED = {
                 a = a + b
                 b = a
                 a = self.norm(a)
-        else:
-            a = b + b
-            a = self.other(a)
         return a * b
         """,
         """
@@ -68,10 +65,6 @@ FUSED = {
                 b = a
                 a = y0
                 del y0
-        else:
-            y1, a = self.fused_norm_add(self.other, b, b)
-            a = y1
-            del y1
         return a * b
         """,
     ),

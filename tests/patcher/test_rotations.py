@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-from transformers.models.edgetam_video.modeling_edgetam_video import EdgeTamVideoRoPESelfAttention
-from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAttention
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from .forwards import Heads, Rewrite, assert_becomes, layer_of, patterns_of
+from .forwards import Heads, Rewrite, assert_becomes, layer_of
 
 FORWARDS = {
     "Llama": (
@@ -99,17 +94,3 @@ def test_what_takes_the_results_of_a_pair_of_norms_is_a_rotation_under_any_name(
         return q, k
     """
     assert_becomes(attention, fused, ARGUMENTS)
-
-
-@pytest.mark.parametrize(
-    ("attention", "expected"),
-    [
-        (LlamaAttention, [("apply_rotary_pos_emb", 4, None)]),
-        (Qwen3Attention, [("apply_rotary_pos_emb", 4, 0)]),
-        (Gemma3nTextAttention, [("apply_rotary_pos_emb", 3, None)] * 2),
-        (DeepseekV3Attention, [("apply_rotary_pos_emb_interleave", 4, None), ("apply_rotary_pos_emb", 4, None)]),
-        (EdgeTamVideoRoPESelfAttention, [("apply_rotary_pos_emb_2d_self_attn", 0, None)]),  # cos=cos, sin=sin
-    ],
-)
-def test_what_attentions_of_transformers_have(attention, expected) -> None:
-    assert [(call.rotate, call.arguments, call.heads) for call in patterns_of(attention).rotations] == expected
