@@ -310,6 +310,23 @@ def test_a_forward_that_may_call_its_parents_is_fused(calls_it: bool | None, dev
     assert launches == ([] if calls_it else ["rope"])
 
 
+def test_each_pair_of_norms_is_fused_with_its_own_rotation(device: str, launches: list[str]) -> None:
+    body = """
+        q = self.q_norm(q); k = self.k_norm(k); q, k = doubled(q, k, cos, sin)
+        p = self.query_norm(p); m = self.key_norm(m); p, m = rotate(p, m, cos, sin); return q, k, p, m
+    """
+    names = {"__name__": __name__, "rotate": rotates, "doubled": lambda q, k, cos, sin: (q * 2, k)}
+    stock = layer_of(body, "q, k, p, m, cos, sin", nn.Module, names)()
+    for name in ("q_norm", "k_norm", "query_norm", "key_norm"):
+        norm = nn.RMSNorm(18, eps=1e-5, device=device)
+        nn.init.normal_(norm.weight, 1.0, 0.5)
+        setattr(stock, name, norm)
+    tensors = [torch.randn(2, heads, 5, 18, device=device) for heads in (4, 2, 4, 2)]
+    angles = torch.randn(2, 1, 5, 18, device=device)
+    assert_all_near(fused_copy(stock)(*tensors, *angles), stock(*tensors, *angles), 1e-6)
+    assert launches == ["qk_norm", "qk_norm_rope"]
+
+
 def of_an_old_table(q, k, cos, sin, positions, unsqueeze_dim=1):
     """A rotation that is recognised with a table of two dimensions; transformers once called it with four."""
     return of_a_table(q, k, cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1]), positions, unsqueeze_dim)
