@@ -452,7 +452,7 @@ def test_check_refuses_what_a_family_should_have_unless_told_otherwise(monkeypat
     assert main(line) == 2
     error = capsys.readouterr().err
     assert "lacks sites that its family is known to have; pass --no-strict to fuse the others\n" in error
-    assert "\n  model.norm (norm): subtracts a mean" in error
+    assert "\n  model.layers.1.post_attention_layernorm (norm): subtracts a mean" in error
     assert main([*line, "--no-strict"]) == 0
 
 
