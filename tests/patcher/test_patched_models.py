@@ -303,3 +303,11 @@ def test_uncast_norms_run_stock_under_autocast(device: str, launches: list[str])
     assert launches == ["rms_norm"]
 
 
+def test_an_eps_and_a_weight_changed_later_are_honoured(device: str) -> None:
+    stock, fused = twins("llama", device)
+    x = torch.randn(2, 4, 72, device=device)
+    stock.model.norm.variance_epsilon = fused.model.norm.variance_epsilon = 0.5
+    assert relative(fused.model.norm(x), stock.model.norm(x)) < 1e-6
+    for model in (stock, fused):
+        model.model.norm.weight = nn.Parameter(torch.linspace(-2, 2, 72, device=device))
+    assert relative(fused.model.norm(x), stock.model.norm(x)) < 1e-6
