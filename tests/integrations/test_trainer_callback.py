@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from fused_norm import FusedNormError, disabled
+from fused_norm import FusedNormError
 from fused_norm.integrations.trainer import FusedNormCallback
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
@@ -87,31 +86,6 @@ def test_a_model_that_comes_later_is_patched_when_training_begins(way, tmp_path)
         hf_trainer.add_callback(callback)
         hf_trainer.train()
     assert fused_modules(hf_trainer.model) > 0
-
-
-@pytest.mark.slow
-def test_it_goes_with_lora_and_checkpointing_and_what_is_saved_is_stock(tmp_path):
-    config = peft.LoraConfig(
-        target_modules=["q_proj", "up_proj"], modules_to_save=["model.norm"], task_type="CAUSAL_LM"
-    )
-    models = [peft.get_peft_model(copy.deepcopy(build("qwen3", seed=0)), config) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    callback = FusedNormCallback()
-    arguments = {"gradient_checkpointing": True, "save_strategy": "steps", "save_steps": 2}
-    stock, fused = (
-        trainer(model, tmp_path / name, callbacks, **arguments)
-        for model, name, callbacks in zip(models, ("stock", "fused"), ([], [callback]), strict=True)
-    )
-    stock.train()
-    fused.train()
-    assert callback.report.counts["residual"] == 2
-    torch.testing.assert_close(losses_of(fused), losses_of(stock), rtol=1e-4, atol=1e-4)
-    saved = tmp_path / "fused" / "checkpoint-2"
-    again = peft.PeftModel.from_pretrained(build("qwen3", seed=0), saved)
-    ids = torch.arange(12)[None]
-    with torch.no_grad(), disabled():
-        assert torch.equal(again(ids).logits, fused.model.eval().cpu()(ids).logits)
-    assert fused_modules(again) == 0
 
 
 def test_layers_are_compiled_by_themselves_after_they_are_fused(tmp_path):

@@ -381,14 +381,6 @@ def test_norms_that_differ_are_not_computed_together(device: str) -> None:
     assert_trains_as_stock(stock, model, tokens(device))
 
 
-def test_checkpointing_keeps_nothing_from_being_fused() -> None:
-    model = build("gemma3_text", seed=0)
-    model.gradient_checkpointing_enable()
-    report = fused_norm.apply_fused_norm(model)
-    assert report.counts == sites("gemma3_text")
-    assert report.kept == ()
-
-
 def test_rows_alike_but_for_an_index_at_the_end_of_their_paths_are_one_line() -> None:
     norms = nn.ModuleDict({"norms": nn.ModuleList([nn.RMSNorm(24, eps=1e-5) for _ in range(11)])})
     assert str(fused_norm.apply_fused_norm(norms)).splitlines()[-1].split() == ["11", "norm", "norms.*"]
