@@ -377,19 +377,9 @@ def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, ca
     assert "RemoteForCausalLM" in capsys.readouterr().out
 
 
-NO_KIND = "--no-norms --no-qk --no-mlp --no-conv --no-experts --no-adapter --no-loss"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--no-norms --residual", "--residual contradicts --no-norms"),
-        (NO_KIND, f"{' and '.join(NO_KIND.split())} leave nothing to fuse"),
-    ],
-)
-def test_contradictory_options_are_named_as_they_were_written(options, message, capsys):
-    assert main(["inspect", "llama", *options.split()]) == 2
-    assert capsys.readouterr().err == f"fused-norm inspect: {message}\n"
+def test_contradictory_options_are_named_as_they_were_written(capsys):
+    assert main(["inspect", "llama", "--no-norms", "--residual"]) == 2
+    assert capsys.readouterr().err == "fused-norm inspect: --residual contradicts --no-norms\n"
 
 
 def test_check_finds_a_tiny_model_within_budget(capsys, device):
