@@ -548,15 +548,8 @@ def test_run_fuses_what_it_is_told_and_says_what_it_has_fused(options, text, cod
 
 
 def test_run_covers_threads_that_the_script_starts(script, capsys):
-    script(LOAD, "loads_on_import.py")
-    path = script(
-        """
-        import importlib, threading
-        thread = threading.Thread(target=importlib.import_module, args=["loads_on_import"])
-        thread.start()
-        thread.join()
-        """
-    )
+    load = f"def load():{textwrap.indent(LOAD, '    ')}"
+    path = script(f"import threading\n{load}thread = threading.Thread(target=load)\nthread.start()\nthread.join()\n")
     assert main(["run", str(path)]) == 0
     assert SUMMARY in capsys.readouterr().err
 

@@ -141,10 +141,8 @@ def test_a_forward_put_on_a_fused_class_is_reported_and_no_other_model_gets_it(d
 
 
 FEWER = {
-    "self_attn": {"rope": 1},
     "mlp": {"mlp": 1},
     "": {"residual": 1},
-    "input_layernorm": {"norm": 4},
     "post_attention_layernorm": {"norm": 4, "residual": 1},
     "self_attn.k_norm": {"qk": 3},
 }
