@@ -283,18 +283,6 @@ def test_a_tensor_on_another_device_is_refused_by_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_that_has_to_be_there_is_refused_by_its_name(name: str) -> None:
-    function, tensors = TENSORS[name]
-    for argument in tensors:
-        if argument.endswith(("up", "cos", "sin")) or (argument.endswith("weight") and name != "causal_conv1d"):
-            continue
-        if argument == "bias" or (name, argument) == ("rope", "k"):
-            continue
-        with pytest.raises(TypeError, match=f"^{name}: {argument} must be a tensor, not NoneType"):
-            function(**{**tensors, argument: None})
-
-
-@pytest.mark.parametrize("name", TENSORS)
 def test_zeros_without_memory_are_zeros(name: str) -> None:
     function, tensors = TENSORS[name]
     for argument, tensor in tensors.items():

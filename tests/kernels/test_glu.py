@@ -127,12 +127,6 @@ def test_any_number_of_rows(rows: int, device: str) -> None:
         assert_right(draw_inputs(device, rows, width, up=None), "silu")
 
 
-def test_one_row_for_all(device: str) -> None:
-    inputs = draw_inputs(device, 4, 16)
-    expanded = inputs.up[:1].expand(4, 16)
-    assert_same(*(run(by(glu, "gelu"), inputs.but(up=up)) for up in (expanded, expanded.contiguous())))
-
-
 def summands(form: str, dtype: torch.dtype, device: str, width: int) -> tuple[Tensors, list[Tensor]]:
     """Draw the gradient of a product, and gate and up as leaves: in float32, in ``dtype``, or as two summands each."""
     kind = (2, 5, width), FP32 if form == "float32" else dtype, 1.0

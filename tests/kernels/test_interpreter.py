@@ -33,16 +33,6 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_a_launch_is_prepared_once_for_each_module_of_the_language(prepared: list[str]) -> None:
-    x = torch.randn(40, 24)
-    for _ in range(2):
-        add_rms_norm(x, x, torch.randn(24))
-        kernel, *others = prepared
-        assert kernel == "_forward_kernel"
-        assert len(others) == 1, "functions of triton.language.standard see triton.language.core"
-        prepared.clear()
-
-
 def test_what_was_replaced_is_put_back_after_an_error_too(prepared: list[str]) -> None:
     before, load, options = interpreter._patch_lang, tl.load, interpreter.interpreter_builder.options
     x = torch.randn(40, 24)

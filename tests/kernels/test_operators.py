@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.two_tensor import TwoTensor
 
 from fused_norm.kernels import (
     add_rms_norm,
@@ -29,7 +28,7 @@ from fused_norm.kernels import (
 )
 
 from ..conftest import slow
-from .calls import CALLS, NORMED, every_call, present
+from .calls import CALLS, NORMED, every_call
 from .conftest import OPERATORS
 from .numerics import BF16, WIDE, Norm, assert_same, run
 
@@ -187,16 +186,6 @@ def test_numbers_of_a_module_are_no_symbols_and_lengths_are_compiled_once(name: 
 
 
 @pytest.mark.slow
-def test_one_number_of_rows_after_another_compiles_twice_at_most(device: str) -> None:
-    """As PyTorch does by default: once for the first, and once for all others."""
-    block, counter = Block(["rms_norm", "add_rms_norm"], device), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(block, fullgraph=True, backend=counter)
-    for tokens in (5, 9, 33, 7):
-        block.assert_compiled_right(torch.randn(2, tokens, 16, device=device), compiled)
-    assert counter.frame_count == 2
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(
     not torch.cuda.is_available() and shutil.which("g++") is None and shutil.which("clang++") is None,
     reason="Inductor needs a C++ compiler on a CPU",
@@ -231,34 +220,6 @@ def test_without_eps_dead_rows_of_a_tile_leave_no_trace(case: str, device: str) 
     float64 = call.converted(Tensor.double)
     for ours, expected in zip(call.results(), float64.results(OPERATORS[call.name].reference), strict=True):
         assert (ours.double() - expected).norm() <= 0.05 * expected.norm()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", COMPILED)
-def test_a_subclass_among_plain_tensors_or_as_incoming_gradient_sees_the_operators(case: str, device: str) -> None:
-    call = every_call(device)[case]
-
-    def results(wrapped: int | None) -> list[Tensor]:
-        """Wrap the tensor at this place, or, beyond the tensors, the first gradient."""
-        leaves = call.leaves()
-        if wrapped is not None and wrapped < len(leaves):
-            leaves[wrapped] = TwoTensor(*(call.tensors[wrapped].clone() for _ in range(2)))
-            leaves[wrapped].requires_grad_(wrapped < call.differentiated)
-        outputs = call.outputs(leaves)
-        incoming = [output.detach().cos() for output in outputs]
-        if wrapped == len(leaves):
-            incoming[0] = TwoTensor(incoming[0], incoming[0].clone())
-        return [*outputs, *torch.autograd.grad(outputs, present(leaves[: call.differentiated]), incoming)]
-
-    expected = results(None)
-    for place in range(len(call.tensors) + 1):
-        if place < len(call.tensors) and call.tensors[place] is None:
-            continue
-        actual = results(place)
-        assert any(isinstance(ours, TwoTensor) for ours in actual)
-        for ours, plain in zip(actual, expected, strict=True):
-            assert torch.equal(ours.a if isinstance(ours, TwoTensor) else ours, plain)
-            assert not isinstance(ours, TwoTensor) or torch.equal(ours.b, plain)
 
 
 def _described(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import random
 import sys
 import threading
 import weakref
@@ -26,7 +25,6 @@ from fused_norm.kernels.plans import TABLES
 from fused_norm.kernels.triton.devices import use_plans
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.kernels.triton.launch import launches as observed
-from fused_norm.spec import NormSpec
 
 from .calls import NAMES, every_call
 from .conftest import OPERATORS
@@ -154,41 +152,6 @@ def test_a_call_that_differs_in_one_fact_gets_another_recording(change: str, dev
     assert torch.equal(actual, RMS_NORM._launched(x, w, spec, mode))
 
 
-def variants_of(options: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Return copies of an operator's options, each with one of them changed."""
-    variants = []
-    for place, value in enumerate(options):
-        if isinstance(value, NormSpec):
-            values = [replace(value, eps=0.1)]
-            if value.casting != "none":  # that call has no weight
-                values.append(replace(value, zero_centered=not value.zero_centered))
-        else:
-            words = {"gelu_tanh": "gelu", "silu": "sigmoid", 0.22: -3.0, 0.7: -3.0}
-            values = [False] if value is True else [words[value]] if value in words else []
-        variants += [(*options[:place], changed, *options[place + 1 :]) for changed in values]
-    return variants
-
-
-@pytest.mark.parametrize(
-    "case", ["norm", "add scaled", "norm and add", "sandwich", "gated in groups", "glu packed", "heads", "adapter"]
-)
-def test_numbers_and_words_of_a_call_are_those_of_that_call(case: str, device: str) -> None:
-    operator, arguments, differentiable = case_of(case, device)
-    tensors, options, requires_grad = (
-        arguments[: operator.tensor_count],
-        arguments[operator.tensor_count :],
-        (True,) * differentiable,
-    )
-    first = step(operator, fresh(arguments, requires_grad), (True, True))
-    variants = variants_of(options)
-    assert variants
-    for changed in variants:
-        call = fresh((*tensors, *changed), requires_grad)
-        actual = step(operator, call, (True, True))
-        assert_same(actual, step(operator._launched, call, (True, True)))
-        assert any(not torch.equal(a, b) for a, b in zip(actual, first, strict=True) if a is not None)
-
-
 class Subclass(Tensor):
     pass
 
@@ -303,55 +266,6 @@ def test_one_gradient_for_both_outputs(device: str) -> None:
         actual = torch.autograd.grad(add_rms_norm(x, r, w), (x, r), grad_outputs)
         expected = torch.autograd.grad(add_rms_norm(x, r, w), (x, r), (gradient.clone(), gradient.clone()))
         assert_same([*actual], [*expected])
-
-
-def test_rows_at_any_address_and_copied_rows(device: str) -> None:
-    w, expected = weight(device), rows(device)
-    memory = torch.empty(200, device=device)
-    for start in (0, 1, 2, 3, 4, 0, 1):
-        x = memory[start : start + 96].view(2, 3, 16).copy_(expected)
-        assert torch.equal(rms_norm(x, w), rms_norm(expected.clone(), w))
-    for _ in range(3):
-        x = rows(device, layout="columns").requires_grad_()
-        (dx,) = torch.autograd.grad(rms_norm(x, w).sum(), x)
-        (expected,) = torch.autograd.grad(rms_norm(x.contiguous(), w).sum(), x)
-        assert torch.equal(dx, expected)
-
-
-def test_a_first_call_is_made_once_and_is_like_all_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels: list[str] = []
-    run = Launch.run
-    monkeypatch.setattr(Launch, "run", lambda launch: (kernels.append(launch.name), run(launch))[1])
-    x, w = rows(device).requires_grad_(), weight(device).requires_grad_()
-    torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
-    assert kernels == ["_forward_kernel", "_backward_kernel", "_reduce_kernel"]
-    with torch.inference_mode():
-        assert rms_norm(x, w).is_inference()
-    with torch.no_grad():
-        assert not rms_norm(x, w).requires_grad
-
-
-def test_calls_that_cannot_be_recorded_are_cached_and_odd_addresses_run_no_generated_code(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    w, copied = weight(device), rows(device, layout="columns")
-    for _ in range(2):
-        assert torch.equal(rms_norm(copied, w), rms_norm(copied.contiguous(), w))
-    (entry,) = recordings("rms_norm")[:1]
-    assert not straight(entry)
-    assert RMS_NORM.run_cached(None, copied, w, LLAMA, None) is not None
-    recording.forget_all()
-    memory = torch.randn(200, device=device)
-    rms_norm(memory[1:97].view(2, 3, 16), w)
-    assert not recordings("rms_norm")
-    rms_norm(memory[:96].view(2, 3, 16), w)
-    (entry,) = recordings("rms_norm")
-    assert straight(entry)
-    repeated: list[int] = []
-    monkeypatch.setitem(entry.call.__globals__, "repeat", lambda x, w: repeated.append(x.data_ptr() % 16))  # type: ignore[attr-defined]
-    for start in range(5):
-        entry.call(memory[start : start + 96].view(2, 3, 16), w, LLAMA, None)
-    assert repeated == [4, 8, 12]
 
 
 def at_an_odd_address(tensor: Tensor) -> Tensor:
@@ -631,23 +545,6 @@ def test_threads_share_recordings_and_compute_what_one_thread_does(device: str) 
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_random_calls_in_turn_do_what_the_general_path_does(
-    seed: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cache is small, so recordings are dropped and made again."""
-    monkeypatch.setattr(recording, "SHAPES", 2)
-    monkeypatch.setattr(recording, "EACH", 2)
-    pick = random.Random(seed)
-    for _ in range(24):
-        operator, arguments, differentiable = case_of(pick.choice(CASES), device)
-        requires_grad = tuple(pick.random() < 0.7 for _ in range(differentiable))
-        used = (pick.random() < 0.8, True)
-        expected = step(operator._launched, fresh(arguments, requires_grad), used)
-        for _ in range(pick.randrange(1, 3)):
-            assert_same(step(operator, fresh(arguments, requires_grad), used), expected)
 
 
 @pytest.mark.parametrize("without", [(recording, "TensorGuards"), (codegen, "_empty_strided_cuda")])

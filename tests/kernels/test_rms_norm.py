@@ -56,18 +56,6 @@ def test_eps_is_added_to_the_mean_of_squares_and_weights_and_rows_have_any_size(
     norm.assert_right(inputs)
 
 
-@pytest.mark.parametrize("kind", ["expanded", "overlapping"])
-def test_rows_that_share_memory(kind: str, device: str) -> None:
-    """Expanded ones have stride 0 along their first dimension, and dy along all dimensions."""
-    norm = Norm("llama", x=FP32, w=FP32)
-    inputs = norm.inputs((20, 7), device)
-    if kind == "expanded":
-        inputs.x, inputs.dy = inputs.x[:1].expand(20, 7), torch.ones((), device=device).expand(20, 7)
-    else:
-        inputs.x = inputs.x.reshape(-1).unfold(0, 7, 2)[:20]
-    norm.assert_right(inputs)
-
-
 def test_what_is_saved_is_looked_at_once(device: str) -> None:
     """Checkpoints allow saved tensors to be unpacked once, which must suffice for a differentiable backward too."""
     x = torch.randn(3, 7, device=device, requires_grad=True)
