@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fused_norm.kernels import causal_conv1d
-from fused_norm.kernels.triton import conv_kernels
 
 from ..conftest import slow, slow_rows
-from .conftest import OPERATORS
+from .conftest import OPERATORS, Planned
 from .numerics import BF16, DTYPES, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
 
 ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", None])
@@ -97,11 +95,8 @@ def test_any_number_of_channels(channels: int, device: str) -> None:
     assert_right(draw_inputs(device, 2, 5, channels))
 
 
-def test_programs_that_walk_through_several_pieces_sum_all_of_them(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = replace(conv_kernels.conv_plan(3, 4, True), programs=2)
-    monkeypatch.setattr(conv_kernels, "conv_plan", lambda *_, **__: plan)
+def test_programs_that_walk_through_several_pieces_sum_all_of_them(device: str, planned: Planned) -> None:
+    planned("conv", programs=2)
     assert_right(draw_inputs(device, 2, 130, 2))
 
 
