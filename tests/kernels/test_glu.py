@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels import glu
-from fused_norm.kernels.operator import OPERATORS
 
 from ..conftest import slow, slow_rows
+from .conftest import ALL
 from .numerics import ACTIVATIONS, BF16, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
 
 GLU_ACTIVATIONS = [name for name in ACTIVATIONS if name != "sigmoid"]
@@ -144,7 +144,7 @@ def wide_product(leaves: list[Tensor], activation: str) -> Tensor:
 
 
 def for_consumers(leaves: list[Tensor], activation: str, dtype: torch.dtype, wide: int = 0) -> tuple[Tensor, ...]:
-    return OPERATORS["glu_for_consumers"](*leaves, *[None] * (4 - len(leaves)), activation, 2, dtype, wide)
+    return ALL["glu_for_consumers"](*leaves, *[None] * (4 - len(leaves)), activation, 2, dtype, wide)
 
 
 FORMS = pytest.mark.parametrize("form", ["float32", "16 bits", "sums"])
@@ -206,4 +206,4 @@ def test_for_consumers_its_gradients_are_differentiated_again(form: str, device:
 def test_two_dtypes_are_left_to_glu(device: str) -> None:
     inputs = draw_inputs(device, 3, 8)
     factors = inputs.gate.bfloat16(), inputs.up.float(), None, None
-    assert OPERATORS["glu_for_consumers"].differs_from_eager(*factors, "silu", 2, BF16, 0) is not None
+    assert ALL["glu_for_consumers"].differs_from_eager(*factors, "silu", 2, BF16, 0) is not None
