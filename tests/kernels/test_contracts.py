@@ -272,23 +272,6 @@ def test_frozen_arguments_get_no_gradient_cost_nothing_and_change_no_other(
             assert_equal(part, rest, but_for_order=device == "cuda")
 
 
-@every_way(("add in gemma", "3x123"), ("sandwich", "3x123"))
-def test_an_output_that_is_not_used_adds_nothing(call: Call, device: str) -> None:
-    gradients = incoming(call)
-    for used in range(len(gradients) if len(gradients) > 1 else 0):
-        zeros = [dy if place == used else torch.zeros_like(dy) for place, dy in enumerate(gradients)]
-        leaves = call.leaves()
-        inputs = present(leaves[: call.differentiated])
-        actual = torch.autograd.grad(call.outputs(leaves)[used], inputs, gradients[used], allow_unused=True)
-        stock = call.outputs(leaves, OPERATORS[call.name].reference)[used]
-        in_stock = torch.autograd.grad(stock, inputs, gradients[used], allow_unused=True)
-        for ours, theirs, expected in zip(actual, in_stock, present(run(call, zeros)[1]), strict=True):
-            assert (ours is None) == (theirs is None)
-            assert_equal(
-                [torch.zeros_like(expected) if ours is None else ours], [expected], but_for_order=device == "cuda"
-            )
-
-
 @pytest.mark.parametrize("shape", [(16,), (1, 3, 1, 2, 16)], ids=str)
 @pytest.mark.parametrize("case", ROWS)
 def test_rows_have_any_leading_dimensions(case: str, shape: tuple[int, ...], device: str) -> None:

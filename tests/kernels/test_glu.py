@@ -119,14 +119,6 @@ def test_every_width(width: int, device: str) -> None:
     assert_right(draw_inputs(device, 3, width, up=None), "gelu_tanh")
 
 
-@pytest.mark.parametrize("rows", [1, 33, *slow(700)])
-def test_any_number_of_rows(rows: int, device: str) -> None:
-    """Whole rows are cut anywhere, as one long row; halves of rows are cut into tiles."""
-    for width in (6, 40):
-        assert_right(draw_inputs(device, rows, width), "silu")
-        assert_right(draw_inputs(device, rows, width, up=None), "silu")
-
-
 def summands(form: str, dtype: torch.dtype, device: str, width: int) -> tuple[Tensors, list[Tensor]]:
     """Draw the gradient of a product, and gate and up as leaves: in float32, in ``dtype``, or as two summands each."""
     kind = (2, 5, width), FP32 if form == "float32" else dtype, 1.0

@@ -259,15 +259,6 @@ def test_what_was_recorded_in_one_mode_is_not_repeated_in_another(order: tuple[s
         )
 
 
-def test_one_gradient_for_both_outputs(device: str) -> None:
-    x, r, w = rows(device).requires_grad_(), rows(device).requires_grad_(), weight(device)
-    gradient = torch.randn_like(x)
-    for grad_outputs in ((gradient, gradient), (gradient, gradient.clone()), (gradient, gradient)):
-        actual = torch.autograd.grad(add_rms_norm(x, r, w), (x, r), grad_outputs)
-        expected = torch.autograd.grad(add_rms_norm(x, r, w), (x, r), (gradient.clone(), gradient.clone()))
-        assert_same([*actual], [*expected])
-
-
 def at_an_odd_address(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides that is not 16-byte aligned."""
     extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -459,16 +450,6 @@ def test_an_observer_is_told_of_its_own_thread_alone(events: Any, is_known: bool
         rms_norm(x, w)
     assert noting.seen == ["rms_norm" if events is calls else "_forward_kernel"]
     assert torch.equal(results[0], expected)
-
-
-def test_second_derivatives_behind_a_recording(device: str) -> None:
-    x, w = rows(device).requires_grad_(), weight(device).requires_grad_()
-    for _ in range(3):
-        (dx,) = torch.autograd.grad(rms_norm(x, w).square().sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(dx.sum(), x)
-        (plain,) = torch.autograd.grad(rms_norm(x, w).square().sum(), x)
-        torch.testing.assert_close(dx, plain)
-        assert second.abs().sum() > 0
 
 
 def test_recordings_are_bounded_and_hold_no_tensor(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
