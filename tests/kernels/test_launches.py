@@ -138,6 +138,17 @@ def test_offsets_into_results_are_64_bits_wide_if_32_do_not_reach(case: str, on:
     assert all(forward + backward)
 
 
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block128", "mxfp8"])
+def test_offsets_into_codes_are_64_bits_wide_if_32_do_not_reach(name: str, on: Callable[[Device], None]) -> None:
+    on(Device())
+    x, w = expanded(FAR // 128, 128), torch.empty(128, device="meta")
+    forward = ALL["norm_fp8"].forward
+    launched = launches_of(lambda: forward(x, x, w, None, None, LLAMA, 1.0, name, training=True))
+    far = [launch for launch in launched if any(map(is_far, launch.tensors))]
+    assert far
+    assert all(launch.constants["INT64"] for launch in far)
+
+
 @pytest.mark.parametrize(
     ("rows", "k", "n", "rank"), [(2**20, 16, 2**11, 4), (2**20, 2**11, 16, 4), (2**23, 16, 16, 256)], ids=str
 )
