@@ -215,19 +215,12 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
     sums = ["_reduce_kernel"] * len({tensor.numel() for tensor in weights})
     assert [launch.name for launch in launches[1:]] == [kernel.format("backward"), *sums]
 
-    def among(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        return [tensor for tensor in saved if is_among(tensor, tensors)]
-
-    operator, expected = OPERATORS[call.name], present([leaves[place] for place in places])
-    copied = [leaves[operator.tensor_names.index(name)] for name in operator.copied((*leaves, *call.options))]
-    copies = [tensor for tensor in saved if not is_among(tensor, [*leaves, *outputs]) and tensor.dim() == 1]
-    assert len(among(expected)) == len(expected) - len(copied)
-    assert [copy.tolist() for copy in copies] == [copy.tolist() for copy in present(copied)]
-    assert len(among(outputs)) == outputs_kept
+    expected = present([leaves[place] for place in places])
+    assert all(is_among(tensor, saved) for tensor in expected if tensor.dim() > 2), "weights may be copied"
+    assert len(saved) == len(expected) + outputs_kept + numbers_kept
+    assert sum(is_among(tensor, outputs) for tensor in saved) == outputs_kept
     numbers = [tensor for tensor in saved if tensor.shape[:-1] == outputs[0].shape[:-1] and tensor.shape[-1] <= 2]
     assert len(numbers) == numbers_kept
-    assert len(saved) == len(among([*leaves, *outputs])) + numbers_kept + len(copies)
-    assert len(among(leaves)) == len(among(expected))
 
 
 @pytest.mark.gpu

@@ -192,17 +192,6 @@ def test_second_derivatives_where_one_output_is_unused(case: str, used: tuple[bo
     _assert_close(derivatives(call.kernel_backward), derivatives(call.by_formula))
 
 
-def test_a_weight_made_from_the_input_is_no_part_of_the_inputs_own_gradient(device: str) -> None:
-    case = _case("norm", device)
-
-    def derivatives(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
-        x = case.inputs[0].clone().requires_grad_()
-        (first,) = torch.autograd.grad(_loss(function(x, x.sin().sum((0, 1, 2)))), x, create_graph=True)
-        return first, *torch.autograd.grad(first.cos().sum(), x)
-
-    _assert_close(derivatives(case.kernel_backward), derivatives(case.by_formula), 1e-3)
-
-
 @pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
 def test_second_derivatives_in_bf16_have_the_dtypes_of_their_tensors(casting: str, device: str) -> None:
     x, w = (
