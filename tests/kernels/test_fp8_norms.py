@@ -92,13 +92,8 @@ FAST_CODES = [
 ]
 SLOW_CODES = [
     *((norm, name, (7, 128)) for norm in CASES for name in LAYOUTS if (norm, name, (7, 128)) not in FAST_CODES),
-    (LLAMA, "mxfp8", (7, 160)),
-    (LLAMA, "mxfp8", (133, 96)),
-    (LLAMA, "block128", (133, 128)),
-    (LLAMA, "coat_input", (133, 48)),
-    (LLAMA, "rowwise", (7, 5000)),
-    (LLAMA, "tensorwise", (7, 5000)),
-    (LLAMA, "block128", (6, 32768)),
+    *((LLAMA, "mxfp8", (133, 96)), (LLAMA, "block128", (133, 128)), (LLAMA, "coat_input", (133, 48))),
+    *((LLAMA, name, (7, 5000)) for name in ("tensorwise", "rowwise")),
 ]
 
 

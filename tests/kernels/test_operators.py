@@ -10,11 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fused_norm.kernels import (
-    add_rms_norm,
-    operator,
-    rms_norm,
-)
+from fused_norm.kernels import add_rms_norm, operator, rms_norm
 
 from ..conftest import slow
 from .calls import CALLS, NORMED, Call, every_call
