@@ -1,9 +1,6 @@
 """A head with its loss: the exact result, what every implementation computes, and what is measured."""
 
-import sys
-import types
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -31,17 +28,6 @@ def inputs_of(case, dtype=torch.float32, device="cpu"):
 def measured(run, *providers):
     losses.measure(run, [CASE], torch.float32, providers)
     return {row.by: row for row in run.results.of("losses")}
-
-
-def test_masked_labels_are_those_of_the_first_half_of_four_sequences():
-    inputs = inputs_of(named("linear_cross_entropy 32x4x9 masked"))
-    assert (inputs.target == -100).tolist() == [*[True] * 4, *[False] * 4] * 4
-    assert torch.equal(inputs.labelled, inputs.x[inputs.target != -100])
-    for case in LOSS_CASES:
-        inputs = inputs_of(case)
-        assert inputs.labels == len(inputs.labelled) == (inputs.target != -100).sum()
-        assert (inputs.labels < case.rows) == ("masked" in case.words)
-        assert len(inputs.trained()) == (1 if "frozen" in case.words else 2)
 
 
 @pytest.mark.parametrize("rows_at_once", [4, 512])
@@ -81,56 +67,6 @@ def test_the_floor_is_the_products_of_rows_with_a_label(case):
     logits = inputs.labelled @ inputs.weight.detach().t()
     expected = [logits @ inputs.weight.detach(), logits.t() @ inputs.labelled][: len(inputs.trained())]
     torch.testing.assert_close(list(LOSS_PROVIDERS["products"].build(case)(inputs)), expected)
-
-
-def test_ours_is_given_the_number_of_labels_if_some_are_masked():
-    options = []
-
-    def function(x, weight, target, *, softcap, max_labels):
-        options.append((softcap, max_labels))
-        return functional.cross_entropy(x @ weight.t(), target)
-
-    with mock.patch("fused_norm.kernels.linear_cross_entropy", function):
-        for case in (CASE, named("linear_cross_entropy 32x4x9 masked softcap")):
-            LOSS_PROVIDERS["fused"].build(case)(inputs_of(case))
-    assert options == [(None, None), (30.0, 16)]
-
-
-def test_liger_runs_as_it_comes_and_with_sums_in_fp32_over_larger_chunks_if_its_release_can(monkeypatch):
-    options = []
-
-    class Function:
-        @staticmethod
-        def forward(ctx, _input, weight, target, bias=None, softcap=None, accum_dtype=None, chunk_mem_const=1):
-            pass
-
-        @classmethod
-        def apply(cls, x, weight, target, *rest):
-            options.append(rest)
-            return functional.cross_entropy(x @ weight.t(), target), None
-
-    ops = types.SimpleNamespace(LigerFusedLinearCrossEntropyFunction=Function)
-    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
-    for name in ("liger", "liger-fp32"):
-        LOSS_PROVIDERS[name].build(CASE)(inputs_of(CASE))
-    assert options == [(None, None, None, 1), (None, None, torch.float32, 16)]
-    Function.forward = lambda ctx, _input, weight, target, bias=None, softcap=None, accum_dtype=None: None
-    with pytest.raises(RefusedError, match="this release of Liger has no chunk_mem_const"):
-        LOSS_PROVIDERS["liger-fp32"].build(CASE)
-
-
-def test_right_results_are_timed_and_have_errors_and_a_peak_of_memory(run):
-    rows = measured(run, *(LOSS_PROVIDERS[name] for name in ("stock", "fused", "products")))
-    assert list(rows) == ["stock", "fused", "products"]
-    assert {(row.verdict, row.kind, row.timing is not None) for row in rows.values()} == {("ok", "training", True)}
-    for name in ("stock", "fused"):
-        assert set(rows[name].errors) == {"loss", "dX", "dW"}
-        assert rows[name].error == max(rows[name].errors.values()) < 1e-5
-    assert rows["products"].errors is None
-    logits, gradients = CASE.rows * CASE.vocabulary, (CASE.rows + CASE.vocabulary) * CASE.width
-    assert rows["products"].extra_bytes == 4 * (logits + gradients) < rows["stock"].extra_bytes
-    assert Results.load(run.path) == run.results
 
 
 @pytest.mark.parametrize(

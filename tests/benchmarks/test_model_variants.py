@@ -138,17 +138,6 @@ def test_liger_patches_all_it_has_and_its_names_are_in_force_while_it_runs(liger
         VARIANTS["liger"](prepared())
 
 
-def test_on_top_of_ligers_gate_and_loss_all_else_is_fused(liger):
-    step = prepared("qwen3")
-    stock = step.outputs_and_gradients()
-    twin = step.twin()
-    patched = VARIANTS["liger-fused"](twin)
-    assert (liger.asked[0]["rms_norm"], liger.asked[0]["rope"], liger.asked[0]["swiglu"]) == (False, False, True)
-    assert type(twin.model.norm) is not type(step.model.norm)
-    with patched.running():
-        assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
-
-
 @pytest.fixture
 def compiled(monkeypatch):
     """Graphs run as they are in place of Inductor's code, and are recorded with their budgets."""
@@ -186,40 +175,6 @@ def test_compiled_variants_are_right_and_run_compiled(variant, compiled):
     # Dynamo keeps the two halves of an autograd function in graphs inside the graph.
     inner = [part for graph in compiled.graphs for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
     assert any("fused_norm" in str(node.target) for part in inner for node in part.graph.nodes) == (variant in OURS)
-
-
-def test_compiled_layers_with_less_memory_are_compiled_with_their_budget_beside_others(compiled):
-    step = prepared("qwen3")
-    for name, budget in [("-budget-0.4", 0.4), ("", 1.0)]:
-        twin = step.twin()
-        patched = VARIANTS[f"compile-layers{name}"](twin)
-        twin.step(patched.model)
-        assert {*compiled.budgets} == {budget}
-        compiled.budgets.clear()
-
-
-@pytest.mark.parametrize(("kind", "masks"), [("", 0), ("packed", 1)])
-def test_a_model_compiled_as_a_whole_gets_no_mask_but_for_packed_sequences(kind, masks, compiled, monkeypatch):
-    step = prepared("llama", kind)
-    masks_created = []
-    create = modelling(step).create_causal_mask
-    monkeypatch.setattr(
-        modelling(step), "create_causal_mask", lambda **arguments: masks_created.append(1) or create(**arguments)
-    )
-    stock = step.forward_backward()
-    masks_created.clear()
-    patched = VARIANTS["compile"](step)
-    with patched.running(), torch.compiler.set_stance("force_eager"):
-        assert torch.equal(step.forward_backward(patched.model), stock)
-    assert len(masks_created) == masks
-
-
-def test_transformers_compiles_a_generation_with_a_static_cache():
-    static = prepared("qwen3", "generate static", 2)
-    twin = static.twin()
-    VARIANTS["compile"](twin)
-    assert not twin.model.generation_config.disable_compile
-    assert static.model.generation_config.disable_compile
 
 
 def test_linears_of_layers_are_float8_and_share_their_weights():

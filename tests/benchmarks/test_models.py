@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._inductor import compile_fx
 
 from benchmarks import models
 from benchmarks.benchmark_run import RefusedError
@@ -21,7 +20,6 @@ from benchmarks.model_variants import (
     float8_linears_alone,
     replaced_norms,
 )
-from benchmarks.providers import PROVIDERS
 from benchmarks.results import Results
 from benchmarks.samples import PairedRatio
 
@@ -136,40 +134,6 @@ def test_a_variant_that_is_wrong_raises_or_is_refused_is_not_timed_and_the_other
     assert Results.load(run.path) == run.results
 
 
-def test_float8_may_be_hardly_farther_from_stock_than_its_linears_take_it(run, monkeypatch):
-    pytest.importorskip("torchao.float8")
-
-    float8 = VARIANTS["float8-rowwise"]
-
-    def smaller(step):
-        patched = float8(step)
-        step.model.layers[0].mlp.register_forward_hook(lambda mlp, inputs, result: 0.5 * result)
-        return patched
-
-    monkeypatch.setitem(VARIANTS, "float8-rowwise-compile-layers", smaller)
-    monkeypatch.setattr(models, "missing", lambda variant, device: None)
-    case = replace(TINY, length=16)
-    alone, wrong = measured(run, "float8-rowwise", "float8-rowwise-compile-layers", case=case).values()
-    assert (alone.verdict, wrong.verdict) == ("ok", "wrong")
-    assert wrong.error < ALLOWED_ERROR, "an error that would pass without float8"
-
-
-@pytest.mark.parametrize(("variant", "verdict"), [("torch", "wrong"), ("compile-layers", "ok")])
-def test_only_a_compiled_variant_may_draw_other_numbers_of_dropout(variant, verdict, run, monkeypatch):
-    pytest.importorskip("peft")
-
-    def drawn_again(step):
-        step.model.register_forward_pre_hook(lambda *_: torch.manual_seed(5) and None)
-        return Patched(step.model)
-
-    monkeypatch.setitem(VARIANTS, variant, drawn_again)
-    monkeypatch.setattr(models, "ALLOWED_ERROR", 1e-3)
-    monkeypatch.setattr(models, "missing", lambda variant, device: None)
-    row = measured(run, variant, case=replace(TINY, step=("lora", "dropout"), length=32))[variant]
-    assert row.verdict == verdict
-    assert row.error > 1e-3
-
-
 @pytest.mark.parametrize(
     ("step", "shares_weights", "seconds", "expected"),
     [
@@ -205,48 +169,6 @@ def test_a_variant_is_checked_and_timed_in_its_context_and_gradients_do_not_add_
     measured(run, "stock")
     assert events == [1, 2, 2, 4], "after stock's own: a check; a warm-up and a sample"
     assert all(gradient is None for _, gradients in calls_of_steps for gradient in gradients)
-
-
-def test_a_variant_that_raises_in_a_round_is_timed_no_more(run, clock):
-    def seconds_of(model):
-        if "forward" in vars(model.norm):
-            raise RuntimeError("out of memory")
-        return 1.0
-
-    clock(seconds_of)
-    rows = measured(run, "stock", "torch")
-    assert (rows["torch"].verdict, rows["torch"].detail) == ("failed", "RuntimeError: out of memory")
-    assert rows["torch"].timing is None
-    assert rows["stock"].timing.samples == 1
-
-
-def test_peaks_are_of_a_whole_step_without_what_others_hold(run, clock, monkeypatch):
-    held = iter([40, 140, 140, 147])  # by former rows, with the weights, before each variant
-
-    def peak_memory(call, device):
-        step = call.func.__self__
-        call()
-        assert all(parameter.grad is None for parameter in step.model.parameters()), "none is kept for the next"
-        return 1000, 2000
-
-    monkeypatch.setattr(models, "peak_memory", peak_memory)
-    monkeypatch.setattr(models, "_allocated", lambda device: next(held))
-    rows = measured(run, "stock", "torch").values()
-    assert [(row.peak_bytes, row.reserved_bytes) for row in rows] == [(960, 1960), (953, 1953)]
-
-
-def test_the_budget_is_asked_before_every_row_and_variant(run, clock, monkeypatch):
-    run.budget = 5.0
-
-    def slow(step):
-        run.began -= 6
-        return Patched(step.model)
-
-    monkeypatch.setitem(VARIANTS, "stock", slow)
-    measured(run, "stock", "torch")
-    monkeypatch.setattr(models, "prepare", mock.Mock(side_effect=AssertionError("a model is built after the budget")))
-    assert list(measured(run, "stock", "torch")) == ["stock"]
-    assert run.results.left_out == [f"{TINY.name} torch: after 5 s", f"models: {TINY.name} stock, torch: after 5 s"]
 
 
 def test_an_option_is_compared_with_everything_on_in_the_same_round(run, clock, monkeypatch):
@@ -289,21 +211,3 @@ def test_a_row_whose_stock_model_does_not_run_is_left_out_and_the_next_one_measu
     models.measure(run, [replace(TINY, length=32), TINY], ["stock"], torch.float32)
     assert [row.row for row in run.results.of("models")] == [TINY.name]
     assert run.results.left_out == ["tiny-llama 1x32: RuntimeError: out of memory"]
-
-
-@pytest.mark.slow
-def test_taking_turns_compiles_nothing_again(run, clock, monkeypatch):
-    graphs, while_timed = [], []
-
-    def compile_graph(graph, example_inputs, **_):
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(compile_fx, "compile_fx", compile_graph)
-    monkeypatch.setitem(PROVIDERS, "compile", replace(PROVIDERS["compile"], on_cpu=True))
-    clock(lambda model: while_timed.append(len(graphs)) or 1.0)
-    variants = ["stock", "fused", "compile-layers", "fused-compile-layers"]
-    rows = measured(run, *variants, case=ModelCase("qwen3", None, 1, 8))
-    assert {name: row.detail for name, row in rows.items()} == dict.fromkeys(variants)
-    assert len(while_timed) == len(variants)
-    assert set(while_timed) == {len(graphs)} != {0}

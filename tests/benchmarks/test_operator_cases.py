@@ -102,19 +102,3 @@ def test_a_name_stands_for_its_case_and_no_other_and_inputs_repeat():
     first, same, other_seed = (every[-1].inputs(torch.bfloat16, torch.device("cpu"), seed=seed) for seed in (3, 3, 4))
     assert all(torch.equal(*pair) for pair in zip(first.arguments, same.arguments, strict=True))
     assert not torch.equal(first.arguments[0], other_seed.arguments[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("conv 8x8", "operators are rms_norm, add_rms_norm"),
-        ("rms_norm 0x8", "is no operator and shape such as 'rms_norm 4096x2560'"),
-        ("rms_norm 8x(2+1)x8", "is no shape of rms_norm, such as 'rms_norm 4096x2560'"),
-        ("qk_norm 8x64", r"is no shape of qk_norm, such as 'qk_norm 4096x\(32\+8\)x128'"),
-        ("rms_norm_fp8 8x64 wide", "after the shape comes tensorwise or rowwise"),
-        ("rope 8x(2+1)x8 rowwise", "after the shape comes nothing"),
-    ],
-)
-def test_what_is_no_case_is_named(name, message):
-    with pytest.raises(ValueError, match=message):
-        named(name)

@@ -1,18 +1,15 @@
 """Every provider computes what the case says, in forward and backward."""
 
-from unittest import mock
-
 import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from benchmarks import providers
 from benchmarks.benchmark_run import RefusedError
 from benchmarks.kernels import operator_calls, repeatable_backwards
 from benchmarks.operator_cases import OperatorCase, float64_results, tolerance, worst_error
-from benchmarks.providers import EVERY, PROVIDERS, Provider
+from benchmarks.providers import EVERY, PROVIDERS
 from benchmarks.timing import own_stream
 
 from ..conftest import slow
@@ -108,13 +105,3 @@ def test_a_shape_that_is_not_taken_and_what_would_be_stock_again_are_refused(pro
     case = named(name)
     with pytest.raises(RefusedError, match=reason):
         EVERY[provider].build(case)(*case.inputs(torch.float32, torch.device(device), seed=0).detached())
-
-
-def test_what_is_missing_is_said_and_versions_name_the_peers():
-    elsewhere = Provider("elsewhere", PROVIDERS["stock"].build, package="no_such_package")
-    assert elsewhere.missing(torch.device("cpu")) == "no_such_package is not installed"
-    assert PROVIDERS["compile"].missing(torch.device("cpu")) == "needs a GPU"
-    assert PROVIDERS["fused"].missing(torch.device("cpu")) is None
-    assert set(providers.peer_versions()) == {"liger-kernel", "quack-kernels", "torchao", "LIGER_KERNEL_IMPL"}
-    with mock.patch("importlib.util.find_spec", return_value=None):
-        assert providers.peer_versions()["torchao"] == "not installed"

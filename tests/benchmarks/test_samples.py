@@ -29,13 +29,6 @@ def test_the_interval_is_the_narrowest_pair_of_samples_with_95_percent(rounds):
     assert coverage(rank) >= 0.95 > coverage(rank + 1)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "verdict"), [(0.9, 0.99, "faster"), (1.01, 1.2, "slower"), (1.0, 1.2, "within noise")]
-)
-def test_the_verdict_is_by_the_interval(low, high, verdict):
-    assert PairedRatio((low + high) / 2, low, high, 8).verdict == verdict
-
-
 def test_every_round_has_each_once_in_an_order_of_its_own_that_repeats_until_it_raises():
     def turns():
         names, errors = [], []

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from benchmarks import timing
-from benchmarks.timing import Sampler
 
 CPU = torch.device("cpu")
 GPU = types.SimpleNamespace(type="cuda")
@@ -84,48 +83,6 @@ def test_a_replay_is_divided_by_its_calls(gpu, sets, in_graph):
     assert order[-in_graph:] == [*range(sets)] * (in_graph // sets), "the sets take turns"
 
 
-def test_what_cannot_be_captured_is_timed_by_events(gpu, monkeypatch, caplog):
-    def refuse(graph, stream):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(torch.cuda, "graph", refuse)
-
-    order = []
-
-    def call(index):
-        order.append(index)
-        gpu.now += 2e-5
-
-    sampler = timing.sampler([partial(call, index) for index in range(3)], GPU)
-    assert (sampler.method, sampler.take()) == ("events", pytest.approx(2e-5))
-    assert order[-6:] == [0, 1, 2] * 2, "the sets take turns"
-    assert "not permitted" in caplog.text
-
-
-def test_sets_of_inputs_exceed_the_cache_four_times_if_that_is_possible(gpu, monkeypatch):
-    assert [timing.input_sets(moved, GPU) for moved in (800_000_000, 67_000_000, 100)] == [3, 5, 64]
-    assert timing.leaves_cache(5 * 67_000_000, GPU)
-    assert not timing.leaves_cache(64 * 100, GPU)
-    large = types.SimpleNamespace(L2_cache_size=128 * 2**20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: large)
-    assert timing.input_sets(64 * 2**20, GPU) == 8
-    assert not timing.leaves_cache(255 * 2**20, GPU)
-
-
-def test_a_copy_goes_through_pairs_of_its_own(monkeypatch):
-    monkeypatch.setattr(timing, "input_sets", lambda moved_bytes, device: 3)
-    copied = []
-
-    def sampler(calls, device):
-        copied.extend(call() for call in calls)
-        return Sampler(lambda: 1.0, "wall")
-
-    monkeypatch.setattr(timing, "sampler", sampler)
-    timing.copy_sampler(400, CPU)
-    assert [target.nbytes for target in copied] == [200] * 3
-    assert len({target.data_ptr() for target in copied}) == 3
-
-
 def test_host_time_ends_when_the_last_call_has_returned(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
@@ -141,21 +98,6 @@ def test_host_time_ends_when_the_last_call_has_returned(monkeypatch):
     collecting = []
     timing.host_and_step_time(lambda: collecting.append(gc.isenabled()), 1, CPU)
     assert (collecting, gc.isenabled()) == ([False], True)
-
-
-def test_peak_memory_is_of_a_call_after_the_first(monkeypatch):
-    counters = {"allocated": 10, "peak": 10, "reserved": 900}
-    needed = [500, 70]
-
-    def call():
-        counters["peak"] = max(counters["peak"], counters["allocated"] + needed.pop(0))
-
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counters.update(peak=10))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: counters.update(reserved=90))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counters["peak"])
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: counters["reserved"])
-    assert timing.peak_memory(call, GPU) == (80, 90), "what the first call reserved is given back"
-    assert timing.peak_memory(call, CPU) is None
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from fused_norm.model_configs import tiny_config
 
-from .markdown_pages import ROOT, blocks_of, run_page
+from .markdown_pages import ROOT, run_page
 
 FAST = {"README.md", "docs/index.md"}
 """Pages that run in the fast tests: those for newcomers."""
@@ -66,11 +66,6 @@ raise SystemExit
 fused-norm converge {argument} # words
 ```
 """
-
-
-def test_blocks_are_found_with_their_output():
-    blocks = [(block.language, block.line, block.runs, block.printed) for block in blocks_of(PAGE)]
-    assert blocks == [("python", 3, True, "5\n"), ("python", 13, False, None), ("console", 18, False, None)]
 
 
 @pytest.mark.parametrize(

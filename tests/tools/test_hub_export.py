@@ -52,20 +52,6 @@ def test_the_command_writes_nothing_over_and_says_what_to_do(tmp_path, capsys):
     assert metadata.stat().st_mtime_ns == before
 
 
-def test_an_export_keeps_a_card_that_is_not_its_own_and_replaces_its_own(tmp_path, capsys):
-    card = tmp_path / "README.md"
-    card.write_text("# A model's card\n")
-    assert main([str(tmp_path)]) == 2
-    assert "README.md is there already, and was not written by an export" in capsys.readouterr().err
-    assert [card] == list(tmp_path.iterdir())
-    assert card.read_text() == "# A model's card\n"
-    card.unlink()
-    export(tmp_path)
-    shutil.rmtree(tmp_path / "build")
-    assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"written: {tmp_path / 'build' / 'torch-universal'}\n"
-
-
 def test_an_exported_layer_imported_by_itself_computes_what_stock_does_by_operators_of_its_own(
     tmp_path, device, monkeypatch
 ):

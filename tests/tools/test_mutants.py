@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from tools.mutants.command import RESULTS
-from tools.mutants.mutations import Mutant, drawn, is_equal_code, mutants_of
-from tools.mutants.runner import Map
+from tools.mutants.mutations import Mutant, is_equal_code, mutants_of
 
 FILE = Path("src/fused_norm/kernels/example.py")
 SOURCE = '''"""A text: x < 1."""
@@ -49,24 +48,6 @@ def test_a_fault_is_one_change_of_the_source(tmp_path: Path) -> None:
     source = SOURCE.encode()
     assert mutant.applied(source).decode() == SOURCE.replace("x.detach()", "x")
     assert not is_equal_code(mutant, source)
-
-
-def test_a_seed_draws_the_same_faults_of_lines_that_tests_run(tmp_path: Path) -> None:
-    there = mutants(tmp_path).values()
-    reached = {"kernels/example.py": {7}}
-    first, again = (drawn(tmp_path, 3, 0, reached) for _ in range(2))
-    assert first == again
-    assert first
-    assert all(mutant in there and mutant.statement == (7, 7) for mutant in first)
-
-
-def test_the_tests_of_a_fault_are_those_that_run_its_statement(tmp_path: Path) -> None:
-    mutant = mutants(tmp_path)["cast dropped: x.detach() -> x"]
-    tests = Map()
-    lines = {"t.py::a": {"kernels/example.py": [4]}, "t.py::b": {"kernels/example.py": [7]}}
-    tests.replace_file("t.py", {"t.py::a": 0.5, "t.py::b": 0.1}, lines)
-    assert tests.tests_of(mutant, 5.0) == ["t.py::a"]
-    assert tests.reached() == {"kernels/example.py": {4, 7}}
 
 
 def test_stored_verdicts_are_of_faults_that_are_still_there() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -55,45 +55,3 @@ class Unlike(nn.Module):
 
 def test_what_is_no_rotation_does_not_count():
     assert layouts_of(Unlike()) == set()
-
-
-class Choosing(nn.Module):
-    """An attention that rotates in a method if its settings say so; it is called with tensors of any kind."""
-
-    def __init__(self, mode: str, layers: list[int]) -> None:
-        super().__init__()
-        self.mode, self.layers, self.number = mode, layers, 3
-
-    @property
-    def broken(self) -> bool:
-        raise RuntimeError
-
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if self.number in self.layers and q.shape == k.shape:
-            return q, k
-        if self.mode == "at once":
-            return apply_rotary_pos_emb(q, k, cos, sin)
-        return (q, k) if self.number not in self.layers else self._turned(q, k, cos, sin)
-
-    def _turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        turned = q, k
-        if not self.mode.startswith("by"):
-            if self.mode == "unknown" and self.broken:
-                turned = apply_rotary_pos_emb(q, k, cos, sin)
-        elif len(cos) > 1:
-            turned = apply_rotary_pos_emb(q, k, cos, sin)
-        return turned
-
-
-@pytest.mark.parametrize(
-    ("mode", "layers", "expected"),
-    [
-        ("at once", [], True),
-        ("by methods", [3], True),
-        ("by methods", [2], False),
-        ("unknown", [3], True),
-        ("never", [3], False),
-    ],
-)
-def test_a_rotation_that_settings_never_reach_does_not_count(mode, layers, expected):
-    assert bool(layouts_of(Choosing(mode, layers))) == expected
