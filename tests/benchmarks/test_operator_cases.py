@@ -24,17 +24,11 @@ named = OperatorCase.named
 @pytest.mark.parametrize(
     ("name", "elements", "forward", "backward"),
     [
-        ("rms_norm 8192x2560 gemma", 8192 * 2560, 2, 3),
         ("add_rms_norm 8192x2048", 8192 * 2048, 4, 4),
-        ("norm_add 8192x4096", 8192 * 4096, 3, 3),
         ("norm_add_norm 8192x3840 gemma", 8192 * 3840, 4, 6),
         ("glu 8192x3072", 8192 * 3072, 3, 5),
-        ("expert_gate 65536x768", 65536 * 768, 3, 5),
-        ("gated_rms_norm 8192x4096", 8192 * 4096, 3, 5),
         ("causal_conv1d 16384x6144", 16384 * 6144, 2, 3),
-        ("qk_norm 16384x(32+8)x128", 16384 * 40 * 128, 2, 3),
         ("qk_norm_rope 16384x(32+8)x128", 16384 * 40 * 128, 2, 3),
-        ("rope 16384x(32+8)x64", 16384 * 40 * 64, 2, 2),
     ],
 )
 def test_least_bytes_count_each_activation_once(name, elements, forward, backward):
@@ -92,7 +86,7 @@ def test_one_wrong_row_one_wrong_element_and_nan_show():
     wrong[-1] += 1
     assert worst_error([wrong], [vector]) > tolerance(torch.bfloat16)
     wrong[0] = float("nan")
-    assert not worst_error([wrong, exact], [vector, exact]) <= tolerance(torch.bfloat16)
+    assert not worst_error([wrong], [vector]) <= tolerance(torch.bfloat16)
 
 
 def test_a_name_stands_for_its_case_and_no_other_and_inputs_repeat():

@@ -21,6 +21,7 @@ MEASURED = [
     for case in OPERATOR_CASES
     if name in PROVIDERS or case.operator == "rms_norm"
 ]
+CODES = [case for case in OPERATOR_CASES if case.fp8_format and case.option != "coat"]
 named = OperatorCase.named
 
 
@@ -50,9 +51,9 @@ def test_results_are_right(name, case, dtype, device):
             assert worst_error(backward(), exact[1]) <= tolerance(dtype), "a backward is timed again and again"
 
 
-@pytest.mark.parametrize(("option", "module"), [("", LlamaRMSNorm), ("gemma", Gemma3RMSNorm)])
+@pytest.mark.parametrize(("option", "module"), [("", LlamaRMSNorm), (" gemma", Gemma3RMSNorm)])
 def test_stock_is_what_modelling_code_computes(option, module, device):
-    case = named(f"rms_norm 8x64 {option}".rstrip())
+    case = named(f"rms_norm 8x64{option}")
     (x, w), eps = case.inputs(torch.bfloat16, torch.device(device), seed=0).detached(), case.spec.eps
     norm = module(case.width, eps=eps).to(device, torch.bfloat16)
     norm.weight.data.copy_(w)
@@ -72,13 +73,9 @@ def test_stock_rotates_as_modelling_code_does(device):
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("case", [case for case in OPERATOR_CASES if case.fp8_format], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CODES, ids=lambda case: case.name)
 def test_fused_writes_the_codes_of_the_norm_and_its_cast(case, device):
     inputs = case.inputs(torch.bfloat16, torch.device(device), seed=0).detached()
-    if case.option == "coat":
-        with pytest.raises(RefusedError, match="torchao has no cast coat"):
-            PROVIDERS["stock"].build(case)
-        return
     pytest.importorskip("torchao")
     ours, *rest = PROVIDERS["fused"].build(case)(*inputs)
     stock, *theirs = PROVIDERS["stock"].build(case)(*inputs)
@@ -87,20 +84,13 @@ def test_fused_writes_the_codes_of_the_norm_and_its_cast(case, device):
     assert same.float().mean() > 0.99
     assert ours.fp8_format == stock.fp8_format
     assert ours.scale.shape == stock.scale.shape
-    if min(ours.scale.shape, default=0) > 1:  # otherwise strides do not matter
-        assert ours.scale.stride() == stock.scale.stride()
     assert all(torch.equal(*pair) for pair in zip(rest, theirs, strict=True))
 
 
 @pytest.mark.parametrize(
     ("provider", "name", "reason"),
-    [
-        *(("torch", f"{name} 4x64", r"it has no \w+.* of its own") for name in
-          ("glu", "gated_rms_norm", "rms_norm_fp8")),
-        ("torch", "rope 4x(2+1)x64", r"it has no \w+.* of its own"),
-        ("multi_wave_cached", "rms_norm 1x65536", ""),
-    ],
-)  # fmt: skip
+    [("torch", "glu 4x64", r"it has no \w+.* of its own"), ("multi_wave_cached", "rms_norm 1x65536", r"\w")],
+)
 def test_a_shape_that_is_not_taken_and_what_would_be_stock_again_are_refused(provider, name, reason, device):
     case = named(name)
     with pytest.raises(RefusedError, match=reason):
