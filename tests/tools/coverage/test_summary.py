@@ -54,29 +54,18 @@ def test_what_came_went_and_changed_is_told(summary):
         "type two: 5 of 5 norms, 2 of 2 residual adds, 2 of 2 half rotations"
         " -> 4 of 5 norms, 2 of 2 residual adds, 2 of 2 half rotations",
     ]
-    assert len(changes(summary, changed, only=["one"])) == 2, "those of the type and of shared code"
-
-
-STORED = {release: Summary.load(path) for release, path in stored(command.STORED).items()}
 
 
 def test_pages_show_the_stored_summaries():
-    summaries = list(STORED.values())
-    assert [summary.transformers for summary in summaries] == list(STORED)
+    summaries = [Summary.load(path) for path in stored(command.STORED).values()]
     for name, table in tables(summaries).items():
         page = (command.DOCS / name).read_text(encoding="utf-8")
         assert page_with(page, "coverage", table) == page, f"python -m tools.coverage --table writes {name}"
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Use a temporary folder for summaries instead of the stored ones."""
+def test_the_command_compares_summaries_and_writes_the_page(summary, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "STORED", tmp_path)
-    return tmp_path
-
-
-def test_the_command_compares_summaries_and_writes_the_page(summary, folder, monkeypatch, capsys):
-    summary.save(folder / "transformers-5.9.0.json")
+    summary.save(tmp_path / "transformers-5.9.0.json")
     summary.transformers = "5.10.0"
     summary.classes["one.OneNorm"] = "norm 44444444"
     monkeypatch.setattr(command, "_sweep", lambda args: (summary, 0))
@@ -86,9 +75,9 @@ def test_the_command_compares_summaries_and_writes_the_page(summary, folder, mon
     assert "since transformers 5.9.0: 1 changes" in out
     assert "norm one.OneNorm: its forward is written otherwise" in out
     assert command.main(["--against", "5.10.0"]) == 0, "with what was stored before, of this release too"
-    monkeypatch.setattr(command, "DOCS", folder)
+    monkeypatch.setattr(command, "DOCS", tmp_path)
     for name in ("supported.md", "model_types.md"):
-        (folder / name).write_text("<!-- coverage --><!-- end of coverage -->", encoding="utf-8")
+        (tmp_path / name).write_text("<!-- coverage --><!-- end of coverage -->", encoding="utf-8")
     assert command.main(["--table"]) == 0
-    assert "| transformers 5.9.0 | transformers 5.10.0 |" in (folder / "supported.md").read_text(encoding="utf-8")
-    assert "In transformers 5.10.0, " in (folder / "model_types.md").read_text(encoding="utf-8")
+    assert "| transformers 5.9.0 | transformers 5.10.0 |" in (tmp_path / "supported.md").read_text(encoding="utf-8")
+    assert "In transformers 5.10.0, " in (tmp_path / "model_types.md").read_text(encoding="utf-8")
