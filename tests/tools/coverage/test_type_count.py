@@ -37,7 +37,7 @@ def test_a_type_has_what_the_stored_summary_says(model_type, stored):
 
 def test_what_the_patcher_has_no_row_for_is_counted_all_the_same(monkeypatch):
     def without_rows(model, **options):
-        return replace(apply_fused_norm(model, **options), fused=(), kept=())
+        return replace(apply_fused_norm(model, **options), rows=())
 
     monkeypatch.setattr(type_count, "apply_fused_norm", without_rows)
     result = count("llama")
