@@ -24,7 +24,6 @@ STAND_INS = {"Qwen/Qwen3-0.6B": ("qwen3", 28), "google/gemma-3-1b-pt": ("gemma3_
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory):
-    """Save tiny models and return their folders by the names of models on the hub."""
     folders = {}
     torch.manual_seed(67280421310721)  # PyTorch's own default
     for name, (family, layers) in STAND_INS.items():
