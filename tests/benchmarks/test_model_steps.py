@@ -86,22 +86,6 @@ def test_linears_of_layers_are_nf4_beside_fp32_norms_and_train_their_adapters():
     assert 0.01 < relative_error(stock, plain.outputs_and_gradients()) < 1, "four bits are not sixteen"
 
 
-def test_sharded_weights_are_the_twins_own_in_fp32_and_gathered_in_the_dtype(monkeypatch):
-    sharded = []
-    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *arguments: None)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    monkeypatch.setattr(
-        "torch.distributed.fsdp.fully_shard", lambda module, *, mesh, mp_policy: sharded.append((module, mp_policy))
-    )
-    step = prepared("fsdp2 loss", dtype=torch.bfloat16)
-    twin = step.twin()
-    twin.place()
-    assert [module for module, _ in sharded] == [*twin.model.model.layers, twin.model]
-    assert {(policy.param_dtype, policy.reduce_dtype) for _, policy in sharded} == {(torch.bfloat16, torch.float32)}
-    assert {weight.dtype for weight in twin.model.parameters()} == {torch.float32}
-    assert {*map(id, twin.model.parameters())}.isdisjoint(map(id, step.model.parameters()))
-
-
 @pytest.mark.parametrize("kind", ["generate", "generate static"])
 def test_a_generation_has_a_cache_of_its_kind_and_its_time_is_that_of_a_token(kind):
     step = prepared(kind, batch=2, length=3)

@@ -1,6 +1,5 @@
 """The variants of a row are compared with stock, their memory is measured, and then they take turns."""
 
-import contextlib
 import itertools
 from unittest import mock
 
@@ -11,12 +10,7 @@ from benchmarks import models
 from benchmarks.benchmark_run import RefusedError
 from benchmarks.model_cases import ModelCase
 from benchmarks.model_steps import ALLOWED_ERROR, BenchmarkedModel
-from benchmarks.model_variants import (
-    FEATURES,
-    VARIANTS,
-    Patched,
-    float8_linears_alone,
-)
+from benchmarks.model_variants import FEATURES, VARIANTS, Patched, float8_linears_alone
 from benchmarks.results import Results
 from benchmarks.samples import PairedRatio
 
@@ -90,27 +84,6 @@ def test_a_sample_is_of_so_many_steps_and_its_time_of_one(step, shares_weights, 
     samples = calls[-row.timing.samples :]
     assert {"calls": samples[0], "rounds": len(samples), "of one": row.timing.median} == expected
     assert row.host.median == expected["of one"] / 2
-
-
-def test_a_variant_is_checked_and_timed_in_its_context_and_gradients_do_not_add_up(run, monkeypatch):
-    events, kept = [], []
-    forward_backward = BenchmarkedModel.forward_backward
-
-    def watched(step, model=None):
-        kept.append([weight.grad for weight in step.model.parameters() if weight.grad is not None])
-        return forward_backward(step, model)
-
-    @contextlib.contextmanager
-    def context():
-        events.append(len(kept))
-        yield
-        events.append(len(kept))
-
-    monkeypatch.setattr(BenchmarkedModel, "forward_backward", watched)
-    monkeypatch.setitem(VARIANTS, "stock", lambda step: Patched(step.model, context))
-    measured(run, "stock")
-    assert events == [1, 2, 2, 4], "after stock's own: a check; a warm-up and a sample"
-    assert kept == [[]] * 4
 
 
 def test_an_option_is_compared_with_everything_on_in_the_same_round(run, monkeypatch):
