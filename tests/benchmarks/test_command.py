@@ -12,13 +12,11 @@ import torch
 
 from benchmarks import command, host, kernels, losses, model_cases, models, plots, providers
 from benchmarks.command import main
-from benchmarks.loss_cases import CASES as LOSS_CASES
 from benchmarks.loss_providers import LOSS_PROVIDERS
 from benchmarks.model_variants import DEFAULT, FEATURES
 from benchmarks.results import Results
 
 ROOT = Path(__file__).parents[2]
-NAMED_MODELS = ["Llama-3.2-1B lora 4x4096", "Llama-3.2-1B lora loss 4x4096", "tiny-llama lora loss 2x8"]
 
 
 @pytest.mark.parametrize("part", ["all", "tune"])
@@ -75,39 +73,27 @@ def test_a_quick_run_leaves_results_and_tables_from_which_plots_makes_the_same_a
     assert {"torch", "clocks at first", "clocks at last", "options"} <= results.environment.keys()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "module", "rows", "by"),
-    [
-        (["models"], models, [case.name for case in model_cases.DEFAULT], DEFAULT),
-        (["models", "--rows", "L*B lora 4*,L*B lora loss 4*,tiny-llama loss lora 2x8"], models, NAMED_MODELS, DEFAULT),
-        (["features"], models, [case.name for case in model_cases.FEATURES], FEATURES),
-        (["losses"], losses, [case.name for case in LOSS_CASES], LOSS_PROVIDERS),
-        (["kernels", "--rows", "add_rms_norm 3x40,qk_norm 2x(3+1)x8"], kernels,
-         ["add_rms_norm 3x40", "qk_norm 2x(3+1)x8"], providers.PROVIDERS),
-        (["all", "--providers", "torch,liger-fp32"], kernels, None, ["torch"]),
-    ],
-)  # fmt: skip
-def test_each_part_measures_what_it_is_asked_for(arguments, module, rows, by, tmp_path):
+def test_all_that_can_be_measured_is_measured_for_everyone_and_rows_by_pattern_or_name(tmp_path):
     with contextlib.ExitStack() as stack:
-        calls = {
-            benchmark: stack.enter_context(mock.patch.object(benchmark, "measure"))
-            for benchmark in (losses, kernels, models, host)
-        }
-        assert main([*arguments, "--quick", "--out", str(tmp_path)]) == 0
-    _, cases, *rest = calls[module].call_args_list[0].args
-    assert rows is None or [case.name for case in cases] == rows
-    names = rest[0] if module is models else [provider.name for provider in rest[1]]
-    assert list(names) == list(by)
-    assert {benchmark for benchmark, measure in calls.items() if measure.called} == (
-        {*calls} if "all" in arguments else {module}
-    )
+        parts = (losses, kernels, models, host)
+        calls = {part: stack.enter_context(mock.patch.object(part, "measure")).call_args_list for part in parts}
+        assert main(["--quick", "--out", str(tmp_path)]) == 0
+        rows = "L*B lora 4*,tiny-llama loss lora 2x8"
+        assert main(["models", "--rows", rows, "--quick", "--out", str(tmp_path)]) == 0
+    measured = [([case.name for case in call.args[1]], [*call.args[2]]) for call in calls[models]]
+    assert measured == [
+        ([case.name for case in model_cases.DEFAULT], [*DEFAULT]),
+        ([case.name for case in model_cases.FEATURES], [*FEATURES]),
+        (["Llama-3.2-1B lora 4x4096", "tiny-llama lora loss 2x8"], [*DEFAULT]),
+    ]
+    for part, known in ((losses, LOSS_PROVIDERS), (kernels, providers.PROVIDERS)):
+        assert [provider.name for provider in calls[part][0].args[-1]] == [*known]
+    assert len(calls[host]) == 1
 
 
 def test_a_fused_result_that_is_wrong_fails_the_run(tmp_path):
     stock = providers.PROVIDERS["stock"].build
-    wrong = replace(
-        providers.FUSED, build=lambda case: lambda *arguments: tuple(1.1 * y for y in stock(case)(*arguments))
-    )
+    wrong = replace(providers.FUSED, build=lambda case: lambda *inputs: tuple(1.1 * y for y in stock(case)(*inputs)))
     with mock.patch.dict(providers.EVERY, fused=wrong):
         arguments = ["kernels", "--quick", "--providers", "fused", "--rows", "rms_norm 8x64", "--out", str(tmp_path)]
         assert main(arguments) == 1

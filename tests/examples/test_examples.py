@@ -1,6 +1,5 @@
 """Every example runs at a tiny size on a local checkpoint, with the results of stock."""
 
-import contextlib
 import importlib
 import os
 import re
@@ -147,28 +146,6 @@ def stock_losses_of_two_ranks(checkpoint, length):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def test_the_first_half_of_the_steps_is_stock_and_both_are_timed(monkeypatch, capsys):
-    module, entered, on = example("before_and_after"), [], []
-    times = iter((10.0, 12.0, 20.0, 21.0))
-
-    @contextlib.contextmanager
-    def disabled():
-        entered.append(1)
-        yield
-        entered.clear()
-
-    monkeypatch.setattr(module.BeforeAndAfter, "now", lambda self: next(times))
-    monkeypatch.setattr(fused_norm, "disabled", disabled)
-    meter = module.BeforeAndAfter(6, tokens=50)
-    for _ in range(6):
-        meter.on_step_begin()
-        on.append(not entered)
-        meter.on_step_end()
-    assert on == [False] * 3 + [True] * 3
-    printed = re.findall(r"(\w+): (\d+) tokens a second", capsys.readouterr().out)
-    assert printed == [("stock", "50"), ("fused", "100")]
 
 
 @pytest.mark.slow
