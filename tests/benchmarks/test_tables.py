@@ -1,6 +1,6 @@
 """Results survive a file, and tables and charts show them."""
 
-from dataclasses import replace
+import itertools
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from benchmarks.results import Result, Results
 from benchmarks.samples import Timing
 
 COPY = 4e12
-FRACTIONS = {"stock": 0.1, "fused": 0.9}
 
 
 def copy(moved, time):
@@ -21,17 +20,12 @@ def copy(moved, time):
 @pytest.fixture
 def results():
     rows = [copy(2**31, 2**31 / COPY)]
-    for case in map(OperatorCase.named, ("rms_norm 8192x2048", "rms_norm 8192x4096", "qk_norm_rope 16384x(32+8)x128")):
-        for direction in DIRECTIONS:
-            moved = case.bytes(direction, torch.bfloat16)
-            timings = {name: Timing.of([moved / COPY / share], "graph") for name, share in FRACTIONS.items()}
-            empty = Result("kernels", case.name, "", direction, "bfloat16", bytes=moved)
-            rows += [replace(empty, by=name, timing=timing) for name, timing in timings.items()]
-    steps = [
-        Result("models", "a step", "fused", timing=Timing.of([0.2], "wall"), peak_bytes=20 * 2**30),
-        Result("models", "a step", "liger", verdict="refused", detail="no such patch"),
-    ]
-    return Results({"GPU 0": "a GPU"}, rows=[*rows, *steps], left_out=["quack: is not installed"])
+    for name, direction in itertools.product(("rms_norm 8192x4096", "qk_norm_rope 16384x(32+8)x128"), DIRECTIONS):
+        moved = OperatorCase.named(name).bytes(direction, torch.bfloat16)
+        timing = Timing.of([moved / COPY / 0.9], "graph")
+        rows.append(Result("kernels", name, "fused", direction, "bfloat16", timing=timing, bytes=moved))
+    rows.append(Result("models", "a step", "liger", verdict="refused", detail="no such patch"))
+    return Results({"GPU 0": "a GPU"}, rows=rows, left_out=["quack: is not installed"])
 
 
 def test_results_survive_a_file_and_what_only_former_runs_have_measured_is_left_out(results, tmp_path):
@@ -43,17 +37,12 @@ def test_results_survive_a_file_and_what_only_former_runs_have_measured_is_left_
 
 
 def test_a_report_has_fractions_of_the_fastest_copy_and_what_was_not_timed_with_its_reason(results):
-    wrong = replace(results.rows[1], verdict="wrong", detail="relative error 1", timing=None)
-    results.rows[1] = wrong
     results.rows += [copy(2**31, 2**31 / COPY / 2), copy(2**20, 2**20)]
     assert results.copy_bandwidth == pytest.approx(2 * COPY), "a slow small one does not count"
-    lines = [line.split() for line in tables.describe(results).splitlines()]
-    assert any(line[:2] == ["rms_norm", "8192x4096"] and line[2:5] == [".05", "/", ".05"] for line in lines)
     text = tables.describe(results)
-    assert f"stock, {wrong.row} bfloat16 forward: wrong, relative error 1" in text
+    assert ".45 / .45" in text.replace("*", "")
     assert "liger, a step: refused, no such patch" in text
     assert "quack: is not installed" in text
-    assert "MEAN NOTHING" not in text
 
 
 @pytest.mark.slow
