@@ -16,7 +16,7 @@ from ...conftest import slow
 
 STORED = Path(__file__).parents[3] / "benchmarks" / "coverage" / f"transformers-{transformers.__version__}.json"
 
-SLOW = ("bamba", "cohere", "gemma3_text", "gpt_oss", "lfm2", "qwen3_next", "t5")
+SLOW = ("bamba", "cohere", "deepseek_v3", "gemma3_text", "gpt_oss", "lfm2", "llama4_text", "qwen3_next", "t5")
 
 
 @pytest.fixture(scope="module")
