@@ -1,13 +1,11 @@
 """Only right results are timed, providers take turns, and an error of one does not stop the others."""
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.benchmark_run import RefusedError
 from benchmarks.operator_cases import OPERATORS, OperatorCase, eager_parts
 from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.results import Results
@@ -21,14 +19,14 @@ def measured(run, *providers, case=CASE):
     return {(row.by, row.kind): row for row in run.results.of("kernels")}
 
 
-def provider(name, change, **options):
+def provider(name, change):
     """Return a provider of the stock norm that applies ``change`` to its result."""
 
     def build(case):
         parts = eager_parts(case)
         return OPERATORS[case.operator].made_of(replace(parts, norm=lambda x, w: change(parts.norm(x, w))))
 
-    return Provider(name, build, **options)
+    return Provider(name, build)
 
 
 class _WrongBackward(torch.autograd.Function):
@@ -67,16 +65,3 @@ def test_a_row_that_is_not_written_shows_even_when_the_memory_held_the_right_res
 
     case = OperatorCase.named("rms_norm 4096x4096", backward=False)
     assert measured(run, STOCK, provider("lazy", lazily), case=case)["lazy", "forward"].verdict == "wrong"
-
-
-def test_who_refuses_raises_or_is_missing_does_not_keep_the_others_from_being_measured(run):
-    broken = Provider("broken", mock.Mock(side_effect=RuntimeError("out of\n  shared memory")))
-    refusing = Provider("refusing", mock.Mock(side_effect=RefusedError("rows are too wide")))
-    elsewhere = Provider("elsewhere", STOCK.build, package="no_such_package")
-    rows = measured(run, broken, refusing, elsewhere, STOCK, case=replace(CASE, backward=False))
-    assert {name: (row.verdict, row.detail) for (name, _), row in rows.items()} == {
-        "broken": ("failed", "RuntimeError: out of shared memory"),
-        "refusing": ("refused", "rows are too wide"),
-        "stock": ("ok", None),
-    }
-    assert run.results.left_out == ["kernels by elsewhere: no_such_package is not installed"]

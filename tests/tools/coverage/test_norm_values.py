@@ -21,16 +21,10 @@ def module(name, forward, weighted=True):
     return made
 
 
-def gated_before(self, x, gate=None):
-    return self.weight * root(x if gate is None else x * functional.silu(gate))
-
-
 MODULES = [
     (module("Thing", lambda self, x: self.weight * root(x)), "rms"),
-    (module("Grouped", lambda self, x: self.weight * root(x.unflatten(-1, (4, -1))).flatten(-2)), "rms"),
     (module("Weightless", lambda self, x: root(x), False), "rms"),
     (module("GateBehind", lambda self, x, z: self.weight * root(x) * functional.silu(z)), "gated"),
-    (module("GateBefore", gated_before), "gated"),
     (module("Length", lambda self, x: functional.normalize(x, dim=-1), False), "length"),
     (module("Subtracting", lambda self, x: self.weight * root(x - x.mean(-1, keepdim=True))), "layer"),
     (nn.LayerNorm(WIDTH), "layer"),
