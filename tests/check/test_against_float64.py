@@ -144,6 +144,14 @@ def test_a_patched_model_is_not_compared_with_itself(device):
     assert check_step(model, tokens).deviations == stock.deviations
 
 
+def test_the_stock_error_is_of_five_steps_with_sums_in_other_orders(device):
+    model, steps, logits = small("qwen3", device=device), Steps(), []
+    model.register_forward_hook(lambda *called: logits.append(called[2].logits) if steps.now == "stock" else None)
+    check_step(model, tokens_of(model), progress=steps)
+    assert len(logits) == len({tuple(step.flatten().tolist()) for step in logits}) == 5
+    assert all((step - logits[0]).norm() < 1e-5 * logits[0].norm() for step in logits)
+
+
 def test_a_budget_is_that_of_the_usual_stock_step_and_as_wide_as_those_scatter():
     eps = torch.finfo(torch.float32).eps
     for numbers, predictions in ((64, 1000), (1000, 64)):
