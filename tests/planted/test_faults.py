@@ -31,7 +31,6 @@ def gradients(model):
     [
         "add_rms_norm-dx-cut",
         "add_rms_norm_for_consumers-dropped",
-        "consumers-detached",
         "linear_cross_entropy-unshifted",
     ],
 )
