@@ -37,47 +37,17 @@ REASONS: dict[str, str] = {
     "fused_norm.check.distances.share_different": "a planted fault counts the elements that it changed",
     "fused_norm.check.distances.slope_errors": "the distances that verdicts use are checked on small tensors",
     "fused_norm.convergence.call_checks.CallRecord": "calls of a step are made wrong by hand, which no run makes wrong",
-    "fused_norm.convergence.call_checks.calls_of_step": (
-        "calls of a step are made wrong by hand, which no run makes wrong"
-    ),
-    "fused_norm.convergence.call_checks.compare": "calls of a step are made wrong by hand, which no run makes wrong",
-    "fused_norm.convergence.comparison.Comparison": "the suite's list is checked against all options",
-    "fused_norm.convergence.comparison.FEATURES": "the suite's list is checked against all options",
-    "fused_norm.convergence.comparison.by_baseline": "the suite's list is checked against all options",
-    "fused_norm.convergence.comparison.options_for_feature": "the suite's list is checked against all options",
-    "fused_norm.convergence.fused_calls.FusedCall": "calls of a step are made wrong by hand, which no run makes wrong",
     "fused_norm.convergence.fused_calls.sites_not_compiled": (
         "calls of a step are made wrong by hand, which no run makes wrong"
     ),
-    "fused_norm.convergence.fused_calls.sites_not_seen": (
-        "calls of a step are made wrong by hand, which no run makes wrong"
-    ),
-    "fused_norm.convergence.fused_calls.watched_calls": (
-        "calls of a step are made wrong by hand, which no run makes wrong"
-    ),
-    "fused_norm.convergence.held_memory.held_memory": "what a model holds is counted for tensors of known sizes",
-    "fused_norm.convergence.model_source.ModelSource": "a checkpoint of one's own is built from a folder",
-    "fused_norm.convergence.model_source.add_adapters": "a checkpoint of one's own is built from a folder",
-    "fused_norm.convergence.plan.Plan": "the suite's list is checked against all options",
     "fused_norm.convergence.plan.code_digest": "the suite's list is checked against all options",
-    "fused_norm.convergence.plan.comparisons_of": "the suite's list is checked against all options",
-    "fused_norm.convergence.suite": "a run is judged in the process in which a fault is planted",
-    "fused_norm.convergence.suite.Baseline": "a run is judged in the process in which a fault is planted",
-    "fused_norm.convergence.suite.Progress": "a run is judged in the process in which a fault is planted",
-    "fused_norm.convergence.suite.ResultStore": "a run is judged in the process in which a fault is planted",
+    "fused_norm.convergence.suite.PairedRuns": "a run is judged in the process in which a fault is planted",
     "fused_norm.convergence.suite.fused_for": "a run is judged in the process in which a fault is planted",
-    "fused_norm.convergence.suite.run_baseline": "a run is judged in the process in which a fault is planted",
-    "fused_norm.convergence.suite.run_fused": "a run is judged in the process in which a fault is planted",
-    "fused_norm.convergence.suite.train_fused": "a run is judged in the process in which a fault is planted",
-    "fused_norm.convergence.text_sequences.pack": "packing and order are checked on texts of a few words",
-    "fused_norm.convergence.text_sequences.training_order": "packing and order are checked on texts of a few words",
-    "fused_norm.convergence.text_sequences.varied": "packing and order are checked on texts of a few words",
-    "fused_norm.convergence.tiers.TIERS": "the suite's list is checked against all options",
+    "fused_norm.convergence.suite.record_run": "a run is judged in the process in which a fault is planted",
     "fused_norm.convergence.tiers.TrainingOptions": "the suite's list is checked against all options",
     "fused_norm.convergence.training.RunRecord": "labels and steps are compared with a loop written out",
     "fused_norm.convergence.training.masked_labels": "labels and steps are compared with a loop written out",
     "fused_norm.convergence.training.train": "labels and steps are compared with a loop written out",
-    "fused_norm.convergence.verdict.ComparisonResult": "a verdict is asked of numbers that no run gives",
     "fused_norm.convergence.verdict.MEASURES": "a verdict is asked of numbers that no run gives",
     "fused_norm.convergence.verdict.judge": "a verdict is asked of numbers that no run gives",
     "fused_norm.kernels.codegen": "a launcher's generated text is read, as AMD's and CUDA's differ and no GPU is here",
@@ -159,7 +129,6 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.recompute_linears": "what a step keeps is seen only in the function that keeps it",
     "fused_norm.patcher.recompute_linears.LinearOutputs": "a planted fault is put into what recomputes",
     "fused_norm.patcher.recompute_linears.Recipe": "what a step keeps is seen only in the function that keeps it",
-    "fused_norm.spec.KINDS": "a test runs over all kinds of norms",
 }
 """Why tests import each name, as far as somebody has looked at it."""
 

@@ -33,6 +33,10 @@ QUICK = ("--steps", "2", "--dtype", "fp32")
         (["llama", "--data", "{}/absent"], "there is no file or directory"),
         (["llama", "--data", "{}/short.txt"], "the text has 12 tokens, and one sequence takes 33"),
         (["llama", "--data", "{}/short.txt", "--length", "12"], "fills 1 varied sequences of 12 tokens, and one step"),
+        (["llama", "--data", "{}/bad"], "bad is not UTF-8"),
+        (["llama", "--data", "{}/rows"], "no column 'text'; it has body"),
+        (["llama", "--data", "{}/rows", "--column", "body"], "the text has 8 tokens, and one sequence takes 33"),
+        (["llama", "--data", "{}/taken"], "cannot load the dataset"),
         (["--config", "{}"], "has no config.json"),
         (["--config", "t5"], "is no causal language model (t5)"),
         (["llama", "--config", "llama"], "two models are called llama"),
@@ -42,6 +46,9 @@ QUICK = ("--steps", "2", "--dtype", "fp32")
 )
 def test_what_cannot_be_used_is_one_line_and_exit_code_two(arguments, message, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("hello world\n")
+    (tmp_path / "bad").write_bytes(b"caf\xe9\n")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text('{"body": "eins"}\n{"body": "zwei"}\n')
     (tmp_path / "taken" / "report.json").mkdir(parents=True)
     line = [argument.format(tmp_path) for argument in arguments]
     assert main(["converge", *QUICK, "--out", str(tmp_path / "out"), *line]) == 2
@@ -64,9 +71,8 @@ def test_a_config_without_norms_is_invalid(tmp_path, capsys):
     assert "GPT2LMHeadModel has no norm that can be fused" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_loss_that_is_not_a_number_is_invalid(tmp_path, capsys):
-    assert main(["converge", "llama", *QUICK, "--learning-rate", "1e30", "--out", str(tmp_path)]) == 2
+def test_a_training_ends_at_a_loss_that_is_not_a_number_and_is_invalid(tmp_path, capsys):
+    assert main(["converge", "llama", *QUICK, "--steps", "4", "--learning-rate", "1e30", "--out", str(tmp_path)]) == 2
     assert "the stock run is not finite in step 1: lower the learning rate" in capsys.readouterr().out
 
 

@@ -1,6 +1,5 @@
 """The suite on tiny models: families are green, faults and failures are told, and the report has all of them."""
 
-import json
 import os
 import re
 import subprocess
@@ -13,9 +12,11 @@ import pytest
 import torch
 
 import fused_norm
+from fused_norm import model_configs
 from fused_norm.cli import main
-from fused_norm.convergence.model_source import ModelSource
 from fused_norm.model_configs import FAMILIES, families_here
+
+from .runs import results_in
 
 QUICK = ("--dtype", "bf16", "--steps", "2")
 
@@ -26,10 +27,6 @@ def _nothing_is_logged_of_what_the_suite_does(caplog):
     yield
     records = [*caplog.get_records("setup"), *caplog.get_records("call")]
     assert [record.getMessage() for record in records if record.name.startswith("fused_norm")] == []
-
-
-def results_in(folder):
-    return {row["name"]: row for row in json.loads((folder / "report.json").read_text())["results"]}
 
 
 _TRAINED = {
@@ -94,16 +91,18 @@ def test_a_checkpointed_model_is_green_and_fused_and_a_finished_run_is_not_repea
     (row,) = results_in(tmp_path).values()
     assert row["fused"]["sites"].items() >= {"norm": 5, "loss": 0}.items()
     assert "Yes: training came out the same in 1 of 1 comparison" in capsys.readouterr().out
-    with mock.patch.object(ModelSource, "build", side_effect=AssertionError("it runs again")):
+    with mock.patch.object(model_configs, "build", side_effect=AssertionError("it runs again")):
         assert main(line) == 0
         assert main([*line, "--learning-rate", "1e-4"]) == 2
     assert "it runs again" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("execution", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("execution", ["eager", "checkpointing", pytest.param("compile", marks=pytest.mark.slow)])
 def test_sites_that_run_stock_code_are_noticed(execution, tmp_path):
     stock = (
-        fused_norm.disabled() if execution == "eager" else mock.patch.object(torch.compiler, "_is_exporting_flag", True)
+        fused_norm.disabled()
+        if execution != "compile"
+        else mock.patch.object(torch.compiler, "_is_exporting_flag", True)
     )
     with stock:
         assert (
@@ -117,14 +116,14 @@ def test_sites_that_run_stock_code_are_noticed(execution, tmp_path):
 def test_a_model_that_fails_leaves_the_others_alone_and_the_report_is_one_page_that_has_its_text(
     tmp_path, capsys, monkeypatch
 ):
-    build = ModelSource.build
+    build = model_configs.build
 
-    def unlucky(source, **named):
-        if source.name == "llama":
+    def unlucky(config, **named):
+        if config.model_type == "llama":
             raise RuntimeError("out <of> luck")
-        return build(source, **named)
+        return build(config, **named)
 
-    monkeypatch.setattr(ModelSource, "build", unlucky)
+    monkeypatch.setattr(model_configs, "build", unlucky)
     axes = ["--axis", "eager", "--feature", "norms"]
     assert main(["converge", "llama", "gemma", *QUICK, *axes, "--out", str(tmp_path)]) == 2
     rows = results_in(tmp_path)
@@ -192,4 +191,5 @@ def test_two_processes_come_to_the_same_verdict(launcher, evidence, tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     assert "2 processes" in process.stdout
     assert evidence in process.stdout
-    assert results_in(tmp_path / "out")["llama.bf16.eager.all.seed0"]["outcome"] == "green"
+    row = results_in(tmp_path / "out")["llama.bf16.eager.all.seed0"]
+    assert (row["outcome"], len(row["fused"]["losses"])) == ("green", 3)  # sequences for both processes in each step

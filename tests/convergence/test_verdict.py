@@ -2,13 +2,10 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from fused_norm.convergence import suite
 from fused_norm.convergence.call_checks import CallRecord
-from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.training import RunRecord
 from fused_norm.convergence.verdict import MEASURES, judge
 
@@ -173,35 +170,6 @@ def test_a_value_that_is_another_the_second_time_is_red():
     result = verdict(CONTROL, calls=calls)
     assert (result.status, result.divergence) == ("red", f"{PARAMETERS[0]}, backward: {PARAMETERS[0]}")
     assert "a second time" in result.reasons[0]
-
-
-@pytest.mark.parametrize(
-    ("fused", "further", "outcome"),
-    [
-        (run_record(0.1), run_record(0.05, losses=(5.0, 4.0, 3.01)), "green"),
-        (run_record(0.1), run_record(0.02, losses=(5.0, 4.0, 3.01)), "red"),
-        (run_record(0.1), run_record(), "red"),  # a control that is the stock run says nothing, and clears nobody
-        (run_record(0.02), None, "green"),
-    ],
-)
-def test_a_run_that_is_red_by_noise_alone_is_held_to_three_times_as_many_controls(fused, further, outcome, monkeypatch):
-    trained = []
-
-    class Trainer:
-        comparison = Comparison("llama", "bf16", "eager")
-
-        def train(self, change, on_step):
-            return SimpleNamespace(record=fused, not_seen=())
-
-        def train_control(self, index):
-            trained.append(index)
-            return SimpleNamespace(record=further)
-
-    monkeypatch.setattr(suite, "record_run", lambda run, stock: run.record)
-    baseline = suite.Baseline(Trainer(), None, STOCK, CONTROLS)
-    results = [suite.train_fused(baseline, Trainer.comparison, None, CALLS, suite.Progress()) for _ in range(2)]
-    assert [result.verdict.status for result in results] == [outcome] * 2
-    assert trained == ([2, 3, 4, 5] if further else [])  # once for all runs that are held to them
 
 
 def test_a_call_that_is_wrong_asks_for_no_more_controls():
