@@ -72,10 +72,6 @@ REASONS: dict[str, str] = {
     "fused_norm.kernels.plans.table_of": "every row of every table of plans is tried",
     "fused_norm.kernels.recording": "tests start without recordings of other tests",
     "fused_norm.kernels.recording.forget_all": "tests start without recordings of other tests",
-    "fused_norm.kernels.reference": "a planted fault is put into the formula, too, which compiled graphs run",
-    "fused_norm.kernels.reference.linear_cross_entropy": (
-        "a planted fault is put into the formula, too, which compiled graphs run"
-    ),
     "fused_norm.kernels.triton.conv_kernels": "a test makes its rows few, so that a small input has several blocks",
     "fused_norm.kernels.triton.cross_entropy_kernels.launch_multiply": "it is compiled for GPUs that are not here",
     "fused_norm.kernels.triton.devices": "a test says which GPU there is",

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from benchmarks import model_cases
+from benchmarks.model_cases import FEATURES, OTHERS, ModelCase
 from benchmarks.operator_cases import CASES, HOST, OperatorCase, tolerance, worst_error
+from fused_norm.model_configs import FAMILIES
 
-from .tiny_cases import OPERATOR_CASES
+from .tiny_cases import MODEL_CASES, OPERATOR_CASES
 
 named = OperatorCase.named
 
@@ -35,7 +38,23 @@ def test_one_wrong_row_and_nan_show():
     assert not worst_error([result], [exact]) <= tolerance(torch.bfloat16)
 
 
-def test_a_name_stands_for_its_case_and_no_other():
-    every = [*CASES, *OPERATOR_CASES, *HOST]
-    assert all(named(case.name, backward=case.backward) == case for case in every)
-    assert len({case.name for case in CASES}) == len(CASES)
+@pytest.mark.parametrize(
+    ("kind", "cases", "others"),
+    [(OperatorCase, CASES, (*OPERATOR_CASES, *HOST)), (ModelCase, model_cases.CASES, (*MODEL_CASES, *FEATURES))],
+)
+def test_a_name_stands_for_its_case_and_no_other(kind, cases, others):
+    backward = ({"backward": case.backward} if kind is OperatorCase else {} for case in (*cases, *others))
+    assert all(kind.named(case.name, **how) == case for case, how in zip((*cases, *others), backward, strict=True))
+    assert len({case.name for case in cases}) == len(cases)
+
+
+def test_rows_of_models_have_the_sizes_of_published_ones():
+    configs = {case: case.config() for case in {(case.shape, case.layers): case for case in model_cases.CASES}.values()}
+    for case, config in configs.items():
+        for shape in FAMILIES[case.model_type].shapes if case.shape not in OTHERS else ():
+            if shape.name == case.shape:
+                sizes = (shape.hidden_size, shape.head_dim, shape.intermediate_size)
+                assert (config.hidden_size, config.head_dim, config.intermediate_size) == sizes
+                assert config.num_hidden_layers == (case.layers or shape.num_hidden_layers)
+    with pytest.raises(ValueError, match="no model"):
+        ModelCase.named("Qwen3-0.6B dance 1x1")

@@ -105,13 +105,3 @@ def test_every_message_of_the_patcher_is_on_the_page_and_no_other():
 def test_what_the_page_may_leave_out_is_still_in_the_sources():
     assert NOT_SAID - all_texts(PATCHER.rglob("*.py")) == set()
     assert OF_USERS_CALLS - all_refusals(KERNELS.glob("*.py")) == set()
-
-
-def test_messages_are_found_in_a_source():
-    source = '''def reason(name):
-    """A docstring of several words."""
-    if name:
-        return f"its {name} is not {name!r}: " "or is it"
-    raise ValueError("no name was given")
-'''
-    assert set(texts_of(ast.parse(source))) == {"its … is not …: or is it", "no name was given"}

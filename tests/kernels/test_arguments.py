@@ -137,6 +137,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
             "a floating point dtype",
             TypeError,
         ),
+        "float positions": (lambda: expert_unpermute(R, R[:3, :2], R[:3, :2]), "position must be a tensor", TypeError),
         "no tensor": (lambda: expert_unpermute(1, R, INDEX), "x must be a tensor", TypeError),
     },
     "expert_bias": {

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import fused_norm
 from fused_norm.model_configs import FAMILIES, build, families_here
@@ -73,6 +73,16 @@ def counts(**fused: int) -> dict[str, int]:
 def tokens(device: str = "cpu", batch: int = 2, length: int = 5) -> torch.Tensor:
     """Return few tokens: the interpreter takes time for each program of a grid."""
     return torch.randint(0, 256, (batch, length), generator=torch.Generator().manual_seed(1), device="cpu").to(device)
+
+
+def random_model(config: Any, device: str, dtype: torch.dtype) -> Any:
+    """Return a model whose parameters are all random: ones and zeros hide wrong casts."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model.to(device, dtype)
 
 
 def gradients_of(model: nn.Module) -> Gradients:

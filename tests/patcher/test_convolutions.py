@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 import fused_norm
 from fused_norm.patcher import disabled
 
 from .by_reference import by_reference
-from .models import EXPERTS_ARE_MLPS, assert_all_near, logged, relative, slow_but
+from .models import EXPERTS_ARE_MLPS, assert_all_near, logged, random_model, relative, slow_but
 from .other_families import OTHERS, SIZES
 
 CONV_ALONE: dict[str, Any] = dict.fromkeys(("norms", "qk", "mlp", "experts", "adapter", "loss"), False)
@@ -32,14 +32,7 @@ TOKENS = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(1)
 
 
 def model_of(model_type: str, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a small model whose weights are no ones and zeros."""
-    config = AutoConfig.for_model(model_type, **{**SIZES, **CONVOLVING[model_type][0]})
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return model.to(device, dtype)
+    return random_model(AutoConfig.for_model(model_type, **{**SIZES, **CONVOLVING[model_type][0]}), device, dtype)
 
 
 def results(model: nn.Module, *, autocast: bool = False, **named: Any) -> list[Tensor]:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 import fused_norm
 
 from .by_reference import by_reference
-from .models import assert_same, relative
+from .models import assert_same, random_model, relative
 from .ranks import called_operators
 
 moe = pytest.importorskip("transformers.integrations.moe", reason="experts are modules of their own in transformers 4")
@@ -42,13 +42,7 @@ def operators_for(experts: Any) -> list[str]:
 
 
 def model_of(name: str, device: str = "cpu", dtype: torch.dtype = FP32) -> Any:
-    """Return a tiny model whose parameters are all random: ones and zeros hide wrong casts."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODELS[name]))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.to(device, dtype)
+    return random_model(AutoConfig.for_model(name, **MODELS[name]), device, dtype)
 
 
 def fused_copy(model: nn.Module, **options: Any) -> tuple[Any, fused_norm.PatchReport]:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fused_norm.kernels import reference
 from fused_norm.kernels.operator import OPERATORS, Recompute
 from fused_norm.patcher import fused_block, fused_classes, linear_inputs, losses, recompute
 from fused_norm.patcher.adapters import AdapterInput, FusedAdapter
@@ -148,12 +147,13 @@ def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], layer: F
 def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, request: Any) -> Tensor:
     """Compute the loss of real logits if the model is given the number of labels in a step."""
     if request.num_items is None:
-        loss: Tensor = right(call, x, request)
-        return loss
+        stock: Tensor = right(call, x, request)
+        return stock
     head, target = call.head, request.target.as_subclass(Tensor)
     args = target, torch.as_tensor(request.num_items), request.reduction, request.ignore_index, request.label_smoothing
     logits = request.scale, request.cap, request.in_fp32
-    return reference.linear_cross_entropy(x, head.weight, head.bias, *args, *logits)
+    loss: Tensor = OPERATORS["linear_cross_entropy"].reference(x, head.weight, head.bias, *args, *logits, None, None)
+    return loss
 
 
 def _times_1_003(right: Any, memory: Any, *arguments: Any) -> Any:
