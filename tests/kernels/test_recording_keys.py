@@ -79,12 +79,12 @@ def test_nothing_is_recorded_in_the_third_step(kinds: int, what: str, device: st
     assert counts[1:] == [0, 0], f"{counts} calls are recorded in the steps"
 
 
-@pytest.mark.parametrize("most", ["SHAPES", "EACH"])
+@pytest.mark.parametrize("most", ["KEYS", "EACH"])
 def test_the_oldest_recording_alone_makes_room(
     most: str, device: str, records: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, most, 3)
-    if most == "SHAPES":
+    if most == "KEYS":
         calls = [norm(1e-6 * (1 + kind), device) for kind in range(4)]
     else:  # they differ in strides alone
         weight, spec = torch.ones(32, device=device), NormSpec("llama")

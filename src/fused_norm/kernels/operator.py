@@ -170,7 +170,7 @@ class Operator(ABC):
         self.recordings: dict[Any, tuple[Recording, ...]] = {}
         """The recordings of calls, by ``_key`` of their arguments."""
         caches.append(self.recordings)
-        self._key = key_function(self.tensors, self._option_names)
+        self._key = key_function(self.tensors, self.options)
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply = super(torch.autograd.Function, in_eager).apply  # type: ignore[misc]
 

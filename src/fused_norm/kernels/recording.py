@@ -28,7 +28,7 @@ logger = logging.getLogger("fused_norm")
 
 TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
-SHAPES, EACH = 4096, 8
+KEYS, EACH = 4096, 8
 """The most keys that a cache has, and the most recordings of each; the oldest one makes room for another."""
 
 _ALLOCATIONS = ("new_empty", "empty_strided")
@@ -175,25 +175,25 @@ caches: list[dict[Any, tuple[Recording, ...]]] = []
 """The recordings of each operator, by the keys of their calls."""
 
 
-def key_function(tensors: str, options: Sequence[str]) -> Callable[..., Any]:
+def key_function(tensors: str, options: str) -> Callable[..., Any]:
     """A function of a call's arguments that returns a key, by which few recordings are to be compared with the call.
 
     Args:
         tensors: the schema of the first arguments.
-        options: the names of the others.
+        options: that of the others.
     """
     parts, names = list[str](), list[str]()
-    for kind, name in map(str.split, tensors.split(",")):
-        part = f"{name}.shape, {name}.dtype, {name}.requires_grad"
-        parts.append(part if kind == "Tensor" else f"{name} if {name} is None else ({part})")
+    for kind, name in (argument.split()[:2] for argument in f"{tensors}, {options}".split(",") if argument.strip()):
+        tensor = f"{name}.shape, {name}.dtype, {name}.requires_grad"
+        of_kind = {"Tensor": tensor, "Tensor?": f"{name} if {name} is None else ({tensor})", "NormSpec": f"{name}.eps, {name}.casting"}
+        parts.append(f"tuple({name})" if kind.endswith("[]") else of_kind.get(kind, name))
         names.append(name)
-    parts += ("spec.eps, spec.casting" if name == "spec" else name for name in options)
-    return function_of([*names, *options], [f"return {', '.join(parts)}"], {})
+    return function_of(names, [f"return {', '.join(parts)}"], {})
 
 
 def remember(cache: dict[Any, tuple[Recording, ...]], key: Any, recording: Recording) -> None:
     """Add a recording of a call with this key to the others of its operator."""
-    if key not in cache and len(cache) >= SHAPES:
+    if key not in cache and len(cache) >= KEYS:
         cache.pop(next(iter(cache)), None)  # another thread may have
     cache[key] = appended(cache.get(key, ()), recording)
 
