@@ -13,18 +13,27 @@ from transformers import PreTrainedModel
 
 from fused_norm import apply_fused_norm
 from fused_norm.patcher.losses import LossCall
+from fused_norm.patcher.patch_report import PatchReport, Site
 
 from .models import tokens
 
 SIZES = {
-    **{"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48},
+    "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 32,
 }
 SEQ2SEQ = {
-    **{"vocab_size": 256, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4},
-    **{"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0},
+    "vocab_size": 256, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0,
 }
-T5 = {"vocab_size": 256, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
+T5 = {
+    "vocab_size": 256,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 1,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 BIASED = ("Bart", "MBart", "Marian:MTModel", "Pegasus", "LED", "PLBart", "Blenderbot", "Mvp")
 
 
@@ -42,10 +51,6 @@ class Meaning(transformers.LlamaForCausalLM):
         return output
 
 
-class Closing(nn.CrossEntropyLoss):
-    """A loss that was put into the model as a module."""
-
-
 def mobile_bert() -> PreTrainedModel:
     narrow = {"embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16}
     return transformers.MobileBertForMaskedLM(transformers.MobileBertConfig(**SIZES, **narrow))
@@ -53,9 +58,7 @@ def mobile_bert() -> PreTrainedModel:
 
 def distil_bert() -> PreTrainedModel:
     config = transformers.DistilBertConfig(vocab_size=256, dim=32, n_layers=1, n_heads=4, hidden_dim=48)
-    model = transformers.DistilBertForMaskedLM(config)
-    model.mlm_loss_fct = Closing()
-    return model
+    return transformers.DistilBertForMaskedLM(config)
 
 
 def biased(name: str) -> PreTrainedModel:
@@ -64,22 +67,32 @@ def biased(name: str) -> PreTrainedModel:
     return getattr(transformers, f"{name}{model or 'ForConditionalGeneration'}")(config)
 
 
-def row_and_calls(model: PreTrainedModel, caplog: pytest.LogCaptureFixture, **inputs: Any) -> tuple[str, int, list[str]]:
+def row_of(report: PatchReport) -> Site:
+    """The row of the one head in it."""
+    (row,) = (site for site in (*report.fused, *report.kept) if site.kind == "loss")
+    return row
+
+
+def row_and_calls(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture, **inputs: Any
+) -> tuple[str, int, list[str]]:
     """The reason in the loss's row, the number of fused losses in a call, and what was logged in it."""
     report, calls, real = apply_fused_norm(model, strict=False), list[int](), LossCall._loss
     caplog.clear()
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, "fused_norm"):
         patch.setattr(LossCall, "_loss", lambda *args: (calls.append(1), real(*args))[1])
         model(**{"input_ids": tokens(), "labels": tokens(), **inputs}).loss.backward()
-    (row,) = (site for site in report.sites if site.kind == "loss")
+    row = row_of(report)
     lines = [line for line in caplog.messages if any(word in line for word in ("label", "logits", "loss"))]
     return row.reason or "", len(calls), lines
 
 
 @pytest.mark.parametrize("name", BIASED)
 def test_a_bias_on_logits_is_a_reason_in_the_row(name: str) -> None:
-    (row,) = (site for site in apply_fused_norm(biased(name), strict=False).sites if site.kind == "loss")
-    assert row.reason == "its logits are read by add, before its loss or for another loss than a cross entropy"
+    assert (
+        row_of(apply_fused_norm(biased(name), strict=False)).reason
+        == "its logits are read by add, before its loss or for another loss than a cross entropy"
+    )
 
 
 def test_a_head_that_is_not_called_is_a_reason(caplog: pytest.LogCaptureFixture) -> None:

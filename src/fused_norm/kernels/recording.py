@@ -185,7 +185,11 @@ def key_function(tensors: str, options: str) -> Callable[..., Any]:
     parts, names = list[str](), list[str]()
     for kind, name in (argument.split()[:2] for argument in f"{tensors}, {options}".split(",") if argument.strip()):
         tensor = f"{name}.shape, {name}.dtype, {name}.requires_grad"
-        of_kind = {"Tensor": tensor, "Tensor?": f"{name} if {name} is None else ({tensor})", "NormSpec": f"{name}.eps, {name}.casting"}
+        of_kind = {
+            "Tensor": tensor,
+            "Tensor?": f"{name} if {name} is None else ({tensor})",
+            "NormSpec": f"{name}.eps, {name}.casting",
+        }
         parts.append(f"tuple({name})" if kind.endswith("[]") else of_kind.get(kind, name))
         names.append(name)
     return function_of(names, [f"return {', '.join(parts)}"], {})
