@@ -18,12 +18,23 @@ from fused_norm.patcher.patch_report import PatchReport, Site
 from .models import tokens
 
 SIZES = {
-    "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48,
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
     "max_position_embeddings": 32,
 }
 SEQ2SEQ = {
-    "vocab_size": 256, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0,
+    "vocab_size": 256,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "pad_token_id": 0,
 }
 T5 = {
     "vocab_size": 256,
