@@ -78,6 +78,8 @@ class Trial:
         with plain_pytorch(), torch.device("meta"):
             try:
                 replica, leads_to_head = self._replica(self.model)
+                if not leads_to_head:
+                    raise LookupError(type(self.head).__name__)
                 ids = torch.zeros(2, 3, dtype=torch.int64)
                 main = next(iter(inspect.signature(replica.forward).parameters))
                 output = replica(**{main: ids if main == "input_ids" else self._hidden()}, labels=ids)
@@ -86,8 +88,6 @@ class Trial:
                         value.read("the model")
             except Exception as error:  # foreign code may raise anything
                 raise UnrecognisedError(f"{type(error).__name__}: {error}") from error
-        if not leads_to_head:
-            raise UnrecognisedError("its head is none of its modules")
 
     def _replica(self, module: nn.Module) -> tuple[nn.Module, bool]:
         """A module of the same class with tensors on the meta device, and whether the head is in it."""
