@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from .class_swap import stock_class
 from .lazy_logits import LazyLogits, LazySum, Projection
-from .probe import UnrecognisedError, cpu_replica, own_attributes, plain_pytorch
+from .probe import UnrecognisedError, cpu_replica, own_attributes, plain_pytorch, process_state_kept
 
 
 class _Outputs:
@@ -75,7 +75,7 @@ class Trial:
         Raises:
             UnrecognisedError: if it cannot be called in this way.
         """
-        with plain_pytorch(), torch.device("meta"):
+        with plain_pytorch(), torch.device("meta"), process_state_kept():
             try:
                 replica, leads_to_head = self._replica(self.model)
                 if not leads_to_head:
