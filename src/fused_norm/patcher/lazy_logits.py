@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels.autocast import autocast_dtype, set_autocast
-from .logit_steps import Step, plain_functions, rows_by, step_of, transformation_by
+from .logit_steps import Step, is_of_pytorch, plain_functions, rows_by, step_of, transformation_by
 
 _OF_SHAPE = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta",
@@ -314,7 +314,7 @@ class LazyLogits(LazyTensor):
             name = func.__self__.__name__
         lead = args[0] if args else None
         if isinstance(lead, LazyLogits):
-            if name in _OF_GRAPH or name in _OF_SHAPE:
+            if (name in _OF_GRAPH or name in _OF_SHAPE) and is_of_pytorch(func):
                 is_asked = name in _ASKS and not (name == "register_hook" and _is_of_sharding(args[1]))
                 lead._family.is_watched |= is_asked
                 place = lead.in_graph(is_asked=is_asked) if name in _OF_GRAPH else lead
@@ -370,7 +370,7 @@ class LazySum(LazyTensor):
         name = getattr(func, "__name__", "")
         name = func.__self__.__name__ if name == "__get__" else name
         lead = args[0] if args else None
-        if isinstance(lead, LazySum) and lead._real is None:
+        if isinstance(lead, LazySum) and lead._real is None and is_of_pytorch(func):
             if name in _OF_SHAPE and len(args) == 1:
                 with plain_functions():
                     return func(*args, **(kwargs or {}))

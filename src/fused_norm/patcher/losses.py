@@ -116,7 +116,7 @@ class LossCall:
 
     def _noted(self, reader: str) -> None:
         if not self.is_fused and self.reason is None:
-            self.reason = f"its logits are read by {reader}, before its loss or for another loss than a cross entropy"
+            self.reason = why_read(reader)
 
 
 class _Calls(threading.local):
@@ -215,6 +215,9 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
         labels = args[place] if len(args) > place else kwargs.get("labels")
         if labels is None or torch.compiler.is_compiling() or is_disabled() or not are_plain_calls(inside=type(self)):
             return origin.forward(self, *args, **kwargs)
+        head = self.get_output_embeddings()
+        if any(call.head is head for call in _calls.stack):  # such as BLIP-2's, which counts this loss as its own
+            return origin.forward(self, *args, **kwargs)
         reason = _why_real_logits(self, labels)
         if reason is not None:
             warn_once(origin, reason)
@@ -233,7 +236,7 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
                 projection.is_running = False
             call.projections.clear()
         if not call.is_fused:
-            warn_once(origin, call.reason)
+            warn_once(origin, call.reason or "its loss is no cross entropy of the logits of its head")
         return output
 
     return forward
@@ -255,6 +258,11 @@ def why_compiled_loss(model: Any) -> str | None:
     """The reason why the compiled loss function of a model gets real logits: a compiler traces no lazy ones."""
     is_compiled = hasattr(getattr(model, "loss_function", None), "_torchdynamo_orig_callable")
     return "its loss function is compiled" if is_compiled else None
+
+
+def why_read(reader: str) -> str:
+    """The reason why logits are real ones: something reads them."""
+    return f"its logits are read by {reader}, before its loss or for another loss than a cross entropy"
 
 
 def why_seen(head: Any) -> str | None:
