@@ -130,7 +130,7 @@ def _why_other_loss(module: Any, origin: Any, head: Any) -> str | None:
         return None if dtype == torch.float32 or "float" in names else f"its forward computes its loss in {dtype}"
     losses: list[CrossEntropy] = []
 
-    def loss(x: Tensor, how: CrossEntropy) -> Tensor:
+    def loss(projection: Projection, x: Tensor, how: CrossEntropy) -> Tensor:
         losses.append(how)
         return x.new_zeros(())
 
