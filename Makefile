@@ -20,7 +20,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint
 PYTEST := -m pytest -n 2 --dist worksteal --durations 10
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo converge faults bench coverage test test-slow test-all release-tests mutants lint format matrix newest docs dist clean
+.PHONY: help demo converge bench coverage test test-slow test-all release-tests mutants lint format matrix newest docs dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -30,9 +30,6 @@ demo: $(DEMO_READY) ## train stock and fused twins on real text and compare them
 
 converge: $(READY) ## hold fused training against a measured noise floor; the report lands in build/converge
 	$(BIN)/fused-norm converge --out build/converge $(CONVERGE)
-
-faults: $(READY) ## plant faults in the kernels of two families, each of which the convergence suite must see
-	$(BIN)/python -m tests.planted gemma3_text granite --dtype bf16 $(CONVERGE)
 
 bench: $(READY) ## measure kernels, host time and whole models beside their peers; results land in build/bench
 	$(BIN)/python -m benchmarks --out build/bench $(BENCH)

@@ -12,15 +12,11 @@ import torch
 
 from benchmarks import command, host, kernels, losses, model_cases, models, plots, providers
 from benchmarks.command import main
-from benchmarks.loss_cases import CASES as LOSS_CASES
 from benchmarks.loss_providers import LOSS_PROVIDERS
 from benchmarks.model_variants import DEFAULT, FEATURES
 from benchmarks.results import Results
 
 ROOT = Path(__file__).parents[2]
-MODELS_BY_NAME = "L*B lora 4*,L*B lora loss 4*,[QL]* fsdp2 4*,tiny-llama loss lora 2x8"
-NAMED_MODELS = ["Llama-3.2-1B lora 4x4096", "Llama-3.2-1B lora loss 4x4096", "Qwen3-0.6B fsdp2 4x4096",
-                "Llama-3.2-1B fsdp2 4x4096", "tiny-llama lora loss 2x8"]  # fmt: skip
 
 
 @pytest.mark.parametrize("part", ["all", "tune"])
@@ -36,15 +32,8 @@ def test_without_a_gpu_nothing_is_timed(part, tmp_path, capsys):
     [
         (["--providers", "stock,apex"], "no provider 'apex'; there are stock, torch"),
         (["--variants", "eager"], "no variant 'eager'; there are stock, liger"),
-        (["--dtype", "float64"], "no dtype 'float64'; there are bfloat16"),
-        (["losses", "--providers", "static_persistent"], "no provider 'static_persistent'; there are stock, comp"),
-        (["kernels", "--providers", "liger-fp32"], "no provider 'liger-fp32'; there are stock, torch"),
-        (["losses", "--rows", "linear_cross_entropy 8x8"], "--rows 'linear_cross_entropy 8x8' is no operator"),
         (["kernels", "--rows", "rms_norm *,conv *"], "--rows 'conv *' is no operator and shape, and no model"),
-        (["--widths", "128"], "--widths belongs to tune"),
-        (["host", "results.json"], "plots, and nothing else, takes the results.json"),
         (["kernels", "--rows", "rms_norm 8x64", "--out", "{}/taken"], "/taken/results.json cannot be written"),
-        (["plots", "{}/none.json"], "/none.json cannot be read (No such file or directory)"),
         (["plots", "{}/file"], "/file holds no results of the benchmarks"),
     ],
 )
@@ -56,74 +45,55 @@ def test_bad_input_is_named(arguments, what, tmp_path, capsys):
     assert what in capsys.readouterr().err
 
 
-def test_a_quick_run_leaves_results_and_tables_from_which_plots_makes_the_same_again(tmp_path, capsys):
-    out = tmp_path / "first"
-    chosen = ["--quick", "--providers", "stock,torch", "--variants", "stock,torch"]
-    with mock.patch.object(plots, "draw", return_value=[]):
-        for part, rows in (("kernels", "rms_norm 8x64"), ("models", "tiny-llama 1x4")):
-            assert main([part, "--rows", rows, *chosen, "--out", str(out / part)]) == 0
-            printed = capsys.readouterr().out
-            assert "THESE TIMES MEAN NOTHING" in printed
-            assert rows in printed
-        assert main(["plots", str(out / "kernels" / "results.json"), "--out", str(tmp_path / "again")]) == 0
-    assert (tmp_path / "again" / "report.txt").read_bytes() == (out / "kernels" / "report.txt").read_bytes()
-    results = Results.load(out / "kernels" / "results.json")
-    rows = {(row.row, row.by, row.verdict) for row in results.of("kernels")}
-    assert rows == {("rms_norm 8x64", "stock", "ok"), ("rms_norm 8x64", "torch", "ok")}
-    assert len(results.of("copy")) == 4, "one at each end, and one for each direction"
-    assert "rows ['rms_norm 8x64']" in results.environment["options"]
-    assert {"torch", "clocks at first", "clocks at last", "LIGER_KERNEL_IMPL"} <= results.environment.keys()
-    steps = (out / "models" / "steps.md").read_text(encoding="utf-8").splitlines()
-    assert (steps[0], steps[2].partition(" | ")[0]) == ("| step | stock ms | torch ms |", "| tiny-llama 1x4")
-
-
 @pytest.mark.parametrize(
-    ("arguments", "module", "rows", "by"),
+    ("part", "rows", "names", "options"),
     [
-        (["models"], models, [case.name for case in model_cases.DEFAULT], DEFAULT),
-        (["models", "--rows", MODELS_BY_NAME], models, NAMED_MODELS, DEFAULT),
-        (["models", "--variants", "fused-compile,stock"], models, None, ["stock", "fused-compile"]),
-        (["features"], models, [case.name for case in model_cases.FEATURES], FEATURES),
-        (["features", "--variants", "stock"], models, None, ["fused", "stock"]),
-        (["losses"], losses, [case.name for case in LOSS_CASES], LOSS_PROVIDERS),
-        (["losses", "--providers", "products,liger-fp32"], losses, None, ["liger-fp32", "products"]),
-        (["kernels", "--rows", "add_rms_norm 3x40,qk_norm 2x(3+1)x8"], kernels,
-         ["add_rms_norm 3x40", "qk_norm 2x(3+1)x8"], providers.PROVIDERS),
-        (["all", "--providers", "torch,liger-fp32"], losses, None, ["liger-fp32", "torch"]),
-        (["all", "--providers", "torch,liger-fp32"], kernels, None, ["torch"]),
+        ("kernels", "rms_norm 8x64", {"stock", "torch"}, ["--providers", "stock,torch"]),
+        ("losses", "linear_cross_entropy 8x16x32", {"stock", "fused"}, ["--providers", "stock,fused"]),
+        ("models", "tiny-llama 1x4", {"stock", "torch"}, ["--variants", "stock,torch"]),
+        ("features", "tiny-llama 1x4", {"stock", "fused"}, ["--variants", "stock,fused"]),
+        ("host", None, {"stock"}, ["--providers", "stock"]),
     ],
-)  # fmt: skip
-def test_each_part_measures_what_it_is_asked_for(arguments, module, rows, by, tmp_path):
+)
+def test_a_quick_run_leaves_results_and_tables_from_which_plots_makes_the_same_again(
+    part, rows, names, options, tmp_path, capsys
+):
+    first, again = tmp_path / "first", tmp_path / "again"
+    chosen = ["--rows", rows] if rows else []
+    with mock.patch.object(plots, "draw", return_value=[]):
+        assert main([part, *chosen, *options, "--quick", "--out", str(first)]) == 0
+        printed = capsys.readouterr().out
+        assert main(["plots", str(first / "results.json"), "--out", str(again)]) == 0
+    assert "THESE TIMES MEAN NOTHING" in printed
+    assert (again / "report.txt").read_bytes() == (first / "report.txt").read_bytes()
+    results = Results.load(first / "results.json")
+    assert {(row.by, row.verdict) for row in results.of(part)} == {(name, "ok") for name in names}
+    assert {row.row in printed for row in results.of(part)} == {True}
+    assert rows is None or {row.row for row in results.of(part)} == {rows}
+    assert {"torch", "clocks at first", "clocks at last", "options"} <= results.environment.keys()
+
+
+def test_all_that_can_be_measured_is_measured_for_everyone_and_rows_by_pattern_or_name(tmp_path):
     with contextlib.ExitStack() as stack:
-        calls = {
-            benchmark: stack.enter_context(mock.patch.object(benchmark, "measure"))
-            for benchmark in (losses, kernels, models, host)
-        }
-        assert main([*arguments, "--quick", "--out", str(tmp_path)]) == 0
-    _, cases, *rest = calls[module].call_args_list[0].args
-    assert rows is None or [case.name for case in cases] == rows
-    names = rest[0] if module is models else [provider.name for provider in rest[1]]
-    assert list(names) == list(by)
-    assert {benchmark for benchmark, measure in calls.items() if measure.called} == (
-        {*calls} if "all" in arguments else {module}
-    )
-
-
-def test_after_the_budget_nothing_is_started(tmp_path, capsys):
-    assert main(["--quick", "--budget-seconds", "0", "--out", str(tmp_path)]) == 0
-    results = Results.load(tmp_path / "results.json")
-    assert {row.part for row in results.rows} == {"copy"}
-    for part in ("host time of rms_norm 16x1024", "models: Qwen3-0.6B lora checkpointing 4x4096", "features: ",
-                 "rms_norm 8192x4096 bf", "linear_cross_entropy 16384x1024x151936 bf"):  # fmt: skip
-        assert any(line.startswith(part) and line.endswith("after 0 s") for line in results.left_out), part
-    assert "Left out:" in capsys.readouterr().out
+        parts = (losses, kernels, models, host)
+        calls = {part: stack.enter_context(mock.patch.object(part, "measure")).call_args_list for part in parts}
+        assert main(["--quick", "--out", str(tmp_path)]) == 0
+        rows = "L*B lora 4*,tiny-llama loss lora 2x8"
+        assert main(["models", "--rows", rows, "--quick", "--out", str(tmp_path)]) == 0
+    measured = [([case.name for case in call.args[1]], [*call.args[2]]) for call in calls[models]]
+    assert measured == [
+        ([case.name for case in model_cases.DEFAULT], [*DEFAULT]),
+        ([case.name for case in model_cases.FEATURES], [*FEATURES]),
+        (["Llama-3.2-1B lora 4x4096", "tiny-llama lora loss 2x8"], [*DEFAULT]),
+    ]
+    for part, known in ((losses, LOSS_PROVIDERS), (kernels, providers.PROVIDERS)):
+        assert [provider.name for provider in calls[part][0].args[-1]] == [*known]
+    assert len(calls[host]) == 1
 
 
 def test_a_fused_result_that_is_wrong_fails_the_run(tmp_path):
     stock = providers.PROVIDERS["stock"].build
-    wrong = replace(
-        providers.FUSED, build=lambda case: lambda *arguments: tuple(1.1 * y for y in stock(case)(*arguments))
-    )
+    wrong = replace(providers.FUSED, build=lambda case: lambda *inputs: tuple(1.1 * y for y in stock(case)(*inputs)))
     with mock.patch.dict(providers.EVERY, fused=wrong):
         arguments = ["kernels", "--quick", "--providers", "fused", "--rows", "rms_norm 8x64", "--out", str(tmp_path)]
         assert main(arguments) == 1

@@ -1,9 +1,6 @@
 """A head with its loss: the exact result, what every implementation computes, and what is measured."""
 
-import sys
-import types
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +8,7 @@ from torch.nn import functional
 
 from benchmarks import losses
 from benchmarks.benchmark_run import RefusedError
-from benchmarks.loss_cases import LossCase, float64_results, relative_errors
+from benchmarks.loss_cases import float64_results, relative_errors
 from benchmarks.loss_providers import LOSS_PROVIDERS, with_backward
 from benchmarks.operator_cases import tolerance
 from benchmarks.providers import Provider
@@ -20,7 +17,6 @@ from benchmarks.results import Results
 from .tiny_cases import LOSS_CASES
 
 CASE = LOSS_CASES[0]
-named = LossCase.named
 every_case = pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
 
 
@@ -33,39 +29,16 @@ def measured(run, *providers):
     return {row.by: row for row in run.results.of("losses")}
 
 
-def test_masked_labels_are_those_of_the_first_half_of_four_sequences():
-    inputs = inputs_of(named("linear_cross_entropy 32x4x9 masked"))
-    assert (inputs.target == -100).tolist() == [*[True] * 4, *[False] * 4] * 4
-    assert torch.equal(inputs.labelled, inputs.x[inputs.target != -100])
-    for case in LOSS_CASES:
-        inputs = inputs_of(case)
-        assert inputs.labels == len(inputs.labelled) == (inputs.target != -100).sum()
-        assert (inputs.labels < case.rows) == ("masked" in case.words)
-        assert len(inputs.trained()) == (1 if "frozen" in case.words else 2)
-
-
-@pytest.mark.parametrize("rows_at_once", [4, 512])
-@every_case
-def test_truth_is_the_formula_in_float64_whatever_the_chunk(case, rows_at_once, monkeypatch):
-    monkeypatch.setattr("benchmarks.loss_cases._ROWS_AT_ONCE", rows_at_once)
-    inputs = inputs_of(case)
-    x, weight = (tensor.detach().double().requires_grad_() for tensor in (inputs.x, inputs.weight))
-    logits = x @ weight.t()
-    logits = logits if case.softcap is None else 30 * torch.tanh(logits / 30)
-    has_label = inputs.target != -100
-    loss = -logits.log_softmax(-1)[has_label].gather(1, inputs.target[has_label, None]).mean()
-    expected = [loss, *torch.autograd.grad(loss, (x, weight))][: 1 + len(inputs.trained())]
-    torch.testing.assert_close(float64_results(case, inputs), expected, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @every_case
 @pytest.mark.parametrize("name", [name for name in LOSS_PROVIDERS if name != "products"])
-def test_every_provider_computes_loss_and_gradients(name, case, dtype, device):
+def test_every_provider_computes_loss_and_gradients(name, case, dtype, device, monkeypatch):
+    monkeypatch.setattr("benchmarks.loss_cases._ROWS_AT_ONCE", 4)
     provider = LOSS_PROVIDERS[name]
     if why := provider.missing(torch.device(device)):
         pytest.skip(why)
     inputs = inputs_of(case, dtype, device)
+    assert inputs.labels == (inputs.target != -100).sum() == (9 if "masked" in case.words else 21)
     try:
         results = provider.build(case)(inputs)
     except RefusedError:
@@ -75,71 +48,10 @@ def test_every_provider_computes_loss_and_gradients(name, case, dtype, device):
     assert max(relative_errors(results, float64_results(case, inputs)).values()) <= tolerance(dtype)
 
 
-@every_case
-def test_the_floor_is_the_products_of_rows_with_a_label(case):
-    inputs = inputs_of(case)
-    logits = inputs.labelled @ inputs.weight.detach().t()
-    expected = [logits @ inputs.weight.detach(), logits.t() @ inputs.labelled][: len(inputs.trained())]
-    torch.testing.assert_close(list(LOSS_PROVIDERS["products"].build(case)(inputs)), expected)
-
-
-def test_ours_is_given_the_number_of_labels_if_some_are_masked():
-    options = []
-
-    def function(x, weight, target, *, softcap, max_labels):
-        options.append((softcap, max_labels))
-        return functional.cross_entropy(x @ weight.t(), target)
-
-    with mock.patch("fused_norm.kernels.linear_cross_entropy", function):
-        for case in (CASE, named("linear_cross_entropy 32x4x9 masked softcap")):
-            LOSS_PROVIDERS["fused"].build(case)(inputs_of(case))
-    assert options == [(None, None), (30.0, 16)]
-
-
-def test_liger_runs_as_it_comes_and_with_sums_in_fp32_over_larger_chunks_if_its_release_can(monkeypatch):
-    options = []
-
-    class Function:
-        @staticmethod
-        def forward(ctx, _input, weight, target, bias=None, softcap=None, accum_dtype=None, chunk_mem_const=1):
-            pass
-
-        @classmethod
-        def apply(cls, x, weight, target, *rest):
-            options.append(rest)
-            return functional.cross_entropy(x @ weight.t(), target), None
-
-    ops = types.SimpleNamespace(LigerFusedLinearCrossEntropyFunction=Function)
-    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
-    for name in ("liger", "liger-fp32"):
-        LOSS_PROVIDERS[name].build(CASE)(inputs_of(CASE))
-    assert options == [(None, None, None, 1), (None, None, torch.float32, 16)]
-    Function.forward = lambda ctx, _input, weight, target, bias=None, softcap=None, accum_dtype=None: None
-    with pytest.raises(RefusedError, match="this release of Liger has no chunk_mem_const"):
-        LOSS_PROVIDERS["liger-fp32"].build(CASE)
-
-
-def test_right_results_are_timed_and_have_errors_and_a_peak_of_memory(run):
-    rows = measured(run, *(LOSS_PROVIDERS[name] for name in ("stock", "fused", "products")))
-    assert list(rows) == ["stock", "fused", "products"]
-    assert {(row.verdict, row.kind, row.timing is not None) for row in rows.values()} == {("ok", "training", True)}
-    for name in ("stock", "fused"):
-        assert set(rows[name].errors) == {"loss", "dX", "dW"}
-        assert rows[name].error == max(rows[name].errors.values()) < 1e-5
-    assert rows["products"].errors is None
-    logits, gradients = CASE.rows * CASE.vocabulary, (CASE.rows + CASE.vocabulary) * CASE.width
-    assert rows["products"].extra_bytes == 4 * (logits + gradients) < rows["stock"].extra_bytes
-    assert Results.load(run.path) == run.results
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [(lambda loss: 1.01 * loss, pytest.approx(0.01, rel=0.01)), (lambda loss: loss * torch.nan, None)],
-)
-def test_wrong_results_are_not_timed_and_fit_into_json(change, error, run):
+@pytest.mark.parametrize(("factor", "error"), [(1.01, pytest.approx(0.01, rel=0.01)), (torch.nan, None)])
+def test_wrong_results_are_not_timed_and_fit_into_json(factor, error, run):
     def build(case):
-        return lambda inputs: change(functional.cross_entropy(inputs.x @ inputs.weight.t(), inputs.target))
+        return lambda inputs: factor * functional.cross_entropy(inputs.x @ inputs.weight.t(), inputs.target)
 
     elsewhere = replace(LOSS_PROVIDERS["stock"], name="elsewhere", package="no_such_package")
     rows = measured(run, Provider("wrong", with_backward(build)), elsewhere, LOSS_PROVIDERS["stock"])

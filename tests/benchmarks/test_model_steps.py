@@ -1,16 +1,10 @@
 """Each kind of step does what its name says, and twins of a model share only its weights."""
 
-from __future__ import annotations
-
-import itertools
-from typing import Any
-
 import pytest
 import torch
 
-from benchmarks import model_cases
 from benchmarks.model_cases import ModelCase
-from benchmarks.model_steps import attend_within_sequences, prepare, relative_error, why_not_here
+from benchmarks.model_steps import prepare, relative_error
 
 CPU = torch.device("cpu")
 
@@ -34,27 +28,6 @@ def test_a_twin_shares_weights_and_can_be_changed_alone():
     assert all(weight.grad is None for weight in twin.model.parameters())
 
 
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-SIZES = {"hidden_size": 64, "intermediate_size": 32}
-SEES: dict[str, Any] = {
-    "text_config": {
-        **SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "rope_parameters": ROPE,
-    },
-    "vision_config": {**SIZES, "num_heads": 2, "out_hidden_size": 64, "depth": 1, "fullatt_block_indexes": [0]},
-}  # fmt: skip
-
-
-@pytest.mark.slow
-def test_models_with_images_take_them(monkeypatch):
-    pytest.importorskip("transformers", "5.0")
-    monkeypatch.setattr(model_cases, "OTHERS", {"others/small": {"model_type": "qwen2_5_vl", **SEES}})
-    step = prepare(ModelCase("qwen2_5_vl", "others/small", 2, 20, step=("image",)), torch.float32, CPU)
-    stock = step.outputs_and_gradients()
-    step.inputs["pixel_values"].add_(1.0)
-    assert relative_error(step.outputs_and_gradients(), stock) > 1e-3
-    assert step.model.get_submodule(next(iter(step.norms))).weight.grad is None
-
-
 def test_with_loss_a_step_begins_its_backward_from_the_loss_over_the_vocabulary():
     step = prepared("loss")
     loss, _ = step.outputs_and_gradients()
@@ -66,17 +39,11 @@ def test_with_loss_a_step_begins_its_backward_from_the_loss_over_the_vocabulary(
 
 def test_masked_prompts_take_the_labels_of_the_first_half_of_every_sequence():
     step = prepared("packed masked", batch=2, length=32)
-    positions = step.inputs["position_ids"]
-    starts = [place for place, position in enumerate(positions.flatten().tolist()) if position == 0]
-    ends = [*starts[1:], step.tokens.numel()]
+    starts = [place for place, position in enumerate(step.inputs["position_ids"].flatten().tolist()) if position == 0]
     expected = step.tokens.flatten().clone()
-    for start, end in zip(starts, ends, strict=True):
+    for start, end in zip(starts, [*starts[1:], step.tokens.numel()], strict=True):
         expected[start : start + (end - start) // 2] = -100
-    labels = step.inputs["labels"]
-    assert torch.equal(labels.flatten(), expected)
-    assert labels.shape == step.tokens.shape
-    assert 0.4 < (labels == -100).float().mean() <= 0.5
-    assert step.has_loss
+    assert torch.equal(step.inputs["labels"].flatten(), expected)
 
 
 def test_under_autocast_weights_stay_in_fp32_and_with_checkpointing_layers_run_twice():
@@ -106,15 +73,6 @@ def test_adapters_alone_are_trained_and_watched_in_fp32_beside_a_bf16_model_unde
     assert {(weight.dtype, weight.requires_grad) for weight in norms} == {(torch.bfloat16, False)}
 
 
-@pytest.mark.parametrize("kind", ["lora", "lora dropout"])
-def test_dropout_draws_the_same_numbers_for_a_seed_and_there_is_none_unless_it_is_named(kind):
-    pytest.importorskip("peft")
-    step = prepared(kind)
-    first = step.outputs_and_gradients()
-    assert relative_error(step.twin().outputs_and_gradients(), first) == 0
-    assert (relative_error(step.outputs_and_gradients(seed=1), first) > 0) == ("dropout" in kind)
-
-
 def test_linears_of_layers_are_nf4_beside_fp32_norms_and_train_their_adapters():
     pytest.importorskip("bitsandbytes")
     step, plain = prepared("qlora", dtype=torch.bfloat16), prepared("lora", dtype=torch.bfloat16)
@@ -126,53 +84,6 @@ def test_linears_of_layers_are_nf4_beside_fp32_norms_and_train_their_adapters():
     stock = step.outputs_and_gradients()
     assert relative_error(step.twin().outputs_and_gradients(), stock) == 0
     assert 0.01 < relative_error(stock, plain.outputs_and_gradients()) < 1, "four bits are not sixteen"
-    assert step.twin().model.get_base_model().layers[0].mlp.up_proj.base_layer.weight is weight
-
-
-def test_attention_without_a_mask_keeps_packed_sequences_apart_as_a_mask_does(monkeypatch):
-    calls = []
-
-    def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        calls.append((max_q, max_k, window_size, enable_gqa))
-        parts = []
-        for start, end in itertools.pairwise(cu_seq_q.tolist()):
-            qkv = (part[start:end].transpose(0, 1)[None] for part in (q, k, v))
-            y = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale, enable_gqa=True)
-            parts.append(y[0].transpose(0, 1))
-        return torch.cat(parts)
-
-    step = prepared("packed loss", batch=2, length=32)
-    by_mask = step.outputs_and_gradients()
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    attend_within_sequences(step.model)
-    assert relative_error(step.outputs_and_gradients(), by_mask) < 1e-5
-    longest = step.inputs["position_ids"].max().item() + 1
-    assert calls == [(longest, longest, (-1, 0), True)] * step.model.config.num_hidden_layers
-
-
-def test_sharded_weights_are_the_twins_own_in_fp32_and_gathered_in_the_dtype(monkeypatch):
-    sharded = []
-    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *arguments: None)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    monkeypatch.setattr(
-        "torch.distributed.fsdp.fully_shard", lambda module, *, mesh, mp_policy: sharded.append((module, mp_policy))
-    )
-    step = prepared("fsdp2 loss", dtype=torch.bfloat16)
-    twin = step.twin()
-    twin.place()
-    assert [module for module, _ in sharded] == [*twin.model.model.layers, twin.model]
-    assert {(policy.param_dtype, policy.reduce_dtype) for _, policy in sharded} == {(torch.bfloat16, torch.float32)}
-    assert {weight.dtype for weight in twin.model.parameters()} == {torch.float32}
-    assert {*map(id, twin.model.parameters())}.isdisjoint(map(id, step.model.parameters()))
-
-
-def test_a_step_that_cannot_be_taken_here_says_why(monkeypatch):
-    assert "torchrun" in why_not_here(ModelCase.named("tiny-qwen3 fsdp2 loss 1x8"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert why_not_here(ModelCase.named("tiny-qwen3 lora 1x8")) == "peft is not installed"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name == "peft" else None)
-    assert why_not_here(ModelCase.named("tiny-qwen3 qlora loss 1x8")) == "bitsandbytes is not installed"
-    assert why_not_here(ModelCase.named("tiny-qwen3 lora 1x8")) is None
 
 
 @pytest.mark.parametrize("kind", ["generate", "generate static"])
@@ -187,7 +98,6 @@ def test_a_generation_has_a_cache_of_its_kind_and_its_time_is_that_of_a_token(ki
     step.step()
     assert set(caches) == {"StaticCache" if kind.endswith("static") else "DynamicCache"}
     assert len(caches) == step.parts == 3
-    assert prepared().parts == 1
     (logits,) = step.outputs_and_gradients()
     with torch.no_grad():
         whole = step.model(input_ids=step.tokens).logits

@@ -1,129 +1,49 @@
 """A time is that of one call, whatever the number of calls in a graph, a series or a chain."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
 import types
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks import timing
-from benchmarks.timing import Sampler
-
-CPU = torch.device("cpu")
-GPU = types.SimpleNamespace(type="cuda")
-"""A device with the properties that ``timing`` reads; the tensors of these tests are on the CPU."""
 
 REPLAY = 0.0024
 
 
-class Clock:
-    """The time that the fake GPU events read."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.captured = 0
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """The parts of ``torch.cuda`` that ``timing`` uses; a replay takes ``REPLAY``, a call from Python 10 us."""
-    clock = Clock()
+@pytest.mark.parametrize(("sets", "in_graph"), [(5, 25), (64, 64)])
+def test_a_replay_is_divided_by_its_calls(sets, in_graph):
+    now, order = [0.0], []
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
+        def __init__(self, enable_timing):
+            self.synchronize = lambda: None
 
-        def record(self) -> None:
-            self.at = clock.now
+        def record(self):
+            self.at = now[0]
 
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, later: Event) -> float:
+        def elapsed_time(self, later):
             return (later.at - self.at) * 1e3
 
     class Graph:
-        def replay(self) -> None:
-            clock.now += REPLAY
-
-    @contextlib.contextmanager
-    def capture(graph: Graph, stream: object):
-        clock.captured += 1
-        yield
-
-    properties = types.SimpleNamespace(L2_cache_size=60 * 2**20)
-    for name, fake in {
-        "Event": Event,
-        "CUDAGraph": Graph,
-        "graph": capture,
-        "current_stream": lambda device=None: None,
-        "synchronize": lambda device=None: None,
-        "get_device_properties": lambda device: properties,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    return clock
-
-
-@pytest.mark.parametrize(("sets", "in_graph"), [(5, 25), (64, 64)])
-def test_a_replay_is_divided_by_its_calls(gpu, sets, in_graph):
-    order = []
+        def replay(self):
+            now[0] += REPLAY
 
     def call(index):
         order.append(index)
-        gpu.now += 1e-5
+        now[0] += 1e-5
 
-    sampled = timing.sampler([partial(call, index) for index in range(sets)], GPU)
-    assert sampled.method == "graph"
-    assert sampled.take() == pytest.approx(REPLAY / in_graph)
-    assert gpu.captured == 1
+    fakes = {"graph": lambda graph, stream: contextlib.nullcontext(), "synchronize": lambda device=None: None}
+    fakes |= {"Event": Event, "CUDAGraph": Graph, "current_stream": lambda device=None: None}
+    with mock.patch.multiple(torch.cuda, **fakes):
+        sampled = timing.sampler([partial(call, index) for index in range(sets)], types.SimpleNamespace(type="cuda"))
+        assert sampled.method == "graph"
+        assert sampled.take() == pytest.approx(REPLAY / in_graph)
     assert order[-in_graph:] == [*range(sets)] * (in_graph // sets), "the sets take turns"
-
-
-def test_what_cannot_be_captured_is_timed_by_events(gpu, monkeypatch, caplog):
-    def refuse(graph, stream):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(torch.cuda, "graph", refuse)
-
-    order = []
-
-    def call(index):
-        order.append(index)
-        gpu.now += 2e-5
-
-    sampler = timing.sampler([partial(call, index) for index in range(3)], GPU)
-    assert (sampler.method, sampler.take()) == ("events", pytest.approx(2e-5))
-    assert order[-6:] == [0, 1, 2] * 2, "the sets take turns"
-    assert "not permitted" in caplog.text
-
-
-def test_sets_of_inputs_exceed_the_cache_four_times_if_that_is_possible(gpu, monkeypatch):
-    assert [timing.input_sets(moved, GPU) for moved in (800_000_000, 67_000_000, 100)] == [3, 5, 64]
-    assert timing.leaves_cache(5 * 67_000_000, GPU)
-    assert not timing.leaves_cache(64 * 100, GPU)
-    large = types.SimpleNamespace(L2_cache_size=128 * 2**20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: large)
-    assert timing.input_sets(64 * 2**20, GPU) == 8
-    assert not timing.leaves_cache(255 * 2**20, GPU)
-
-
-def test_a_copy_goes_through_pairs_of_its_own(monkeypatch):
-    monkeypatch.setattr(timing, "input_sets", lambda moved_bytes, device: 3)
-    copied = []
-
-    def sampler(calls, device):
-        copied.extend(call() for call in calls)
-        return Sampler(lambda: 1.0, "wall")
-
-    monkeypatch.setattr(timing, "sampler", sampler)
-    timing.copy_sampler(400, CPU)
-    assert [target.nbytes for target in copied] == [200] * 3
-    assert len({target.data_ptr() for target in copied}) == 3
 
 
 def test_host_time_ends_when_the_last_call_has_returned(monkeypatch):
@@ -137,31 +57,16 @@ def test_host_time_ends_when_the_last_call_has_returned(monkeypatch):
         return wait
 
     monkeypatch.setattr(timing, "_synchronize", wait_for(10.0))
-    assert timing.host_and_step_time(wait_for(1.0), 4, CPU) == (1.0, 3.5)
+    assert timing.host_and_step_time(wait_for(1.0), 4, "cpu") == (1.0, 3.5)
     collecting = []
-    timing.host_and_step_time(lambda: collecting.append(gc.isenabled()), 1, CPU)
+    timing.host_and_step_time(lambda: collecting.append(gc.isenabled()), 1, "cpu")
     assert (collecting, gc.isenabled()) == ([False], True)
-
-
-def test_peak_memory_is_of_a_call_after_the_first(monkeypatch):
-    counters = {"allocated": 10, "peak": 10, "reserved": 900}
-    needed = [500, 70]
-
-    def call():
-        counters["peak"] = max(counters["peak"], counters["allocated"] + needed.pop(0))
-
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counters.update(peak=10))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: counters.update(reserved=90))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counters["peak"])
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: counters["reserved"])
-    assert timing.peak_memory(call, GPU) == (80, 90), "what the first call reserved is given back"
-    assert timing.peak_memory(call, CPU) is None
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other tests would use the GPU at the same time")
-@pytest.mark.parametrize("moved", [2**28])
-def test_on_a_gpu_a_graph_is_replayed_at_a_speed_that_memory_has(moved):
+def test_on_a_gpu_a_graph_is_replayed_at_a_speed_that_memory_has():
+    moved = 2**28
     device = torch.device("cuda")
     with timing.own_stream(device):
         pairs = [[torch.randn(moved // 8, device=device) for _ in range(2)] for _ in range(3)]

@@ -1,36 +1,23 @@
 """A step is judged by its distance from the same step in float64; a step that is too far off fails."""
 
-from __future__ import annotations
-
 import json
 import math
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_norm import FusedNormError, apply_fused_norm, remove_fused_norm
-from fused_norm.check import against_float64
-from fused_norm.check.against_float64 import (
-    SLACK,
-    STOCK_STEPS,
-    Deviation,
-    UncheckableError,
-    budget,
-    check_step,
-    relative_errors,
-)
-from fused_norm.check.distances import ZERO_SHARE
+from fused_norm.check.against_float64 import budget, check_step
 from fused_norm.model_configs import FAMILIES, build, families_here, tiny_config
 
 
-def tokens_of(model: nn.Module, device: str) -> torch.Tensor:
+def tokens_of(model):
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (2, 8), generator=generator).to(device)
+    return torch.randint(model.config.vocab_size, (2, 8), generator=generator).to(model.device)
 
 
-def small(model_type: str, **options) -> nn.Module:
+def small(model_type, **options):
     """Build a tiny model of a family, with one layer."""
     return build(tiny_config(model_type, num_hidden_layers=1), seed=1, **options)
 
@@ -54,16 +41,15 @@ def damaged(model, path, change):
         if step == "fused":
             change(model.get_submodule(path).weight.data)
 
-    return check_step(model, tokens_of(model, model.device), progress=Steps(before))
+    return check_step(model, tokens_of(model), progress=Steps(before))
 
 
-def assert_near_to_the_truth(model: nn.Module) -> None:
-    result = check_step(model, tokens_of(model, model.device))
+def assert_near_to_the_truth(model):
+    result = check_step(model, tokens_of(model))
     assert result.ok, str(result)
     assert result.truth == torch.float64
-    assert (
-        result.report.counts["norm"] == FAMILIES[model.config.model_type].sites(model.config.num_hidden_layers)["norm"]
-    )
+    sites = FAMILIES[model.config.model_type].sites(model.config.num_hidden_layers)
+    assert result.report.counts["norm"] == sites["norm"]
     names = {row.name for row in result.deviations}
     assert names == {"logits", "loss", *(f"{name}.grad" for name, _ in model.named_parameters())}
 
@@ -86,28 +72,6 @@ def test_in_every_family_the_fused_step_is_as_near_to_the_truth(model_type, devi
     assert_near_to_the_truth(build(model_type, seed=1, dtype=torch.float32, device=device))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_the_truth_has_its_norms_in_float64(model_type):
-    model = small(model_type)
-    spec = FAMILIES[model_type].spec
-    steps, calls = Steps(), []
-
-    def note(norm, inputs, output):
-        if steps.now == "truth":
-            calls.append((norm.weight, inputs[0], output))
-
-    norms = [module for module in model.modules() if "RMSNorm" in type(module).__name__]
-    for norm in norms:
-        norm.register_forward_hook(note)
-    check_step(model, tokens_of(model, "cpu"), options={"strict": False}, progress=steps)
-    assert len(calls) == len(norms) > 0
-    for weight, x, y in calls:
-        gamma = 1 + weight if spec.zero_centered else weight
-        exact = x * (x.square().mean(-1, keepdim=True) + spec.eps).rsqrt() * gamma
-        assert y.dtype == torch.float64
-        torch.testing.assert_close(y, exact, rtol=1e-13, atol=1e-13)
-
-
 def test_nothing_in_the_truth_is_rounded_to_float32():
     class NoteFloat32(TorchDispatchMode):
         model_runs = False
@@ -123,7 +87,7 @@ def test_nothing_in_the_truth_is_rounded_to_float32():
     mode = NoteFloat32()
     model.register_forward_pre_hook(lambda *_: setattr(mode, "model_runs", True))
     with mode:
-        check_step(model, tokens_of(model, "cpu"), progress=steps)
+        check_step(model, tokens_of(model), progress=steps)
     assert roundings["truth"] == []
     assert roundings["stock"]
 
@@ -149,7 +113,7 @@ def test_a_loss_or_gradient_that_alone_is_off_by_little_is_over_budget(where, de
         else:
             model.get_parameter(where.removesuffix(".grad")).register_hook(lambda gradient: gradient * 1.01)
 
-    result = check_step(model, tokens_of(model, device), progress=Steps(before))
+    result = check_step(model, tokens_of(model), progress=Steps(before))
     assert {row.name for row in result.deviations if not row.ok} == {where}
 
 
@@ -161,81 +125,61 @@ def test_a_nan_is_over_budget(device):
 
 
 def test_the_model_is_left_stock_in_its_mode_without_gradients(device):
-    model = small("qwen3", device=device).train()
+    model, state = small("qwen3", device=device).train(), torch.get_rng_state()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    check_step(model, tokens_of(model, device))
+    check_step(model, tokens_of(model))
     assert remove_fused_norm(model) == 0
     assert model.training
+    assert not any("forward" in vars(module) for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_patched_model_is_not_compared_with_itself(device):
     model = small("qwen3", device=device)
-    tokens = tokens_of(model, device)
+    tokens = tokens_of(model)
     stock = check_step(model, tokens)
     apply_fused_norm(model)
     assert check_step(model, tokens).deviations == stock.deviations
 
 
-def test_a_gradient_that_is_zero_in_truth_is_measured_against_the_others():
-    exact = {"a.grad": torch.ones(4, dtype=torch.float64), "b.grad": torch.zeros(4, dtype=torch.float64)}
-    results = {"a.grad": torch.ones(4), "b.grad": torch.full((4,), 1e-9)}
-    errors = relative_errors(results, exact)
-    assert errors["a.grad"] == 0
-    assert errors["b.grad"] == pytest.approx(1e-9 / (ZERO_SHARE * math.sqrt(0.5)), rel=1e-6)
-
-
-def test_a_share_of_one_is_the_whole_budget():
-    assert Deviation("loss", 1e-7, 2e-7, 2e-7).ok
-    assert not Deviation("loss", 1e-7, 2.1e-7, 2e-7).ok
-    assert not Deviation("loss", 1e-7, math.nan, 2e-7).ok
+def test_the_stock_error_is_of_five_steps_with_sums_in_other_orders(device):
+    model, steps, logits = small("qwen3", device=device), Steps(), []
+    model.register_forward_hook(lambda *called: logits.append(called[2].logits) if steps.now == "stock" else None)
+    check_step(model, tokens_of(model), progress=steps)
+    assert len(logits) == len({tuple(step.flatten().tolist()) for step in logits}) == 5
+    assert all((step - logits[0]).norm() < 1e-5 * logits[0].norm() for step in logits)
 
 
 def test_a_budget_is_that_of_the_usual_stock_step_and_as_wide_as_those_scatter():
     eps = torch.finfo(torch.float32).eps
-    allowed = 1.0 + SLACK + 4 / 8
-    assert budget([1e-3] * 5, 64, 1000, torch.float32) == pytest.approx(1e-3 * allowed + eps)
-    assert budget([1e-3] * 5, 1000, 64, torch.float32) == pytest.approx(1e-3 * allowed + eps)
+    for numbers, predictions in ((64, 1000), (1000, 64)):
+        assert budget([1e-3] * 5, numbers, predictions, torch.float32) == pytest.approx(1e-3 * (1.25 + 4 / 8) + eps)
     # Neither a lucky stock step nor an unlucky one sets the budget alone.
-    lucky, rms = [0.5e-3, 1e-3, 1.5e-3], 1e-3 * math.sqrt(3.5 / 3)
-    scatter = 0.5e-3 / rms
-    assert budget(lucky, 64, 64, torch.float32) == pytest.approx(rms * (1 + SLACK + 4 * math.sqrt(2) * scatter) + eps)
-    assert budget([0.0] * 5, 64, 64, torch.float32) == eps
-    assert budget([math.inf] * 5, 64, 64, torch.float32) == math.inf
-
-
-def test_stock_steps_in_other_orders_differ_by_roundings_and_leave_nothing_behind(device, monkeypatch):
-    budgets, take = {}, against_float64.budget
-    monkeypatch.setattr(
-        against_float64, "budget", lambda errors, *args: budgets.setdefault(tuple(errors), take(errors, *args))
-    )
-    model, state = small("qwen3", device=device), torch.get_rng_state()
-    check_step(model, tokens_of(model, device))
-    assert all(len(errors) == STOCK_STEPS and max(errors) < 1e-5 for errors in budgets)
-    assert sum(len(set(errors)) == STOCK_STEPS for errors in budgets) > len(budgets) / 2
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not any("forward" in vars(module) for module in model.modules())
+    rms = 1e-3 * math.sqrt(3.5 / 3)
+    expected = rms * (1.25 + 4 * math.sqrt(2) * 0.5e-3 / rms) + eps
+    assert budget([0.5e-3, 1e-3, 1.5e-3], 64, 64, torch.float32) == pytest.approx(expected)
 
 
 def test_what_cannot_be_judged_is_an_error(device):
     model = small("llama", device=device)
-    tokens = tokens_of(model, device)
-    with pytest.raises(UncheckableError, match="0 predictions"):
+    tokens = tokens_of(model)
+    with pytest.raises(ValueError, match="0 predictions"):
         check_step(model, tokens[:, :1])
-    with pytest.raises(UncheckableError, match="needs a float64 truth"):
+    with pytest.raises(ValueError, match="needs a float64 truth"):
         check_step(model, tokens, truth=torch.float32)
-    with pytest.raises(UncheckableError, match="the truth must be"):
+    with pytest.raises(ValueError, match="the truth must be"):
         check_step(model, tokens, truth=torch.bfloat16)
     model.model.norm.weight.data.fill_(math.inf)
     with pytest.raises(FusedNormError, match="not finite"):
         check_step(model, tokens)
-    with pytest.raises(UncheckableError, match="these are float64"):
+    with pytest.raises(ValueError, match="these are float64"):
         check_step(model.double(), tokens)
 
 
 def test_a_16_bit_model_may_be_held_against_float32(device):
     model = small("llama", dtype=torch.bfloat16, device=device)
-    result = check_step(model, tokens_of(model, device), truth=torch.float32)
+    result = check_step(model, tokens_of(model), truth=torch.float32)
     assert result.ok
     assert "truth in float32" in str(result)

@@ -15,7 +15,7 @@ import textwrap
 import types
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -24,11 +24,8 @@ from transformers import BertConfig, GPT2Config
 
 import fused_norm
 from fused_norm import FuseOptions
-from fused_norm.check import against_float64
 from fused_norm.cli import main
-from fused_norm.cli.common import UsageError
 from fused_norm.model_configs import FAMILIES, build, tiny_config
-from fused_norm.patcher import apply
 
 SITES = FAMILIES["qwen3"].sites()
 SWITCHES = {field.name for field in fields(FuseOptions)} - {"modules", "casting", "consumers", "recompute", "strict"}
@@ -127,13 +124,6 @@ def test_misspelt_arguments_are_bad_input_and_say_why(line, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_inspect_prints_the_report_of_a_directory(checkpoint, capsys):
-    assert main(["inspect", str(checkpoint)]) == 0
-    out = capsys.readouterr().out
-    assert SUMMARY in out
-    assert "model.layers.*.self_attn.q_norm" in out
-
-
 @pytest.fixture
 def inspected(checkpoint, capsys):
     """Return a function that inspects a model ({} is the checkpoint) and returns the printed JSON."""
@@ -170,9 +160,6 @@ def test_inspect_tells_which_blocks_get_outputs_of_a_norm_of_their_own_and_which
     assert "recompute" not in inspected("{}")
     rows = [(row["path"], row["reason"]) for row in inspected("{} --recompute")["recompute"]]
     assert rows == [("model.layers.0", None), ("model.layers.1", None)]
-    for option, where in (("--loss", "fused"), ("--no-loss", "kept")):
-        (row,) = [site for site in inspected(f"{{}} {option}")[where] if site["kind"] == "loss"]
-        assert (row["path"], row["module"]) == ("lm_head", "Qwen3ForCausalLM")
 
 
 def test_inspect_prints_the_forwards_that_run(checkpoint, capsys):
@@ -199,12 +186,8 @@ def test_inspect_exits_1_when_nothing_can_be_fused(tmp_path, capsys):
         ({"config.json": "{"}, "no config can be read"),
         ({"config.json": '{"model_type": "nosuch"}'}, "nosuch"),
         ({"adapter_config.json": '{"base_model_name_or_path": "some/base"}'}, "name its base model, some/base"),
-        (
-            {"adapter_config.json": '{"base_model_name_or_path": null}'},
-            "name its base model, which its config does not name",
-        ),
+        ({"adapter_config.json": '{"base_model_name_or_path": null}'}, "which its config does not name"),
     ],
-    ids=["empty", "no json", "unknown type", "adapter", "adapter of no name"],
 )
 def test_a_bad_model_is_one_line_and_exit_code_2(command, content, message, tmp_path, capsys):
     for name, text in content.items():
@@ -216,11 +199,10 @@ def test_a_bad_model_is_one_line_and_exit_code_2(command, content, message, tmp_
     assert not any("Traceback" in line for line in error)
 
 
-@pytest.mark.parametrize(("name", "meant"), [("lama", "llama"), ("qwem3", "qwen3"), ("Gemma", "gemma")])
-def test_a_misspelt_model_type_is_answered_by_those_alike(name, meant, capsys):
-    assert main(["inspect", name]) == 2
+def test_a_misspelt_model_type_is_answered_by_those_alike(capsys):
+    assert main(["inspect", "qwem3"]) == 2
     error = capsys.readouterr().err
-    assert re.match(rf"fused-norm inspect: there is no model type '{name}'; did you mean .*\b{meant}\b", error)
+    assert re.match(r"fused-norm inspect: there is no model type 'qwem3'; did you mean .*\bqwen3\b", error)
     assert "internet" not in error
 
 
@@ -262,41 +244,31 @@ def test_no_network_is_called_so_and_asked_once(line, message, without_network, 
     assert re.fullmatch(f"fused-norm {command}: {message}\n", capsys.readouterr().err)
 
 
-def test_a_model_type_is_known_without_the_hub(without_network, capsys):
-    assert main(["inspect", "qwen3"]) == 0
-    assert without_network == {}
-
-
 def test_without_network_a_model_of_the_hub_is_the_copy_that_was_loaded(checkpoint, without_network, capsys):
+    assert main(["inspect", "qwen3"]) == 0
+    assert without_network == {}, "a model type is known without the hub"
+    capsys.readouterr()
     without_network["some/model"] = str(checkpoint)
     assert main(["inspect", "some/model"]) == 0
-    assert capsys.readouterr().out.startswith("some/model, built without weights")
+    out = capsys.readouterr().out
+    assert out.startswith("some/model, built without weights")
+    assert SUMMARY in out
+    assert "model.layers.*.self_attn.q_norm" in out
 
 
-def test_ctrl_c_while_a_command_is_imported_ends_it_with_a_line(monkeypatch, capsys):
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("fused_norm.cli.importlib.import_module", interrupt)
-    assert main(["inspect", "qwen3"]) == 130
-    assert capsys.readouterr().err == "fused-norm: stopped\n"
-
-
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), ImportError("cannot load module more than once per process"), UsageError("broken")]
-)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ImportError("broken"), OSError("bad input")])
 @pytest.mark.parametrize(
     ("line", "interrupted"),
     [
-        ("inspect qwen3", "cli.inspect_command.find_model"),
-        ("check qwen3", "cli.check_command.find_causal_lm"),
-        ("env", "cli.env_command.environment"),
-        ("converge llama", "cli.converge_command.interpret_without_gpu"),
-        ("run {script}", "patcher.on_load"),
+        ("inspect {checkpoint}", "transformers.AutoConfig.from_pretrained"),
+        ("check {checkpoint}", "transformers.AutoConfig.from_pretrained"),
+        ("converge --config {checkpoint}", "transformers.AutoConfig.from_pretrained"),
+        ("env", "platform.python_version"),
+        ("run {script}", "fused_norm.patcher.on_load"),
     ],
 )
 def test_ctrl_c_ends_a_command_with_a_line_also_if_an_import_makes_an_error_of_it(
-    line, interrupted, error, script, monkeypatch, capsys
+    line, interrupted, error, script, checkpoint, monkeypatch, capsys
 ):
     path = script("print('it runs')")
 
@@ -305,8 +277,8 @@ def test_ctrl_c_ends_a_command_with_a_line_also_if_an_import_makes_an_error_of_i
             signal.raise_signal(signal.SIGINT)
         raise error
 
-    monkeypatch.setattr(f"fused_norm.{interrupted}", swallow)
-    command, *arguments = line.format(script=path).split()
+    monkeypatch.setattr(interrupted, swallow)
+    command, *arguments = line.format(script=path, checkpoint=checkpoint).split()
     assert main([command, *arguments]) == 130
     captured = capsys.readouterr()
     assert captured.err == f"fused-norm {command}: stopped\n"
@@ -314,13 +286,10 @@ def test_ctrl_c_ends_a_command_with_a_line_also_if_an_import_makes_an_error_of_i
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_error_without_ctrl_c_is_what_it_is(monkeypatch, capsys):
-    def fail(*arguments, **named):
-        raise ImportError("broken")
-
-    monkeypatch.setattr("fused_norm.cli.env_command.environment", fail)
-    with pytest.raises(ImportError, match="broken"):
-        main(["env"])
+def test_an_error_without_ctrl_c_is_what_it_is(monkeypatch):
+    monkeypatch.setattr("fused_norm.patcher.on_load", lambda **named: {}["broken"])
+    with pytest.raises(KeyError, match="broken"):
+        main(["run", __file__])
 
 
 def test_ctrl_c_that_an_import_swallows_stops_before_the_script(script, monkeypatch, capsys):
@@ -347,11 +316,14 @@ def test_a_script_and_a_handler_of_other_code_keep_their_own_ctrl_c(script, monk
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_script_that_is_stopped_ends_as_python_ends_it(script, capsys):
-    assert main(["run", str(script("def wait():\n    raise KeyboardInterrupt\n\nwait()\n"))]) == 130
-    error = capsys.readouterr().err
-    assert error.count("  File ") == error.count("train.py") == 2
-    assert "KeyboardInterrupt\n" in error
+@pytest.mark.parametrize(("error", "code"), [("KeyboardInterrupt", 130), ("KeyError: 'lost'", 1)])
+def test_a_script_that_is_stopped_or_fails_has_the_traceback_that_python_prints(error, code, script, capsys):
+    path = script(f"def fail():\n    raise {error.replace(': ', '(')}{')' * (':' in error)}\n\nfail()\n")
+    assert main(["run", str(path)]) == code
+    printed = capsys.readouterr().err
+    assert "Traceback (most recent call last):\n" in printed
+    assert printed.count("  File ") == printed.count("train.py") == 2
+    assert f"{error}\n" in printed
 
 
 def test_what_packages_say_of_themselves_when_they_are_imported_is_left_out(caplog):
@@ -361,10 +333,7 @@ def test_what_packages_say_of_themselves_when_they_are_imported_is_left_out(capl
     assert caplog.messages == ["of torchao.quantization", "an error"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["/no/such", "./such", "../such", "no/such/folder", "such.json", "such/", "missing.txt", "texts/missing.jsonl"],
-)
+@pytest.mark.parametrize("name", ["/no/such", "./such", "no/such/folder", "such.json", "such/", "texts/missing.jsonl"])
 @pytest.mark.parametrize(
     "line",
     ["inspect {}", "check {}", "converge --config {}", "converge llama --tokenizer {}", "converge llama --data {}"],
@@ -376,10 +345,7 @@ def test_a_path_that_is_nowhere_is_called_so(line, name, tmp_path, monkeypatch, 
     assert f"there is no file or directory {name}\n" in error
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["wikitext", "Qwen/Qwen2.5-0.5B", "some/model-7B-v0.1", "some/model.v2", "some/text_en", "opt-1.3b", "some/x.bins"],
-)
+@pytest.mark.parametrize("name", ["wikitext", "Qwen/Qwen2.5-0.5B", "some/model.v2", "opt-1.3b", "some/x.bins"])
 def test_a_name_that_the_hub_may_have_is_no_missing_path(name, without_network, monkeypatch, capsys):
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
     assert main(["inspect", name]) == 2
@@ -411,19 +377,9 @@ def test_inspect_runs_code_of_the_model_only_when_told(tmp_path, monkeypatch, ca
     assert "RemoteForCausalLM" in capsys.readouterr().out
 
 
-NO_KIND = "--no-norms --no-qk --no-mlp --no-conv --no-experts --no-adapter --no-loss"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--no-norms --residual", "--residual contradicts --no-norms"),
-        (NO_KIND, f"{' and '.join(NO_KIND.split())} leave nothing to fuse"),
-    ],
-)
-def test_contradictory_options_are_named_as_they_were_written(options, message, capsys):
-    assert main(["inspect", "llama", *options.split()]) == 2
-    assert capsys.readouterr().err == f"fused-norm inspect: {message}\n"
+def test_contradictory_options_are_named_as_they_were_written(capsys):
+    assert main(["inspect", "llama", "--no-norms", "--residual"]) == 2
+    assert capsys.readouterr().err == "fused-norm inspect: --residual contradicts --no-norms\n"
 
 
 def test_check_finds_a_tiny_model_within_budget(capsys, device):
@@ -452,21 +408,14 @@ def test_check_takes_a_checkpoint_with_its_own_weights(tmp_path, capsys):
     assert "not finite" in capsys.readouterr().err
     assert main([*arguments, "--layers", "1"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["ok"] is True
-    assert result["dtype"] == "bfloat16"
+    assert (result["ok"], result["dtype"]) == (True, "bfloat16")
     kept = [name for name, _ in model.named_parameters() if "layers.1." not in name]
     assert {row["name"] for row in result["deviations"]} == {"logits", "loss", *(f"{name}.grad" for name in kept)}
 
 
-def test_check_exits_1_when_the_fused_model_is_wrong(monkeypatch, capsys):
-
-    def apply_wrongly(model, **options):
-        model.model.norm.weight.data.mul_(1.001)
-        return fused_norm.apply_fused_norm(model, **options)
-
-    monkeypatch.setattr(against_float64, "apply_fused_norm", apply_wrongly)
+def test_check_exits_1_when_the_fused_model_is_wrong(wrong_where_fused, capsys):
     assert main(["check", "llama", "--batch", "1", "--seq", "8", "--dtype", "float32"]) == 1
-    assert re.search(r"logits .* over\n", capsys.readouterr().out)
+    assert re.search(r"layers\.0\.input_layernorm.* over\n", capsys.readouterr().out)
 
 
 def test_check_takes_a_model_of_which_the_loss_alone_is_fused_and_without_it_says_why_there_is_nothing(
@@ -485,29 +434,32 @@ def test_check_takes_a_model_of_which_the_loss_alone_is_fused_and_without_it_say
 
 
 def test_check_refuses_what_a_family_should_have_unless_told_otherwise(monkeypatch, capsys):
-    monkeypatch.setattr(apply, "FAMILIES", {"llama": replace(FAMILIES["llama"], final_norm="last_norm")})
+    class Norm(torch.nn.LayerNorm):
+        pass
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm", Norm)
     line = ["check", "llama", "--batch", "1", "--seq", "8", "--dtype", "float32"]
     assert main(line) == 2
     error = capsys.readouterr().err
     assert "lacks sites that its family is known to have; pass --no-strict to fuse the others\n" in error
-    assert "\n  model.last_norm (norm): not found\n" in error
+    assert "\n  model.layers.1.post_attention_layernorm (norm): subtracts a mean" in error
     assert main([*line, "--no-strict"]) == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        (["t5"], "no causal language model"),
-        (["llama", "--layers", "99"], "--layers 99"),
-        (["llama", "--seq", "1"], "0 predictions"),
-        (["llama", "--device", "cuda:99"], "cuda:99"),
-        (["llama", "--device", "nosuch"], "nosuch"),
-        (["llama", "--device", "meta"], "take cpu or cuda"),
-        (["llama", "--truth", "float32", "--dtype", "float32"], "float64 truth"),
+        ("t5", "no causal language model"),
+        ("llama --layers 99", "--layers 99"),
+        ("llama --seq 1", "0 predictions"),
+        ("llama --device cuda:99", "cuda:99"),
+        ("llama --device nosuch", "nosuch"),
+        ("llama --device meta", "take cpu or cuda"),
+        ("llama --truth float32 --dtype float32", "float64 truth"),
     ],
 )
-def test_check_says_what_it_cannot_check(arguments, message, capsys):
-    assert main(["check", *arguments]) == 2
+def test_check_says_what_it_cannot_check(line, message, capsys):
+    assert main(["check", *line.split()]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -546,39 +498,13 @@ def test_run_covers_other_processes_and_tells_of_a_model_once(line, inside, scri
     assert "nothing was fused" not in result.stderr
 
 
-LOAD_IN_A_CHILD = """
-import multiprocessing, sys
-
-def load():
-{load}
-if __name__ == "__main__":
-    child = multiprocessing.get_context("spawn").Process(target=load)
-    child.start()
-    child.join()
-    sys.exit(child.exitcode)
-"""
-WITHOUT_ROPE = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "residual", "mlp"))
-
-
 @pytest.mark.slow
-def test_the_options_of_run_hold_in_processes_that_the_script_spawns(script, capfd):
-    path = script(LOAD_IN_A_CHILD.format(load=textwrap.indent(LOAD + LOAD_BERT, "    ")))
-    with pytest.raises(SystemExit) as end:
-        main(["run", "--no-rope", "--strict", str(path)])
-    assert end.value.code == 1
+def test_the_options_of_run_hold_in_processes_that_the_script_starts(script, capfd):
+    path = script(STARTS.format(line=[], child=str(script(LOAD + LOAD_BERT, "child.py"))))
+    assert main(["run", "--no-rope", "--strict", str(path)]) == 1
     error = capfd.readouterr().err
-    assert WITHOUT_ROPE in error
+    assert ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "residual", "mlp")) in error
     assert "FusedNormError: nothing to fuse in BertModel" in error
-
-
-@pytest.mark.slow
-def test_run_prints_the_traceback_that_python_would(script):
-    path = script("def fail():\n    raise KeyError('lost')\n\nfail()\n")
-    plain = process(path)
-    result = process("-m", "fused_norm", "run", path)
-    assert result.returncode == plain.returncode == 1
-    assert plain.stderr.startswith("Traceback")
-    assert plain.stderr in result.stderr
 
 
 @pytest.mark.parametrize("code", ["'reason'", "None", "3"])
@@ -622,15 +548,8 @@ def test_run_fuses_what_it_is_told_and_says_what_it_has_fused(options, text, cod
 
 
 def test_run_covers_threads_that_the_script_starts(script, capsys):
-    script(LOAD, "loads_on_import.py")
-    path = script(
-        """
-        import importlib, threading
-        thread = threading.Thread(target=importlib.import_module, args=["loads_on_import"])
-        thread.start()
-        thread.join()
-        """
-    )
+    load = f"def load():{textwrap.indent(LOAD, '    ')}"
+    path = script(f"import threading\n{load}thread = threading.Thread(target=load)\nthread.start()\nthread.join()\n")
     assert main(["run", str(path)]) == 0
     assert SUMMARY in capsys.readouterr().err
 
@@ -677,12 +596,10 @@ def test_run_says_where_processes_would_ignore_what_it_tells_them(strict, script
     assert "under python -E, -I or -S the processes that a script starts keep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["no/such/script.py"], ["-m", "no_such_module"], ["-m", "no_such.module"], ["-m"]]
-)
-def test_run_says_what_it_cannot_find(arguments, capsys):
-    assert main(["run", *arguments]) == 2
-    assert arguments[-1] in capsys.readouterr().err
+@pytest.mark.parametrize("line", ["no/such/script.py", "-m no_such_module", "-m no_such.module", "-m"])
+def test_run_says_what_it_cannot_find(line, capsys):
+    assert main(["run", *line.split()]) == 2
+    assert line.split()[-1] in capsys.readouterr().err
 
 
 def test_env_says_what_a_bug_report_needs(capsys):

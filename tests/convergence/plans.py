@@ -6,7 +6,6 @@ import torch
 
 from fused_norm.convergence.model_source import ModelSource
 from fused_norm.convergence.plan import Plan
-from fused_norm.convergence.text_sequences import pack, read_files, standard_library, varied
 from fused_norm.convergence.tiers import TIERS
 from fused_norm.model_configs import build, tiny_config
 
@@ -23,7 +22,7 @@ def tiny_plan(comparisons, layers=1, **changes):
     """Return a plan with two steps and three controls for each family that is compared."""
     settings = TIERS["quick"].settings
     settings = replace(settings, steps=2, warmup_steps=1, controls=3)
-    packed = varied(pack(read_files(standard_library()[:4]), length=settings.length, limit=16))
+    tokens = torch.randint(32, 127, (16, settings.length), generator=torch.Generator().manual_seed(0))
     plan = Plan(
         comparisons=tuple(comparisons),
         sources={
@@ -31,7 +30,7 @@ def tiny_plan(comparisons, layers=1, **changes):
             for model in {comparison.model: None for comparison in comparisons}
         },
         settings=settings,
-        tokens=dict.fromkeys((comparison.model for comparison in comparisons), packed),
+        tokens=dict.fromkeys((comparison.model for comparison in comparisons), tokens),
         facts={"data": 1},
         cpu=not torch.cuda.is_available(),
     )

@@ -8,9 +8,9 @@ import pytest
 
 from fused_norm.convergence import suite
 from fused_norm.convergence.call_checks import CallRecord
-from fused_norm.convergence.comparison import FROZEN_NORMS, Comparison
+from fused_norm.convergence.comparison import Comparison
 from fused_norm.convergence.training import RunRecord
-from fused_norm.convergence.verdict import MEASURES, MULTIPLE, NOISE_CAPS, judge, noise_floor
+from fused_norm.convergence.verdict import MEASURES, judge
 
 LAYERS = ("model.layers.0", "model.layers.1", "logits")
 NORMS = ("model.layers.0.norm", "model.layers.1.norm", "model.norm")
@@ -58,7 +58,7 @@ def test_one_place_beyond_its_bound_is_red_and_named(name):
     places = PLACES[name]
     measure = next(measure for measure in MEASURES if measure.name == name)
     noise = 1e-2
-    bound = MULTIPLE * noise + measure.floor * ROUNDING
+    bound = 3 * noise + measure.floor * ROUNDING
     within, beyond = ({**dict.fromkeys(places, noise), places[1]: bound * share + tiny} for share, tiny in LIMITS)
     assert verdict(replace(CONTROL, **{name: within})).status == "green"
     result = verdict(replace(CONTROL, **{name: beyond}))
@@ -69,11 +69,6 @@ def test_one_place_beyond_its_bound_is_red_and_named(name):
 
 
 LIMITS = ((0.99, 0.0), (1.01, 1e-9))
-
-
-def test_the_worst_control_sets_the_bound_and_lucky_places_get_that_of_the_median_place():
-    controls = {"a": 1.0, "b": 0.0, "c": 3.0}, {"a": 2.0, "b": 0.0, "c": 1.0}
-    assert noise_floor(controls) == {"a": 2.0, "b": 2.0, "c": 3.0}
 
 
 def test_losses_and_gradient_norms_are_held_to_the_controls():
@@ -109,9 +104,8 @@ def test_fused_calls_are_held_to_the_stock_modules_whatever_the_controls_do(meas
     assert judge("bf16", STOCK, CONTROLS, None, beyond).status == "red"
 
 
-@pytest.mark.parametrize("precision", NOISE_CAPS)
-def test_controls_that_are_far_off_themselves_judge_nothing(precision):
-    level = 1.01 * NOISE_CAPS[precision]["gradients"]
+@pytest.mark.parametrize(("precision", "level"), [("fp32", 1.01e-4), ("bf16", 0.101)])
+def test_controls_that_are_far_off_themselves_judge_nothing(precision, level):
     wild = replace(CONTROL, gradients=dict.fromkeys(PARAMETERS, level), outputs=dict.fromkeys(LAYERS, 1e-7))
     result = verdict(CONTROL, precision, controls=(wild,))
     assert result.status == "invalid"
@@ -172,11 +166,6 @@ def test_a_comparison_that_says_nothing_is_invalid(arguments, reason):
     result = verdict(**{"fused": CONTROL, **arguments})
     assert result.status == "invalid"
     assert reason in result.reasons[0]
-
-
-@pytest.mark.parametrize("execution", FROZEN_NORMS)
-def test_norms_need_not_be_trained_where_adapters_are_trained_alone(execution):
-    assert verdict(CONTROL, stock=replace(STOCK, moved={}), execution=execution).status == "green"
 
 
 def test_a_value_that_is_another_the_second_time_is_red():

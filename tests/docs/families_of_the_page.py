@@ -1,16 +1,13 @@
 """A pytest plugin that adds the families that docs/extending.md defines to the table."""
 
-from __future__ import annotations
-
 import gc
-from typing import Any
 
 from fused_norm.model_configs import FAMILIES
 from fused_norm.model_configs.families import Family
 
 from .markdown_pages import ROOT, blocks_of
 
-written: dict[str, Any] = {}
+written = {}
 for block in blocks_of((ROOT / "docs" / "extending.md").read_text(encoding="utf-8")):
     if " = Family(" in block.text:
         exec(block.text, written)

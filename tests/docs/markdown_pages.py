@@ -7,8 +7,6 @@
 - Behind ``<!-- not run: REASON -->`` code is only compiled, and no command is run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import importlib
@@ -19,7 +17,6 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -52,7 +49,7 @@ class Block:
     printed: str | None
 
 
-def blocks_of(page: str) -> Iterator[Block]:
+def blocks_of(page):
     """Yield the code blocks of a page in order."""
     for match in _BLOCK.finditer(page):
         text, indent = match["text"], match["indent"]
@@ -61,7 +58,7 @@ def blocks_of(page: str) -> Iterator[Block]:
         yield Block(match["language"], "".join(lines), line, match["skipped"] is None, match["printed"])
 
 
-def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
+def run_page(path, folder, stand_ins):
     """Run the blocks of a page; ``stand_ins`` are local folders by the names of models on the hub.
 
     Raises:
@@ -92,7 +89,7 @@ def run_page(path: Path, folder: Path, stand_ins: Mapping[str, str]) -> None:
         del sys.modules[module.__name__]
 
 
-def _run_block(block: Block, module: ModuleType, source: Path, stand_ins: Mapping[str, str]) -> None:
+def _run_block(block, module, source, stand_ins):
     if block.language == "python":
         code = compile("\n" * (block.line - 1) + block.text, str(source), "exec", dont_inherit=True)
         with contextlib.redirect_stdout(io.StringIO()) as output:

@@ -1,7 +1,5 @@
 """Versions, commands, families and models on the pages match the project's files."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import re
@@ -22,7 +20,7 @@ COMMANDS = Path(fused_norm.__file__).parent / "cli"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def text_of(name: str) -> str:
+def text_of(name):
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
 
 
@@ -35,7 +33,7 @@ def test_the_package_is_described_in_one_way(capsys):
     assert f"{description}." in " ".join(capsys.readouterr().out.split())
 
 
-def supported_releases() -> dict[str, list[str]]:
+def supported_releases():
     page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (Python|PyTorch|Triton|transformers)\b[^|]*\|(.*)\|$", page, re.MULTILINE)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}

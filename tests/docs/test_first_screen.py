@@ -1,7 +1,5 @@
 """The top of the README is short, and the figures in its table and picture were measured."""
 
-from __future__ import annotations
-
 import re
 
 from benchmarks.first_screen import COLOURS, DRAWN, cells_of
@@ -15,14 +13,10 @@ PICTURE = (ROOT / "docs" / "first_screen.svg").read_text(encoding="utf-8")
 SHOWN = cells_of(first_table(stored_run()))
 
 
-def ahead_of_ours(competitor: str, unit: str) -> dict[str, float]:
+def ahead_of_ours(competitor, unit):
     """Return the steps in which a competitor is below ours, with the ratio."""
-    numbers = {place: float(cell.strip("*")) for place, cell in SHOWN.items() if cell}
-    shares = {
-        row: numbers[row, f"{competitor} {unit}"] / numbers[row, f"ours {unit}"]
-        for row, column in numbers
-        if column == f"{competitor} {unit}"
-    }
+    cells = {row: cell for (row, column), cell in SHOWN.items() if column == f"{competitor} {unit}" and cell}
+    shares = {row: float(cell.strip("*")) / float(SHOWN[row, f"ours {unit}"].strip("*")) for row, cell in cells.items()}
     return {row: share for row, share in shares.items() if share < 1}
 
 

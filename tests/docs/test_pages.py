@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from fused_norm.model_configs import tiny_config
 
-from .markdown_pages import ROOT, blocks_of, run_page
+from .markdown_pages import ROOT, run_page
 
 FAST = {"README.md", "docs/index.md"}
 """Pages that run in the fast tests: those for newcomers."""
@@ -24,7 +24,6 @@ STAND_INS = {"Qwen/Qwen3-0.6B": ("qwen3", 28), "google/gemma-3-1b-pt": ("gemma3_
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory):
-    """Save tiny models and return their folders by the names of models on the hub."""
     folders = {}
     torch.manual_seed(67280421310721)  # PyTorch's own default
     for name, (family, layers) in STAND_INS.items():
@@ -66,11 +65,6 @@ raise SystemExit
 fused-norm converge {argument} # words
 ```
 """
-
-
-def test_blocks_are_found_with_their_output():
-    blocks = [(block.language, block.line, block.runs, block.printed) for block in blocks_of(PAGE)]
-    assert blocks == [("python", 3, True, "5\n"), ("python", 13, False, None), ("console", 18, False, None)]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,5 @@
 """Folders with tiny models and a tokenizer of bytes, as ``from_pretrained`` takes them: no hub is needed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -17,12 +13,10 @@ from transformers import (
 from fused_norm.model_configs import FAMILIES, build
 
 END = "<|end|>"
-
 SETTINGS = {"eos_token": END, "pad_token": END, "model_input_names": ["input_ids", "attention_mask"]}
-"""The settings of every tokenizer here."""
 
 
-def tokenizer_of_bytes(*special: str) -> PreTrainedTokenizerFast:
+def tokenizer_of_bytes(*special):
     """Return a tokenizer with a token for each byte, one for the end of a text and padding, and ``special`` tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
@@ -32,12 +26,12 @@ def tokenizer_of_bytes(*special: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SETTINGS)
 
 
-def save_checkpoint(model_type: str, folder: Path) -> Path:
+def save_checkpoint(model_type, folder):
     """Save the tiny model of a family of the table, and a tokenizer."""
     model = build(model_type, seed=0)
     tokenizer = tokenizer_of_bytes()
-    model.config.eos_token_id = model.config.pad_token_id = tokenizer.eos_token_id
-    model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -49,21 +43,15 @@ IMAGE_TEMPLATE = (
 )
 
 
-def save_vision_language_checkpoint(folder: Path) -> Path:
+def save_vision_language_checkpoint(folder):
     """Save a tiny Gemma 3 with vision, and its processor."""
     config = AutoConfig.for_model(
         "gemma3",
         text_config=dict(FAMILIES["gemma3_text"].tiny) | {"head_dim": 16},
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 7,
-        },
+        vision_config={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "image_size": 28, "patch_size": 7},
         mm_tokens_per_image=4,
-    )
+    )  # fmt: skip
     names = {"image_token": "<soft>", "boi_token": "<image>", "eoi_token": "</image>"}
     tokenizer = tokenizer_of_bytes(*names.values())
     tokenizer = PreTrainedTokenizerFast(

@@ -1,26 +1,19 @@
 """Every example runs at a tiny size on a local checkpoint, with the results of stock."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fused_norm
-from fused_norm.patcher.fused_norm_module import is_disabled
 from fused_norm.spec import NormSpec
 
 from ..patcher.ranks import called_operators
@@ -32,10 +25,18 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4} if not torch.cuda.is_available() else {"rto
 """On a GPU the examples train under autocast to bf16."""
 
 
-def example(name: str) -> ModuleType:
+def example(name):
     """Import an example; its ``main`` takes the arguments of the command line."""
     with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):  # as Python does for a script
         return importlib.import_module(name)
+
+
+def fused_and_stock(name, arguments):
+    """Run an example fused, and then with the stock code."""
+    main = example(name).main
+    fused = main(arguments)
+    with fused_norm.disabled():
+        return fused, main(arguments)
 
 
 @pytest.fixture(scope="session")
@@ -47,10 +48,6 @@ def checkpoint(tmp_path_factory):
 def called():
     with called_operators() as names:
         yield names
-
-
-def logged(trainer: Any, *names: str) -> torch.Tensor:
-    return torch.tensor([[entry[name] for name in names] for entry in trainer.state.log_history if "loss" in entry])
 
 
 def test_a_norm_and_a_layer_of_ones_own_are_fused_by_what_they_compute(called):
@@ -72,24 +69,16 @@ def test_the_operators_alone_have_values_and_gradients(called):
     assert 0 < weight.grad.float().norm() < torch.inf
 
 
-def assert_trains_as_stock(
-    name: str,
-    checkpoint: str,
-    folder: Path,
-    length: str,
-    called: list[str],
-    *options: str,
-    names: Sequence[str] = ("loss",),
-) -> None:
+def assert_trains_as_stock(name, checkpoint, folder, length, called, *options, names=("loss",)):
     """Examples that use a Trainer run one step stock and two fused, and log what stock logs."""
-    main = example(name).main
     arguments = ["--model", checkpoint, "--output", str(folder), "--steps", "3", "--length", length, *options]
-    fused = main(arguments)
+    fused, stock = (
+        torch.tensor([[row[name] for name in names] for row in trainer.state.log_history if "loss" in row])
+        for trainer in fused_and_stock(name, arguments)
+    )
     assert called.count("add_rms_norm") > 0
-    with fused_norm.disabled():
-        stock = main(arguments)
-    assert len(logged(fused, *names)) == 3
-    torch.testing.assert_close(logged(fused, *names), logged(stock, *names), **CLOSE)
+    assert len(fused) == 3
+    torch.testing.assert_close(fused, stock, **CLOSE)
 
 
 @pytest.mark.slow
@@ -122,38 +111,30 @@ def test_trl_samples_and_rewards_as_stock_does(checkpoint, called, tmp_path):
 
 @pytest.mark.slow
 def test_a_loop_with_compiled_layers_takes_the_steps_of_stock(checkpoint, large_graphs):
-    main = example("train_loop").main
     arguments = ["--model", checkpoint, "--steps", "3", "--length", "16", "--backend", "aot_eager"]
-    fused = main(arguments)
-    with fused_norm.disabled():
-        stock = main(arguments)
+    fused, stock = fused_and_stock("train_loop", arguments)
     assert len(fused) == 3
     assert fused == pytest.approx(stock, rel=CLOSE["rtol"])
 
 
 @pytest.mark.slow
 def test_generation_gives_the_text_of_stock(checkpoint, called):
-    main = example("generate").main
-    arguments = ["--model", checkpoint, "--tokens", "5", "--prompt", "a prompt"]
-    fused = main(arguments)
+    fused, stock = fused_and_stock("generate", ["--model", checkpoint, "--tokens", "5", "--prompt", "a prompt"])
     assert called.count("add_rms_norm") == 5 * 2
     assert fused.startswith("a prompt")
-    with fused_norm.disabled():
-        assert main(arguments) == fused
+    assert fused == stock
 
 
 @pytest.mark.slow
 def test_a_vision_language_model_answers_as_stock(called, tmp_path):
-    main = example("vision_language").main
-    arguments = ["--model", str(save_vision_language_checkpoint(tmp_path)), "--tokens", "3"]
-    fused = main(arguments)
+    folder = str(save_vision_language_checkpoint(tmp_path))
+    fused, stock = fused_and_stock("vision_language", ["--model", folder, "--tokens", "3"])
     assert called.count("norm_add_norm") == 3 * 3
     assert fused
-    with fused_norm.disabled():
-        assert main(arguments) == fused
+    assert fused == stock
 
 
-def stock_losses_of_two_ranks(checkpoint: str, length: int) -> list[float]:
+def stock_losses_of_two_ranks(checkpoint, length):
     """Return the mean losses of two stock steps, each on two rows of the text of ``train_with_fsdp2``."""
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
     tokens = torch.tensor(tokenizer((EXAMPLES / "train_with_fsdp2.py").read_text()).input_ids)
@@ -165,30 +146,6 @@ def stock_losses_of_two_ranks(checkpoint: str, length: int) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def test_where_accelerate_would_not_shard_the_example_ends_before_it_trains(checkpoint, monkeypatch):
-    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_CPU": "true"}.items():
-        monkeypatch.setenv(name, value)
-    try:
-        with pytest.raises(SystemExit, match="nothing would be sharded: that takes two GPUs and `accelerate launch"):
-            example("train_with_fsdp2").main(["--model", checkpoint])
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_the_first_half_of_the_steps_is_stock_and_both_are_timed(monkeypatch, capsys):
-    module = example("before_and_after")
-    times = iter((10.0, 12.0, 20.0, 21.0))
-    monkeypatch.setattr(module.BeforeAndAfter, "now", lambda self: next(times))
-    meter, on = module.BeforeAndAfter(6, tokens=50), []
-    for _ in range(6):
-        meter.on_step_begin()
-        on.append(not is_disabled())
-        meter.on_step_end()
-    assert on == [False] * 3 + [True] * 3
-    printed = re.findall(r"(\w+): (\d+) tokens a second", capsys.readouterr().out)
-    assert printed == [("stock", "50"), ("fused", "100")]
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
 """The examples' configs for axolotl and LLaMA-Factory name existing options, and load if these are installed."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +11,7 @@ from .checkpoints import save_checkpoint
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def recipe(name: str) -> dict[str, Any]:
+def recipe(name):
     return yaml.safe_load((EXAMPLES / name).read_text(encoding="utf-8"))
 
 

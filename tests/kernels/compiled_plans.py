@@ -36,11 +36,8 @@ RANKS = (256, 64, 16)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 IS_TRITON_39 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 SPILLED = {"sm_90": 232, "sm_120": 120, "gfx942": 224} if IS_TRITON_39 else {"sm_120": 56, "gfx942": 64}
-"""Bytes that a lane may spill if it is more than ``FEW``: in two norms of 128 columns, and in rows that are too wide to
-hold and have six linears as consumers. Triton 3.9 spills in gated norms of 1024 columns as well, and in two norms of
-2048 with six consumers. With two tiles in flight instead of three the gated norm spills nothing, but its backward in
-bf16 is 3 to 7 % slower on an H200 under Triton 3.6.
-"""
+"""Bytes that a lane may spill if it is more than ``FEW``: in two norms of 128 columns, and in rows in chunks with six
+consumers. Two tiles in flight instead of three spill nothing, but are 3 to 7 % slower on an H200 under Triton 3.6."""
 FEW = 48
 NARROW = 4
 """The number of stores below 32 bits that a kernel may have: rows are written in wide stores."""
@@ -83,10 +80,7 @@ def used_by(kernel: Any) -> Used:
 
 
 def forward_backward(name: str, way: str, *arguments: Any) -> Called:
-    """A call that launches an operator's forward and, if it has one of its own, its backward with all gradients.
-
-    The forward is launched once more if it can copy its weights for the backward.
-    """
+    """A call that launches an operator's forward, once more if it can copy its weights, and its own backward."""
     operator = OPERATORS[name]
     if operator.takes_spec:
         arguments = *arguments[: operator.tensor_count], LLAMA, *arguments[operator.tensor_count :]

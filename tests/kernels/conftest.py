@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from fused_norm.kernels import recording
 from fused_norm.kernels.operator import OPERATORS as ALL
-from fused_norm.kernels.triton import norm_backward, norm_forward, qk_launch
+from fused_norm.kernels.plans import TABLES
+from fused_norm.kernels.triton import conv_kernels, devices, norm_backward, norm_forward, qk_launch
 from fused_norm.kernels.triton.launch import Launch
 
 OPERATORS: dict[str, Any] = {
@@ -64,20 +66,32 @@ def launched(launches: list[Launch]) -> Callable[[], list[str]]:
     return names
 
 
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
+    """Make every launcher plan for a device, by the rules alone."""
+    with ExitStack() as stack:
+
+        def use(device: Any) -> None:
+            monkeypatch.setattr(devices, "_hardware_of", lambda _: device)
+            stack.enter_context(devices.use_plans(TABLES[0]))
+
+        yield use
+
+
 Planned = Callable[..., None]
 """The type of ``planned``."""
 
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
-    """Change fields of every plan of the "forward" or the "backward" of norms, or of the "device" that heads are on."""
+    """Change fields of every plan of the "forward" or "backward" of norms, of "conv", or of the "device" of heads."""
     places = {"forward": (norm_forward, "forward_plan"), "backward": (norm_backward, "backward_plan")}
-    places["device"] = qk_launch, "device_props"
+    places |= {"device": (qk_launch, "device_props"), "conv": (conv_kernels, "conv_plan")}
 
     def change(what: str, **fields: Any) -> None:
         module, name = places[what]
         plan = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args: replace(plan(*args), **fields))
+        monkeypatch.setattr(module, name, lambda *args, **options: replace(plan(*args, **options), **fields))
         recording.forget_all()
 
     return change

@@ -49,15 +49,12 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "rms_norm": {
         "no dimension": (lambda: rms_norm(torch.ones(()), None), "at least one dimension"),
         "narrow weight": (lambda: rms_norm(X, W[:1]), r"weight must have shape \(8,\).*, not \(1,\)"),
-        "wide weight": (lambda: rms_norm(X, torch.ones(9)), r"weight must have shape \(8,\).*, not \(9,\)"),
-        "flat weight": (lambda: rms_norm(X, W[None]), r"weight must have shape \(8,\).*, not \(1, 8\)"),
         "unknown mode": (lambda: rms_norm(X, W, mode="best"), "mode must be one of .* or None, not 'best'"),
         "centred nothing": (lambda: rms_norm(X, None, zero_centered=True), "zero_centered needs a weight"),
     },
     "add_rms_norm": {
         "narrow weight": (lambda: add_rms_norm(X, X, W[:1]), r"weight must have shape \(8,\)"),
         "other shape": (lambda: add_rms_norm(X, X[:1], W), r"shape \(2, 3, 8\), not \(1, 3, 8\); expand it"),
-        "other rank": (lambda: add_rms_norm(X, X[0], W), r"shape \(2, 3, 8\), not \(3, 8\)"),
         "a tensor": (lambda: add_rms_norm(X, X, W, scale=W[0]), "not Tensor; pass x multiplied by it", TypeError),
         "a truth value": (lambda: add_rms_norm(X, X, W, scale=True), "scale must be .*, not bool", TypeError),
     },
@@ -77,29 +74,19 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "qk_norm_rope": {
         "no cos": (lambda: qk_norm_rope(H, H, W, W, None, C), "cos is None and sin is not; pass both"),
-        "no sin": (lambda: qk_norm_rope(H, H, W, W, C, None), "sin is None and cos is not; pass both"),
         "no angles": (lambda: qk_norm_rope(H, H, W, W, None, None), "cos and sin must be tensors, not None", TypeError),
-        "three dimensions": (lambda: qk_norm_rope(H[0], H, W, W, C, C), "q must have 4 dimensions"),
-        "heads where": (lambda: qk_norm_rope(H, H, W, W, C, C, unsqueeze_dim=3), "unsqueeze_dim must be .* not 3"),
-        "odd angles": (lambda: qk_norm_rope(H, H, W, W, C[..., :7], C[..., :7]), "even last dimension.*not 7"),
         "wide angles": (lambda: qk_norm_rope(H, H, W, W, *(2 * (torch.ones(4, 16),))), "at most q's 8, not 16"),
         "other sin": (lambda: qk_norm_rope(H, H, W, W, C, C[..., :4]), r"sin must .*\(1, 4, 8\).*not \(1, 4, 4\)"),
         "other dtype": (lambda: qk_norm_rope(H, H, W, W, C, C.bfloat16()), "sin must .*float32, not .*bfloat16"),
         "flat cos": (lambda: qk_norm_rope(H, H, W, W, C[0, 0], C[0, 0]), "cos must have 2 to 4 dimensions"),
-        "other tokens": (lambda: qk_norm_rope(H, H, W, W, C[:, :3], C[:, :3]), "broadcast against q of shape"),
         "heads behind": (lambda: qk_norm_rope(H, H, W, W, C, C, unsqueeze_dim=2), "dimension of the heads"),
     },
     "rope": {
         "heads of two sizes": (lambda: rope(H, H[..., :4], C[..., :2], C[..., :2]), "not 8 and 4; call rope"),
         "three dimensions": (lambda: rope(H[0], None, C, C), "q must have 4 dimensions"),
         "other tokens": (lambda: rope(H, None, C[:, :3], C[:, :3]), "broadcast against q of shape"),
-        "other tokens of k": (lambda: rope(H, H[:, :, :3], C, C), "broadcast against k of shape"),
-        "odd angles": (lambda: rope(H, H, C[..., :7], C[..., :7]), "even last dimension.*not 7"),
-        "elsewhere": (lambda: rope(H, H, C, C, unsqueeze_dim=0), "unsqueeze_dim must be .*, not 0"),
         "no layout": (lambda: rope(H, H, C, C, layout="pairs"), "layout must be one of half, .*, not 'pairs'"),
         "narrow angles": (lambda: rope(H, H, *NARROW, layout="deinterleaved"), "cos must be as wide as q, 8, .* 4"),
-        "pairs": (lambda: rope(H, H, C, C, angles_by_pair=1), "angles_by_pair must be True or False, not 1", TypeError),
-        "a truth value for a dimension": (lambda: rope(H, H, C, C, unsqueeze_dim=True), "must be .*, not True"),
         "a float for a dimension": (lambda: rope(H, H, C, C, unsqueeze_dim=1.0), "must be .*, not 1.0"),
         "a word": (lambda: rope(H, H, C, C, single_rounding="yes"), "single_rounding must .*'yes'", TypeError),
     },
@@ -112,46 +99,31 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "gated_rms_norm": {
         "narrow weight": (lambda: gated_rms_norm(X, X, W[:1]), r"weight must have shape \(8,\)"),
         "other shape": (lambda: gated_rms_norm(X, X[:1], W), r"\(2, 3, 8\), not \(1, 3, 8\); expand it"),
-        "unknown activation": (lambda: gated_rms_norm(X, X, W, activation="gelu"), "silu, sigmoid, not 'gelu'"),
         "no rounding points": (lambda: gated_rms_norm(X, X, W, casting="none"), "must be llama or gemma"),
         "uneven groups": (lambda: gated_rms_norm(X, X, W, groups=3), "groups must divide .*, 8, .*; 3 does not"),
-        "no groups": (lambda: gated_rms_norm(X, X, W, groups=0), "0 does not"),
         "a word": (lambda: gated_rms_norm(X, X, W, norm_before_gate="no"), "must be True or False.*'no'", TypeError),
         "half a group": (lambda: gated_rms_norm(X, X, W, groups=0.5), "groups must be an int, not float", TypeError),
     },
     "lora_add": {
         "no dimension of base": (lambda: lora_add(X[0, 0, 0], X, A, B), "base must have at least one dimension"),
-        "no dimension of x": (lambda: lora_add(X, X[0, 0, 0], A, B), "x must have at least one dimension"),
         "other rows": (lambda: lora_add(X, X[:1], A, B), r"shapes \[..., N\].*not \(2, 3, 8\), \(1, 3, 8\)"),
-        "flat rows": (lambda: lora_add(X, X.flatten(0, 1), A, B), r"not \(2, 3, 8\), \(6, 8\), \(2, 8\)"),
         "turned a": (lambda: lora_add(X, X, A.t(), B), r"\[r, K\] and \[N, r\], not .*\(8, 2\), \(8, 2\)"),
-        "turned b": (lambda: lora_add(X, X, A, B.t()), r"not .*\(2, 8\), \(2, 8\)"),
-        "other rank": (lambda: lora_add(X, X, A, B[:, :1]), r"not .*\(2, 8\), \(8, 1\)"),
-        "narrow a": (lambda: lora_add(X, X, A[:, :7], B), r"not .*\(2, 7\), \(8, 2\)"),
-        "narrow b": (lambda: lora_add(X, X, A, B[:7]), r"not .*\(2, 8\), \(7, 2\)"),
-        "flat a": (lambda: lora_add(X, X, W, B), r"not .*\(8,\), \(8, 2\)"),
         "scale of a tensor": (lambda: lora_add(X, X, A, B, W[0]), "scale must be .*, not Tensor", TypeError),
-        "scale that is a truth value": (lambda: lora_add(X, X, A, B, True), "scale must be .*, not bool", TypeError),
     },
     "causal_conv1d": {
         "two dimensions": (lambda: causal_conv1d(X[0], TAPS), "x must have 3 dimensions"),
         "channels first": (lambda: causal_conv1d(X.transpose(1, 2), TAPS), r"weight must have shape \(3, taps\)"),
-        "weight of a module": (lambda: causal_conv1d(X, TAPS[:, None]), r"taps\), not \(8, 1, 4\)"),
         "narrow bias": (lambda: causal_conv1d(X, TAPS, W[:1]), r"bias must have shape \(8,\), not \(1,\)"),
         "other dtype": (lambda: causal_conv1d(X, TAPS.bfloat16()), "weight is .*bfloat16 and x .*; cast it first"),
-        "other dtype of bias": (lambda: causal_conv1d(X, TAPS, W.half()), "bias is torch.float16 and x"),
         "unknown activation": (lambda: causal_conv1d(X, TAPS, None, "gelu"), "one of silu, not 'gelu'"),
     },
     "expert_gate": {
         "an odd width": (lambda: expert_gate(R[:, :7]), r"even last dimension.*\(6, 7\)"),
-        "an unknown activation": (lambda: expert_gate(R, None, "relu"), "one of silu, gelu, gelu_tanh"),
         "a negative limit": (lambda: expert_gate(R, limit=-1.0), "limit must be a positive number"),
-        "a tensor of a limit": (lambda: expert_gate(R, limit=R[0]), "limit must be a positive number"),
         "alpha without silu": (lambda: expert_gate(R, None, "gelu", alpha=1.0), "alpha is a factor inside"),
         "a word for a truth value": (lambda: expert_gate(R, interleaved="no"), "interleaved must be True", TypeError),
         "a mask of floats": (lambda: expert_gate(R, R[:, 0]), "absent must be a tensor of torch.bool", TypeError),
         "a long mask": (lambda: expert_gate(R, torch.ones(7).bool()), r"absent must have shape \(6,\)"),
-        "a mask of more dimensions": (lambda: expert_gate(R[None], torch.ones(6).bool()), "2 dimensions"),
     },
     "expert_permute": {
         "float positions": (lambda: expert_permute(R, R), "position must be a tensor of torch.int64", TypeError),
@@ -170,23 +142,17 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "expert_bias": {
         "a vector of biases": (lambda: expert_bias(R[0], EXPERT, ENDS), r"bias must have shape \[experts"),
         "int32 experts": (lambda: expert_bias(R, EXPERT.int(), ENDS), "must be a tensor of torch.int64", TypeError),
-        "ends of 64 bits": (lambda: expert_bias(R, EXPERT, ENDS.long()), "must be a tensor of torch.int32", TypeError),
         "too few ends": (lambda: expert_bias(R, EXPERT, ENDS[:5]), r"ends must have shape \(6,\)"),
     },
     "linear_cross_entropy": {
         "int32 target": (lambda: loss(target=torch.zeros(2, 3).int()), "target must be a tensor of int64", TypeError),
-        "a list": (lambda: loss(target=[1, 2]), "target must be a tensor of int64, not list", TypeError),
-        "target of another shape": (lambda: loss(target=torch.zeros(3).long()), r"must have shapes \[..., H\]"),
         "a narrow weight": (lambda: loss(linear_weight=torch.zeros(5, 3)), r"must have shapes .*\(5, 3\)"),
-        "a long bias": (lambda: loss(linear_bias=torch.zeros(6)), r"must have shapes .*\(6,\)"),
         "an integer weight": (lambda: loss(linear_weight=A.int()), "linear_weight must be float32", TypeError),
         "no reduction": (lambda: loss(reduction="none"), "reduction must be one of mean, sum, not 'none'"),
         "items of a sum": (lambda: loss(reduction="sum", num_items=3), "reduction must be 'mean'"),
-        "several items": (lambda: loss(num_items=W), "num_items must be a number, or a tensor of one", TypeError),
         "smoothing above 1": (lambda: loss(label_smoothing=1.5), "label_smoothing must be between 0 and 1"),
         "a tensor": (lambda: loss(label_smoothing=W[0]), "label_smoothing must be a Python number", TypeError),
         "a cap of 0": (lambda: loss(softcap=0.0), "softcap must be positive, not 0.0"),
-        "a fraction of labels": (lambda: loss(max_labels=0.5), "max_labels must be an int, not 0.5", TypeError),
         "a word to ignore": (lambda: loss(ignore_index="pad"), "ignore_index must be an int, not 'pad'", TypeError),
         "target elsewhere": (lambda: loss(target=torch.zeros(2, 3, device="meta").long()), "target is on meta"),
     },
@@ -280,18 +246,6 @@ def test_a_tensor_on_another_device_is_refused_by_its_name(name: str) -> None:
     for argument in others:
         with pytest.raises(ValueError, match=f"^{name}: {argument} is on meta and {first} on cpu"):
             function(**{**tensors, argument: tensors[argument].to("meta")})
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_that_has_to_be_there_is_refused_by_its_name(name: str) -> None:
-    function, tensors = TENSORS[name]
-    for argument in tensors:
-        if argument.endswith(("up", "cos", "sin")) or (argument.endswith("weight") and name != "causal_conv1d"):
-            continue
-        if argument == "bias" or (name, argument) == ("rope", "k"):
-            continue
-        with pytest.raises(TypeError, match=f"^{name}: {argument} must be a tensor, not NoneType"):
-            function(**{**tensors, argument: None})
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -1,7 +1,4 @@
-"""A row's result does not depend on the rows beside it: on a GPU at many widths, in the interpreter at one.
-
-Rows begin at multiples of 16 bytes: others a GPU reads in smaller pieces, and may add up in another order.
-"""
+"""A row's result does not depend on the rows beside it: on a GPU at many widths, in the interpreter at one."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from .fp8_values import assert_same_bits
 from .numerics import BF16, FP16, FP32
 
 GPU = torch.cuda.is_available()
+# Rows begin at multiples of 16 bytes: others a GPU reads in smaller pieces, and may add up in another order.
 WIDTHS = (96, 128, 1024, 1152, 2048, 2560, 4096, 5120, 8192, 16384, 32768) if GPU else (32,)
 ROWS = 261 if GPU else 6
 
@@ -31,21 +29,18 @@ def values(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def assert_invariant(call: Callable[..., Outputs], rows: tuple[Tensor, ...]) -> None:
     """Assert that rows alone, in chunks of odd sizes, elsewhere and with gradients have the bits of the whole batch."""
-    with torch.no_grad():
-        whole = call(*rows)
     count = rows[0].shape[0]
-    for start, some in ((0, 1), (count - 1, 1), (1, 3), (count // 3, count // 2), (0, count - 1)):
-        with torch.no_grad():
-            parts = call(*(row.narrow(0, start, some) for row in rows))
-        for part, expected in zip(parts, whole, strict=True):
-            assert_same_bits(part, expected.narrow(0, start, some))
     with torch.no_grad():
-        turned = call(*(row.roll(2, 0) for row in rows))
-    for part, expected in zip(turned, whole, strict=True):
-        codes = expected.view(torch.uint8) if expected.element_size() == 1 else expected
-        assert_same_bits(part, codes.roll(2, 0).view(expected.dtype))
-    for part, expected in zip(call(*(row.detach().requires_grad_() for row in rows)), whole, strict=True):
+        whole, turned = call(*rows), call(*(row.roll(2, 0) for row in rows))
+        for start, some in ((0, 1), (count - 1, 1), (1, 3), (count // 3, count // 2), (0, count - 1)):
+            parts = call(*(row.narrow(0, start, some) for row in rows))
+            for part, expected in zip(parts, whole, strict=True):
+                assert_same_bits(part, expected.narrow(0, start, some))
+    trained = call(*(row.detach().requires_grad_() for row in rows))
+    for expected, part, turned_part in zip(whole, trained, turned, strict=True):
         assert_same_bits(part.detach(), expected)
+        codes = expected.view(torch.uint8) if expected.element_size() == 1 else expected
+        assert_same_bits(turned_part, codes.roll(2, 0).view(expected.dtype))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

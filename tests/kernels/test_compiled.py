@@ -51,9 +51,3 @@ def test_launches_of_every_operator_fit(target: str, options: tuple[str, ...]) -
     absent = {"norm_fp8"} if target in WITHOUT_FP8 else set()
     assert any(operator.plain_name for operator in ALL.values())
     assert {line.split()[1] for line in lines} == set(ALL) - absent
-
-
-@pytest.mark.slow
-def test_norms_that_give_fp8_sum_rows_in_the_16_bit_norms_order() -> None:
-    """Compiled for a GPU, both sum a row in the same layout, so y has the same bits there too."""
-    assert len(compiled_by("compiled_layouts.py")) >= 12

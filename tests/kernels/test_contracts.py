@@ -215,19 +215,12 @@ def test_one_launch_each_way_keeps_no_more_than_the_backward_reads(
     sums = ["_reduce_kernel"] * len({tensor.numel() for tensor in weights})
     assert [launch.name for launch in launches[1:]] == [kernel.format("backward"), *sums]
 
-    def among(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        return [tensor for tensor in saved if is_among(tensor, tensors)]
-
-    operator, expected = OPERATORS[call.name], present([leaves[place] for place in places])
-    copied = [leaves[operator.tensor_names.index(name)] for name in operator.copied((*leaves, *call.options))]
-    copies = [tensor for tensor in saved if not is_among(tensor, [*leaves, *outputs]) and tensor.dim() == 1]
-    assert len(among(expected)) == len(expected) - len(copied)
-    assert [copy.tolist() for copy in copies] == [copy.tolist() for copy in present(copied)]
-    assert len(among(outputs)) == outputs_kept
+    expected = present([leaves[place] for place in places])
+    assert all(is_among(tensor, saved) for tensor in expected if tensor.dim() > 2), "weights may be copied"
+    assert len(saved) == len(expected) + outputs_kept + numbers_kept
+    assert sum(is_among(tensor, outputs) for tensor in saved) == outputs_kept
     numbers = [tensor for tensor in saved if tensor.shape[:-1] == outputs[0].shape[:-1] and tensor.shape[-1] <= 2]
     assert len(numbers) == numbers_kept
-    assert len(saved) == len(among([*leaves, *outputs])) + numbers_kept + len(copies)
-    assert len(among(leaves)) == len(among(expected))
 
 
 @pytest.mark.gpu
@@ -270,23 +263,6 @@ def test_frozen_arguments_get_no_gradient_cost_nothing_and_change_no_other(
             rest = [None if index in frozen else gradient for index, gradient in enumerate(whole)]
             # Kernels without weight gradients are compiled separately, on a GPU with other multiply-adds.
             assert_equal(part, rest, but_for_order=device == "cuda")
-
-
-@every_way(("add in gemma", "3x123"), ("sandwich", "3x123"))
-def test_an_output_that_is_not_used_adds_nothing(call: Call, device: str) -> None:
-    gradients = incoming(call)
-    for used in range(len(gradients) if len(gradients) > 1 else 0):
-        zeros = [dy if place == used else torch.zeros_like(dy) for place, dy in enumerate(gradients)]
-        leaves = call.leaves()
-        inputs = present(leaves[: call.differentiated])
-        actual = torch.autograd.grad(call.outputs(leaves)[used], inputs, gradients[used], allow_unused=True)
-        stock = call.outputs(leaves, OPERATORS[call.name].reference)[used]
-        in_stock = torch.autograd.grad(stock, inputs, gradients[used], allow_unused=True)
-        for ours, theirs, expected in zip(actual, in_stock, present(run(call, zeros)[1]), strict=True):
-            assert (ours is None) == (theirs is None)
-            assert_equal(
-                [torch.zeros_like(expected) if ours is None else ours], [expected], but_for_order=device == "cuda"
-            )
 
 
 @pytest.mark.parametrize("shape", [(16,), (1, 3, 1, 2, 16)], ids=str)
@@ -369,17 +345,6 @@ def test_rows_beyond_32_bits(call: Call, device: str, launches: list[Launch]) ->
     launches.clear()
     assert_equal(run(call, [far_apart(gradient) for gradient in gradients])[1], grads, at_other_strides=True)
     assert any(FAR in launch.numbers for launch in launches), "the kernels read a copy"
-
-
-@every_way(*itertools.product(("norm", "sandwich", "heads"), ["17x64"]), ("sandwich", "3x1000"))
-def test_a_row_does_not_depend_on_its_neighbours(call: Call) -> None:
-    """The second of two blocks of rows ends in the middle of a tile; alone it gives the same as after the first one."""
-    gradients = incoming(call)
-    whole = run(call, gradients)
-    part = call.converted(lambda tensor: tensor[1:] if tensor.dim() > 2 else tensor)
-    for ours, expected in zip(run(part, [gradient[1:] for gradient in gradients]), whole, strict=True):
-        for a, b in zip(ours, expected, strict=True):
-            assert a is None or a.dim() < 3 or torch.equal(a, b[1:])
 
 
 @EVERY_WAY

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import expert_bias, expert_gate, expert_permute, expert_unpermute, reference
-from fused_norm.kernels.operator import OPERATORS, Operator
+from fused_norm.kernels import expert_bias, expert_gate, expert_permute, expert_unpermute
 
 from ..conftest import slow, slow_rows
+from .conftest import OPERATORS
 from .numerics import ACTIVATIONS, BF16, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
 
 EXPERT_GATE, EXPERT_PERMUTE = OPERATORS["expert_gate"], OPERATORS["expert_permute"]
@@ -219,7 +218,7 @@ def test_weighted_rows_and_their_sum_are_rounded(device: str) -> None:
     assert torch.equal(wide, ours.float()), "the sum is rounded before it is cast"
 
 
-def calls(device: str, dtype: torch.dtype = FP32) -> dict[str, tuple[Operator, tuple[Any, ...]]]:
+def calls(device: str, dtype: torch.dtype = FP32) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     position, absent = rows_of_experts(device, 4, 3, num_absent=2)
     x, rows, gate_up = (torch.randn(shape, device=device).to(dtype) for shape in ((4, 10), (12, 10), (12, 20)))
     weights = torch.rand(4, 3, device=device)
@@ -235,7 +234,7 @@ def calls(device: str, dtype: torch.dtype = FP32) -> dict[str, tuple[Operator, t
 EACH = pytest.mark.parametrize("name", ["bias", "gate", "permute", "unpermute"])
 
 
-def leaves_of(operator: Operator, arguments: tuple[Any, ...]) -> tuple[list[Any], list[Tensor]]:
+def leaves_of(operator: Any, arguments: tuple[Any, ...]) -> tuple[list[Any], list[Tensor]]:
     count = len(operator.gradients)
     leaves = [argument.detach().clone().requires_grad_() for argument in arguments[:count]]
     return [*leaves, *arguments[count:]], leaves
@@ -305,12 +304,7 @@ def test_no_rows_are_no_launch(name: str, device: str) -> None:
     assert all(grad.shape[0] == 0 for grad in torch.autograd.grad(y.sum(), leaves))
 
 
-def test_references_have_the_bits_of_stock(device: str) -> None:
-    position, absent = rows_of_experts(device, 6, 2, num_absent=3)
-    order = torch.argsort(position.flatten())
-    for dtype, gate in product((FP32, BF16), GATES):
-        gate_up = gate_inputs(device, 12, 24, dtype).x
-        actual = reference.expert_gate(gate_up, absent, *gate, act=ACTIVATIONS[gate[0]])
-        assert torch.equal(actual, stock_gate(gate_up, absent, *gate))
-        x = torch.randn(6, 24, device=device).to(dtype)
-        assert torch.equal(EXPERT_PERMUTE.reference(x, position, None), x[order // 2])
+def test_the_formula_of_a_permutation_is_stocks(device: str) -> None:
+    position, _ = rows_of_experts(device, 6, 2)
+    x = torch.randn(6, 24, device=device)
+    assert torch.equal(EXPERT_PERMUTE.reference(x, position, None), x[torch.argsort(position.flatten()) // 2])

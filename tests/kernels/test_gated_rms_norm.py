@@ -142,13 +142,6 @@ def test_every_width_of_a_group(width: int, norm: Gated, device: str) -> None:
         assert_right(replace(norm, groups=3), norm.inputs(device, 2, width * 3))
 
 
-@pytest.mark.slow
-def test_many_rows_are_right_and_the_weights_gradient_has_the_same_bits_again(device: str) -> None:
-    """Programs have several tiles each."""
-    inputs = MAMBA.inputs(device, 700, 2 * 64)
-    assert torch.equal(assert_right(MAMBA, inputs).dw, run(MAMBA.fused, inputs).dw)
-
-
 @ORDERS
 def test_what_is_not_finite_stays_in_its_group(norm: Gated, device: str) -> None:
     norm = replace(norm, groups=2)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fused_norm.kernels import glu
-from fused_norm.kernels.operator import OPERATORS
 
 from ..conftest import slow, slow_rows
+from .conftest import ALL
 from .numerics import ACTIVATIONS, BF16, FP16, FP32, Tensors, assert_near, assert_same, drawn, run
 
 GLU_ACTIVATIONS = [name for name in ACTIVATIONS if name != "sigmoid"]
@@ -119,20 +119,6 @@ def test_every_width(width: int, device: str) -> None:
     assert_right(draw_inputs(device, 3, width, up=None), "gelu_tanh")
 
 
-@pytest.mark.parametrize("rows", [1, 33, *slow(700)])
-def test_any_number_of_rows(rows: int, device: str) -> None:
-    """Whole rows are cut anywhere, as one long row; halves of rows are cut into tiles."""
-    for width in (6, 40):
-        assert_right(draw_inputs(device, rows, width), "silu")
-        assert_right(draw_inputs(device, rows, width, up=None), "silu")
-
-
-def test_one_row_for_all(device: str) -> None:
-    inputs = draw_inputs(device, 4, 16)
-    expanded = inputs.up[:1].expand(4, 16)
-    assert_same(*(run(by(glu, "gelu"), inputs.but(up=up)) for up in (expanded, expanded.contiguous())))
-
-
 def summands(form: str, dtype: torch.dtype, device: str, width: int) -> tuple[Tensors, list[Tensor]]:
     """Draw the gradient of a product, and gate and up as leaves: in float32, in ``dtype``, or as two summands each."""
     kind = (2, 5, width), FP32 if form == "float32" else dtype, 1.0
@@ -150,7 +136,7 @@ def wide_product(leaves: list[Tensor], activation: str) -> Tensor:
 
 
 def for_consumers(leaves: list[Tensor], activation: str, dtype: torch.dtype, wide: int = 0) -> tuple[Tensor, ...]:
-    return OPERATORS["glu_for_consumers"](*leaves, *[None] * (4 - len(leaves)), activation, 2, dtype, wide)
+    return ALL["glu_for_consumers"](*leaves, *[None] * (4 - len(leaves)), activation, 2, dtype, wide)
 
 
 FORMS = pytest.mark.parametrize("form", ["float32", "16 bits", "sums"])
@@ -212,4 +198,4 @@ def test_for_consumers_its_gradients_are_differentiated_again(form: str, device:
 def test_two_dtypes_are_left_to_glu(device: str) -> None:
     inputs = draw_inputs(device, 3, 8)
     factors = inputs.gate.bfloat16(), inputs.up.float(), None, None
-    assert OPERATORS["glu_for_consumers"].differs_from_eager(*factors, "silu", 2, BF16, 0) is not None
+    assert ALL["glu_for_consumers"].differs_from_eager(*factors, "silu", 2, BF16, 0) is not None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import partial
 from operator import mul
 
@@ -12,8 +11,7 @@ import torch
 
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, rms_norm_fp8
 from fused_norm.kernels.operator import BackwardCall
-from fused_norm.kernels.plans import TABLES, Device
-from fused_norm.kernels.triton import devices
+from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
 
@@ -24,19 +22,6 @@ from .numerics import BF16, FP16, FP32
 LLAMA = NormSpec("llama")
 FAR = 2**31
 """The first offset that 32 bits do not reach."""
-
-
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Device], None]]:
-    """Make every launcher plan for a device."""
-
-    with ExitStack() as stack:
-
-        def use(device: Device) -> None:
-            monkeypatch.setattr(devices, "_hardware_of", lambda _: device)
-            stack.enter_context(devices.use_plans(TABLES[0]))
-
-        yield use
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
@@ -151,6 +136,17 @@ def test_offsets_into_results_are_64_bits_wide_if_32_do_not_reach(case: str, on:
     assert forward
     assert backward
     assert all(forward + backward)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block128", "mxfp8"])
+def test_offsets_into_codes_are_64_bits_wide_if_32_do_not_reach(name: str, on: Callable[[Device], None]) -> None:
+    on(Device())
+    x, w = expanded(FAR // 128, 128), torch.empty(128, device="meta")
+    forward = ALL["norm_fp8"].forward
+    launched = launches_of(lambda: forward(x, x, w, None, None, LLAMA, 1.0, name, training=True))
+    far = [launch for launch in launched if any(map(is_far, launch.tensors))]
+    assert far
+    assert all(launch.constants["INT64"] for launch in far)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels import lora_add, plans
-from fused_norm.kernels.triton import lora_kernels
+from fused_norm.kernels import lora_add
 
-from ..conftest import slow, slow_rows
 from .conftest import OPERATORS
-from .numerics import BF16, FP16, FP32, Tensors, assert_same, drawn, floor, run
+from .numerics import BF16, FP16, FP32, Tensors, assert_same, drawn, run
 
 LORA_ADD = OPERATORS["lora_add"]
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -78,80 +76,33 @@ def formula(inputs: Tensors, scale: float, without: str = "") -> Tensors:
     )
 
 
-SHAPES: list[tuple[tuple[int, ...], int, int, int]] = [
-    ((1,), 1, 1, 1),
-    ((70,), 140, 129, 8),
-    ((2, 9), 130, 65, 16),
-    ((3, 2, 11), 48, 31, 24),
-    ((3,), 20, 17, 256),
-    *slow(((65,), 64, 200, 64), ((33,), 40, 66, 128)),
-]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_where_sums_are_exact_every_shape_gives_the_bits_of_the_reference(
-    shape: tuple[tuple[int, ...], int, int, int], launches: list[Any], device: str
-) -> None:
-    inputs = integers(draw_inputs(device, *shape))
-    ours = run(by(lora_add, 0.7), inputs)
-    assert launches
-    assert_same(ours, formula(inputs, 0.7))
-    assert_same(ours, run(by(LORA_ADD.reference, 0.7), inputs))
-
-
 @pytest.mark.parametrize(
-    ("x", "base", "weights", "scale"),
+    ("shape", "x", "base", "weights", "scale"),
     [
-        (BF16, FP32, FP32, 1),
-        (BF16, None, FP32, 0.7),
-        (BF16, None, None, -1),
-        (FP16, FP32, None, 0.7),
-        (FP16, BF16, FP32, 0.7),
-        *slow_rows((FP16, None, FP32, 2), (BF16, FP32, None, 0.7)),
+        (((1,), 1, 1, 1), BF16, None, None, -1),
+        (((70,), 140, 129, 8), BF16, None, FP32, 0.7),
+        (((3, 2, 11), 48, 31, 24), FP16, FP32, None, 0.7),
+        (((3,), 20, 17, 256), FP16, BF16, FP32, 1),
+        (((33,), 40, 66, 128), BF16, FP32, None, 0.7),
+        (((8200,), 24, 16, 40), BF16, FP32, FP32, 2),  # in larger tiles
     ],
     ids=str,
 )
-def test_where_sums_are_exact_every_dtype_gives_the_bits_of_the_formula(
-    x: torch.dtype, base: torch.dtype | None, weights: torch.dtype | None, scale: float, device: str
+def test_where_sums_are_exact_every_shape_and_dtype_gives_the_bits_of_the_formula(
+    shape: tuple[tuple[int, ...], int, int, int],
+    x: torch.dtype,
+    base: torch.dtype | None,
+    weights: torch.dtype | None,
+    scale: float,
+    launches: list[Any],
+    device: str,
 ) -> None:
-    inputs = integers(draw_inputs(device, *SMALL, x=x, base=base or x, weights=weights or x))
-    assert_same(run(by(lora_add, scale), inputs), formula(inputs, scale))
-
-
-def test_many_rows_are_cut_into_shares_and_larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "FEW_LORA_ROWS", 8)
-    monkeypatch.setattr(lora_kernels, "_MAX_PARTIALS", 2)
-    inputs = integers(draw_inputs(device, (300,), 40, 24, 8))
-    assert_same(run(by(lora_add, 2), inputs), formula(inputs, 2))
-    inputs = draw_inputs(device, (300,), 40, 24, 8)
-    assert_same(run(by(lora_add, 0.7), inputs), run(by(lora_add, 0.7), inputs))
-
-
-@pytest.mark.parametrize(
-    ("few_rows", "rows_of_tile", "rank"),
-    [(100, 128, 8), (200, 64, 48), (300, 32, 130), *slow_rows((100, 128, 130), (300, 32, 8))],
-)
-def test_tiles_of_a_large_gpu_give_the_same_bits(
-    few_rows: int, rows_of_tile: int, rank: int, launches: list[Any], monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    large = plans.Device(132, shared_memory=232_448)
-    monkeypatch.setattr(lora_kernels, "device_props", lambda _: large)
-    monkeypatch.setattr(plans, "FEW_LORA_ROWS", few_rows)
-    inputs = integers(draw_inputs(device, (300,), 300, 140, rank))
-    assert_same(run(by(lora_add, 0.7), inputs), formula(inputs, 0.7))
-    tiles = {launch.constants["ROWS"] for launch in launches if launch.name == "_narrow_kernel"}
-    assert tiles == {min(rows_of_tile, 64) if rank <= 32 else rows_of_tile}
-
-
-@pytest.mark.parametrize(("weights", "base", "scale"), [(BF16, FP32, 0.7), (FP32, BF16, 1.0), (FP32, FP32, 0.7)])
-def test_errors_are_those_of_the_reference(weights: torch.dtype, base: torch.dtype, scale: float, device: str) -> None:
-    inputs = draw_inputs(device, (70,), 96, 80, 16, base=base, weights=weights)
-    float64 = run(by(LORA_ADD.reference, scale), inputs.mapped(Tensor.double))
-    ours, theirs = (run(by(function, scale), inputs) for function in (lora_add, LORA_ADD.reference))
-    for name, value in ours.present().items():
-        exact, stock_value = getattr(float64, name), getattr(theirs, name)
-        error, allowed = ((tensor.double() - exact).norm() for tensor in (value, stock_value))
-        assert error <= 1.1 * allowed + floor(FP32) * exact.norm(), name
+    inputs = integers(draw_inputs(device, *shape, x=x, base=base or x, weights=weights or x))
+    ours = run(by(lora_add, scale), inputs)
+    assert launches
+    assert_same(ours, formula(inputs, scale))
+    if base in (None, FP32):  # the reference's add promotes two types of 16 bits otherwise
+        assert_same(ours, run(by(LORA_ADD.reference, scale), inputs))
 
 
 def apart(ours: Tensors, expected: Tensors) -> float:
@@ -180,86 +131,36 @@ def test_every_rounding_of_the_formula_is_made(
         assert apart(ours, formula(inputs, 0.7, without=name)) > share, name
 
 
-BACKWARD_KERNELS = {
-    "base": (),
-    "x": ("narrow", "widen"),
-    "base x": ("narrow", "widen"),
-    "a": ("narrow", "partials", "sum"),
-    "b": ("partials", "sum"),
-    "a b": ("narrow", "partials", "sum"),
-    "base x a b": ("narrow", "widen", "partials", "sum"),
-}
-"""The kernels of the backward, by the arguments that require a gradient."""
-
-
-@pytest.mark.parametrize("trained", BACKWARD_KERNELS)
-def test_only_arguments_that_require_a_gradient_get_one(
-    trained: str, launched: Callable[[], list[str]], device: str
-) -> None:
+@pytest.mark.parametrize("trained", ["base", "x", "base x", "a", "b", "a b"])
+def test_only_arguments_that_require_a_gradient_get_one(trained: str, device: str) -> None:
     inputs = draw_inputs(device, *SMALL)
-    whole = run(by(lora_add, 0.7), inputs)
-    launched()
     some = run(by(lora_add, 0.7), inputs, tuple({"base", "x", "a", "b"} - {*trained.split()}))
     assert some.present().keys() == {"y", *(f"d{name}" for name in trained.split())}
-    assert_same(some, whole)
-    assert launched() == ["_narrow_kernel", "_widen_kernel", *(f"_{name}_kernel" for name in BACKWARD_KERNELS[trained])]
-
-
-def test_the_gradient_of_base_is_that_which_arrives(device: str) -> None:
-    inputs = draw_inputs(device, *SMALL)
-    leaves = [tensor.requires_grad_() for tensor in (inputs.base, inputs.x, inputs.a, inputs.b)]
-    dbase, *_ = torch.autograd.grad(lora_add(*leaves, 0.7), leaves, inputs.dy)
-    assert dbase.data_ptr() == inputs.dy.data_ptr()
-
-
-@pytest.mark.parametrize("is_cast", [True, False])
-def test_x_the_weights_as_they_are_multiplied_and_the_rows_between_the_products_are_kept(
-    is_cast: bool, device: str
-) -> None:
-    """The saved factors are the casts that stock code makes, or the factors themselves."""
-    inputs = draw_inputs(device, *SMALL, weights=FP32 if is_cast else BF16)
-    leaves = [tensor.requires_grad_() for tensor in (inputs.base, inputs.x, inputs.a, inputs.b)]
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        lora_add(*leaves)
-    assert [(tuple(tensor.shape), tensor.dtype) for tensor in saved[3:]] == [((5, 3, 4), BF16)]
-    assert saved[0].data_ptr() == inputs.x.data_ptr()
-    for tensor, factor in zip(saved[1:3], (inputs.a, inputs.b), strict=True):
-        assert torch.equal(tensor, factor.bfloat16())
-        assert (tensor.data_ptr() == factor.data_ptr()) == (not is_cast)
+    assert_same(some, run(by(lora_add, 0.7), inputs))
 
 
 def turned(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-LAYOUTS: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
-    "turned rows": dict.fromkeys(("base", "x", "dy"), turned),
-    "turned base": {"base": turned},
-    "columns first": {name: lambda tensor: tensor.mT.contiguous().mT for name in ("base", "x", "dy")},
-    "wide rows": {
-        name: lambda tensor: torch.cat((tensor, tensor), -1)[..., : tensor.shape[-1]] for name in ("base", "x", "dy")
-    },
-    "turned weights": dict.fromkeys(("a", "b"), turned),
-    "every other number": {name: lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2] for name in ("a", "b")},
+LAYOUTS: dict[str, tuple[Sequence[str], Callable[[Tensor], Tensor]]] = {
+    "turned rows": (("base", "x", "dy"), turned),
+    "columns first": (("base", "x", "dy"), lambda tensor: tensor.mT.contiguous().mT),
+    "wide rows": (("base", "x", "dy"), lambda tensor: torch.cat((tensor, tensor), -1)[..., : tensor.shape[-1]]),
+    "turned weights": (("a", "b"), turned),
+    "every other number": (("a", "b"), lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2]),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tensors_are_read_in_any_layout(layout: str, device: str) -> None:
+    names, turn = LAYOUTS[layout]
     inputs = draw_inputs(device, *SMALL)
-    spread = inputs.but(**{name: turn(getattr(inputs, name)) for name, turn in LAYOUTS[layout].items()})
-    assert not any(getattr(spread, name).is_contiguous() for name in LAYOUTS[layout])
+    spread = inputs.but(**{name: turn(getattr(inputs, name)) for name in names})
+    assert not any(getattr(spread, name).is_contiguous() for name in names)
     actual = run(by(lora_add, 0.7), spread)
     assert_same(actual, run(by(lora_add, 0.7), inputs))
     assert all(result.is_contiguous() for name, result in actual.present().items() if name != "dbase")
-
-
-@pytest.mark.parametrize(("k", "n", "rank"), [(0, 24, 4), (40, 0, 4), (40, 24, 0)])
-def test_without_columns_or_a_rank_the_rest_is_as_by_the_formula(k: int, n: int, rank: int, device: str) -> None:
-    inputs = draw_inputs(device, (6,), 40, n, rank)
-    inputs = inputs.but(x=inputs.x[:, :k], a=inputs.a[:, :k])
-    assert_same(run(by(lora_add, 0.7), inputs), formula(inputs, 0.7))
 
 
 BEYOND = {
@@ -280,46 +181,17 @@ def test_what_kernels_do_not_take_is_left_to_the_reference(case: str, launches: 
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-@pytest.mark.parametrize("strides", [None, (2**31, 1), (1, 2**31)], ids=str)
-def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(
-    name: str, strides: tuple[int, int] | None
-) -> None:
-    size = 2**27 if strides is None else 3
-    k, n = (size, 3) if name == "a" else (3, size)
-    a, b = (torch.empty(shape, device="meta") for shape in ((16, k), (n, 16)))
-    if strides is not None:
-        a, b = (
-            factor.as_strided(factor.shape, strides) if name == of else factor for of, factor in (("a", a), ("b", b))
-        )
-    base, x = (torch.empty(2, width, dtype=BF16, device="meta") for width in (n, k))
-    refusal = LORA_ADD.unsupported(base, x, a, b, 1.0)
-    assert refusal is not None
-    assert refusal.reason == "a or b has more elements than 32 bits count"
-
-
-def test_gradients_come_in_batches(device: str) -> None:
-    inputs = draw_inputs(device, *SMALL)
-    leaves = [tensor.requires_grad_() for tensor in (inputs.base, inputs.x, inputs.a, inputs.b)]
-    y = lora_add(*leaves, 0.7)
-    several = torch.stack((inputs.dy, inputs.dy.cos()))
-    batched = torch.autograd.grad(y, leaves, several, is_grads_batched=True, retain_graph=True)
-    separate = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in several]
-    for batch, *grads in zip(batched, *separate, strict=True):
-        expected = torch.stack(grads)
-        assert batch.dtype == expected.dtype
-        assert (batch.double() - expected.double()).norm() <= 0.02 * expected.double().norm()
-
-
-@pytest.mark.usefixtures("large_graphs")
-@pytest.mark.parametrize("frozen", [(), *slow(("a", "b"), ("base",))], ids=str)
-def test_a_compiled_call_gives_the_same_bits(frozen: tuple[str, ...], device: str) -> None:
-    inputs = draw_inputs(device, *SMALL)
-    compiled = torch.compile(by(lora_add, 0.7), fullgraph=True, backend="aot_eager", dynamic=True)
-
-    def traced(base: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return compiled(base, x, a, b)
-
-    assert_same(run(traced, inputs, frozen), run(by(lora_add, 0.7), inputs, frozen))
+def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(name: str) -> None:
+    for size, strides in ((2**27, None), (3, (2**31, 1))):
+        k, n = (size, 3) if name == "a" else (3, size)
+        shape = (16, k) if name == "a" else (n, 16)
+        factors = {"a": torch.empty(16, k, device="meta"), "b": torch.empty(n, 16, device="meta")}
+        if strides is not None:
+            factors[name] = factors[name].as_strided(shape, strides)
+        base, x = (torch.empty(2, width, dtype=BF16, device="meta") for width in (n, k))
+        refusal = LORA_ADD.unsupported(base, x, *factors.values(), 1.0)
+        assert refusal is not None
+        assert refusal.reason == "a or b has more elements than 32 bits count"
 
 
 def test_stock_code_that_would_give_another_result_is_not_replaced(device: str) -> None:

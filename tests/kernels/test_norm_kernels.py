@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
-from torch import Tensor
 
 from fused_norm.kernels import MODES, recording
 from fused_norm.kernels.triton import norm_backward
 from fused_norm.kernels.triton.launch import Launch
 
 from ..conftest import slow_rows
-from .conftest import IN_CHUNKS, IN_TWO_PIECES, Planned
+from .conftest import IN_TWO_PIECES, Planned
 from .numerics import BF16, FP16, FP32, Norm, assert_same, assert_same_row, run, run_true
 
 LLAMA = Norm("llama", x=BF16, w=BF16)
@@ -69,19 +67,6 @@ def test_rows_in_two_pieces_have_all_their_gradients(
     norm.assert_right(norm.inputs((9, width), device))
 
 
-@pytest.mark.parametrize(("plan", "grid"), [(IN_TWO_PIECES, (2, 1)), (IN_CHUNKS, (2, 4))], ids=["pieces", "chunks"])
-def test_a_backward_has_no_more_programs_than_planned(
-    plan: dict[str, int], grid: tuple[int, int], device: str, planned: Planned, launches: list[Launch]
-) -> None:
-    """Each program has a partial dw; without dw there may be a program for each tile."""
-    planned("backward", **plan)
-    inputs = LLAMA.inputs((19, 48), device)
-    run(LLAMA.fused, inputs)
-    assert launches[-2].grid == grid
-    run(LLAMA.fused, inputs, frozen="w")
-    assert launches[-1].grid == ((2, 10) if "chunked" in plan else (10, 1))
-
-
 LIMITS = (32, 64, 128, 256, 512, 1024, 2048, 3072, 4096, 6144, 16384, 32768)
 
 
@@ -97,38 +82,6 @@ def test_an_eps_that_is_a_whole_number_prepares_no_launch_of_integers(device: st
     for eps in (1, 0, 1e-6, 1):
         norm = replace(LLAMA, eps=eps)
         torch.testing.assert_close(run(norm.fused, inputs).y.double(), run_true(norm, inputs).y, rtol=2**-6, atol=2**-8)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [4096, 20480])
-def test_a_prepared_launch_serves_only_what_it_was_prepared_for(width: int, device: str) -> None:
-    """Aligned and unaligned pointers, other strides and row counts, another stream, and a launch hook in between."""
-    wide = LLAMA.inputs((300, width + 8), device)
-    inputs = LLAMA.inputs((300, width), device)
-    expected = run_true(LLAMA, inputs)
-    hooked_launches: list[object] = []
-
-    def check(rows: int, x: Tensor = inputs.x) -> None:
-        ours = run(LLAMA.fused, inputs.but(x=x[:rows], dy=inputs.dy[:rows]))
-        torch.testing.assert_close(ours.y.double(), expected.y[:rows], rtol=2**-7, atol=2**-9)
-        torch.testing.assert_close(ours.dx.double(), expected.dx[:rows], rtol=2**-6, atol=2**-8)
-
-    for rows in (1, 2, 16, 17, 300, 1):
-        check(rows)
-    for offset in (1, 2, 8):
-        check(300, wide.x[:, offset : offset + width].copy_(inputs.x))
-    with torch.cuda.stream(torch.cuda.Stream()):
-        check(300)
-        torch.cuda.current_stream().synchronize()
-    triton.knobs.runtime.launch_enter_hook.add(hooked_launches.append)
-    try:
-        check(300)
-    finally:
-        triton.knobs.runtime.launch_enter_hook.remove(hooked_launches.append)
-    kernels = 3 if width <= 16384 else 4
-    assert len(hooked_launches) == kernels
-    check(300)
-    assert len(hooked_launches) == kernels
 
 
 @pytest.mark.gpu

@@ -107,13 +107,6 @@ def gradients_in_batches(case: Case, function: Function) -> Sequence[Tensor]:
     return torch.autograd.grad(outputs, leaves, incoming, is_grads_batched=True)
 
 
-def gradients_of_mapped_incoming_gradients(case: Case, function: Function) -> Sequence[Tensor]:
-    leaves = _differentiable(case)
-    outputs = function(*leaves)
-    incoming = [torch.stack([output.detach().sin(), output.detach().cos()]) for output in outputs]
-    return torch.func.vmap(lambda *grads: torch.autograd.grad(outputs, leaves, grads))(*incoming)
-
-
 def functional_transforms(case: Case, function: Function) -> Sequence[Tensor]:
     places = tuple(range(len(case.inputs)))
 
@@ -167,7 +160,6 @@ TRANSFORMED = (
     second_derivatives_with_respect_to_an_incoming_gradient,
     gradients_of_a_dual_incoming_gradient_with_their_tangents,
     gradients_in_batches,
-    gradients_of_mapped_incoming_gradients,
     functional_transforms,
 )
 
@@ -198,17 +190,6 @@ def test_second_derivatives_where_one_output_is_unused(case: str, used: tuple[bo
         return *first, *torch.autograd.grad(total, leaves, allow_unused=True)
 
     _assert_close(derivatives(call.kernel_backward), derivatives(call.by_formula))
-
-
-def test_a_weight_made_from_the_input_is_no_part_of_the_inputs_own_gradient(device: str) -> None:
-    case = _case("norm", device)
-
-    def derivatives(function: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
-        x = case.inputs[0].clone().requires_grad_()
-        (first,) = torch.autograd.grad(_loss(function(x, x.sin().sum((0, 1, 2)))), x, create_graph=True)
-        return first, *torch.autograd.grad(first.cos().sum(), x)
-
-    _assert_close(derivatives(case.kernel_backward), derivatives(case.by_formula), 1e-3)
 
 
 @pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
@@ -254,12 +235,3 @@ def test_a_tensor_with_the_negative_bit_is_read_with_its_sign(case: str, launche
         plain = torch.autograd.grad(call.by_formula(*leaves), leaves, incoming)
         _assert_close(gradients, plain)
     assert not any(tensor is not None and tensor.is_neg() for launch in launches for tensor in launch.tensors)
-
-
-@pytest.mark.filterwarnings("ignore")
-@CASES
-def test_traces_by_torch_jit(case: str, device: str) -> None:
-    call = _case(case, device)
-    traced = torch.jit.trace(call.kernel_backward, call.inputs, check_trace=False)
-    others = [tensor.sin() for tensor in call.inputs]
-    _assert_close(traced(*others), call.by_formula(*others))

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fused_norm.model_configs import FAMILIES, build, families_here, tiny_config
-from fused_norm.spec import GatedNormSpec, NormSpec
+from fused_norm.spec import NormSpec
 
 FAMILY_NAMES = families_here()
 
@@ -71,7 +71,7 @@ def test_every_norm_of_the_tiny_model_computes_its_spec(model_type):
         # Small enough for eps to matter.
         x = torch.randn(33, 24 if weight is None else weight.numel(), generator=generator).mul_(1e-2).bfloat16()
         expected = formula(spec, x, weight)
-        if isinstance(spec, GatedNormSpec):
+        if type(spec) is not NormSpec:  # one with a gate
             gate = torch.randn(x.shape, generator=generator).bfloat16()
             assert (spec.activation, spec.norm_before_gate, spec.groups) == ("silu", True, 1)
             assert torch.equal(norm(x, gate), (expected * torch.nn.functional.silu(gate.float())).to(x.dtype)), name
@@ -95,44 +95,19 @@ def test_the_tiny_model_trains_on_bytes(model_type, dtype):
 
 
 def test_tiny_models_keep_what_is_special_about_their_family():
-    names = ("llama", "mistral", "granite", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
-    llama, mistral, granite, qwen3, moe, gemma, gemma2, gemma3 = (build(name, seed=0) for name in names)
-    for model in (llama, mistral, granite, qwen3, moe, gemma, gemma2, gemma3):
-        config = model.config
-        assert config.num_key_value_heads < config.num_attention_heads
+    names = ("llama", "mistral", "granite", "qwen3", "qwen3_moe", "gemma2")
+    llama, mistral, granite, qwen3, moe, gemma2 = (build(name, seed=0) for name in names)
+    for model in (llama, mistral, granite, qwen3, moe, gemma2):
+        assert model.config.num_key_value_heads < model.config.num_attention_heads
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        assert tied == config.tie_word_embeddings == (model not in (llama, mistral, moe))
+        assert tied == (model not in (llama, mistral, moe))
     assert mistral.config.sliding_window < 32
     assert {layer.residual_multiplier for layer in granite.model.layers} == {0.22}
     assert qwen3.config.head_dim * qwen3.config.num_attention_heads != qwen3.config.hidden_size
-    dense, sparse = (layer.mlp for layer in moe.model.layers)
-    assert not hasattr(dense, "experts")
-    assert hasattr(sparse, "experts")
-    assert moe.config.num_experts > moe.config.num_experts_per_tok > 1
-    for config in (gemma2.config, gemma3.config):
-        assert set(config.layer_types) == {"sliding_attention", "full_attention"}
-        assert config.sliding_window < 32
-    assert gemma2.config._attn_implementation == "eager"
+    assert [hasattr(layer.mlp, "experts") for layer in moe.model.layers] == [False, True]
+    assert set(gemma2.config.layer_types) == {"sliding_attention", "full_attention"}
     assert gemma2.config.attn_logit_softcapping
     assert gemma2.config.final_logit_softcapping
-    olmo2 = build("olmo2", seed=0)
-    attention = olmo2.model.layers[0].self_attn
-    assert (attention.q_norm.weight.numel(), attention.k_norm.weight.numel()) == (72, 36), "over all heads"
-
-
-def test_tiny_models_whose_layers_differ_have_every_sort_of_layer():
-    if "gemma4_text" not in FAMILY_NAMES:
-        pytest.skip("this transformers has none of them")
-    gemma4, qwen = build("gemma4_text", seed=0), build("qwen3_5_text", seed=0)
-    layers = gemma4.model.layers
-    assert [layer.self_attn.is_kv_shared_layer for layer in layers] == [False, False, True, True]
-    assert gemma4.config.layer_types == ["sliding_attention", "full_attention"] * 2
-    assert {layer.self_attn.head_dim for layer in layers} == {20, 24}
-    assert all(hasattr(layer, "per_layer_input_gate") for layer in layers)
-    assert [hasattr(layer, "linear_attn") for layer in qwen.model.layers] == [True, False]
-    glm4 = build("glm4", seed=0)
-    assert glm4.model.layers[0].self_attn.q_proj.bias is not None
-    assert glm4.model.rotary_emb.inv_freq.numel() * 2 < glm4.config.head_dim
 
 
 @pytest.mark.parametrize("model_type", FAMILY_NAMES)
@@ -180,15 +155,6 @@ def test_overrides_reach_the_config_and_not_the_table():
     assert config.layer_types.count("full_attention") == 2
     tiny_config("qwen3_moe").mlp_only_layers.append(1)
     assert {name: dict(family.tiny) for name, family in FAMILIES.items()} == before
-    expected = {"norm": 29, "qk": 14, "rope": 7, "residual": 7, "sandwich": 14, "mlp": 7, "loss": 1}
-    assert FAMILIES["gemma3_text"].sites(7) == expected
-
-
-def test_building_leaves_the_config_as_it_was():
-    config = tiny_config("qwen3")
-    before = config.to_dict()
-    build(config, seed=0, dtype=torch.bfloat16)
-    assert config.to_dict() == before
 
 
 def test_an_unknown_type_is_named_with_the_known_ones():
@@ -198,14 +164,10 @@ def test_an_unknown_type_is_named_with_the_known_ones():
 
 PUBLISHED_PARAMETERS = {
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
-    "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,
     "Qwen/Qwen3-0.6B": 596_049_920,
-    "Qwen/Qwen3-8B": 8_190_735_360,
     "google/gemma-2b": 2_506_172_416,
-    "google/gemma-7b": 8_537_680_896,
     "google/gemma-2-2b": 2_614_341_888,
-    "google/gemma-2-27b": 27_227_128_320,
     "google/gemma-3-1b-pt": 999_885_952,
     "allenai/OLMo-2-1124-7B": 7_298_617_344,
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fused_norm.kernels.operator import Operator
 from fused_norm.patcher import recompute_linears
@@ -37,22 +38,17 @@ def launches(monkeypatch) -> list[str]:
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return a list of the shapes ``[K, N]`` of the weights of recomputed products."""
-    shapes: list[tuple[int, ...]] = []
-    compute, with_adapter = recompute_linears._linear, recompute_linears._with_adapter
+def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the functions that recompute the products of linears, one for each call."""
+    called: list[str] = []
 
-    def noted(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        shapes.append(tuple(weight.shape))
-        return compute(x, weight, *bias)
+    def noted(compute: Callable[..., Any], *operands: Any, **how: Any) -> Any:
+        called.append(compute.__name__)
+        return compute(*operands, **how)
 
-    def noted_with_adapter(x: Tensor, h: Tensor, b: Tensor, *linear: Any, **how: Any) -> Tensor:
-        shapes.append((x.shape[-1], len(b)))
-        return with_adapter(x, h, b, *linear, **how)
-
-    monkeypatch.setattr(recompute_linears, "_linear", noted)
-    monkeypatch.setattr(recompute_linears, "_with_adapter", noted_with_adapter)
-    return shapes
+    for name in ("_linear", "_with_adapter", "_linear_in_4_bits"):
+        monkeypatch.setattr(recompute_linears, name, partial(noted, getattr(recompute_linears, name)))
+    return called
 
 
 @pytest.fixture

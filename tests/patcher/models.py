@@ -17,7 +17,6 @@ from transformers import Trainer, TrainingArguments
 
 import fused_norm
 from fused_norm.model_configs import FAMILIES, build, families_here
-from fused_norm.spec import KINDS
 
 NEWER_MODEL_TYPES = [
     name
@@ -68,7 +67,7 @@ def experts(model_type: str) -> set[str]:
 
 def counts(**fused: int) -> dict[str, int]:
     """Return the counts of a report: these, and 0 for the other kinds."""
-    return dict.fromkeys(KINDS, 0) | fused
+    return fused_norm.PatchReport("", None, ()).counts | fused
 
 
 def tokens(device: str = "cpu", batch: int = 2, length: int = 5) -> torch.Tensor:
@@ -77,7 +76,6 @@ def tokens(device: str = "cpu", batch: int = 2, length: int = 5) -> torch.Tensor
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    """Return copies of all gradients, by the parameters' names in a model that is not compiled."""
     gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
     return {name.removeprefix("_orig_mod."): grad.clone() for name, grad in gradients if grad is not None}
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, Aut
 
 from fused_norm.model_configs import build
 
-from .models import EXPERTS_ARE_MLPS, counts
+from .models import counts
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -92,31 +92,21 @@ class OtherFamily:
 
     Attributes:
         sites: the counts of the report, of the kinds that are named.
-        launches: how often operators run in a forward.
         sizes: arguments of the config; those of a decoder alone update ``SIZES``, and None removes a size.
         make: makes the model of a config; None for a decoder.
         tokens: its inputs.
-        other_launches: operators run too that are neither in ``launches`` nor fused adds.
         expert_mlps: MLPs that are experts, if each of them is a module.
         in_bf16: its errors in bf16 are tested too.
         only_in_5: transformers 4 writes its attention, or its norms, in a way that is kept.
     """
 
     sites: Mapping[str, int]
-    launches: Mapping[str, int]
     sizes: Mapping[str, Any] = field(default_factory=dict)
     make: Callable[[Any], nn.Module] | None = None
     tokens: Tensor = field(default_factory=lambda: TOKENS)
-    other_launches: bool = False
     expert_mlps: int = 0
     in_bf16: bool = False
     only_in_5: bool = False
-
-    def counted(self, launches: list[str]) -> dict[str, int]:
-        """Count the launches of the operators that this family's ``launches`` names."""
-        adds = {"add_rms_norm", "norm_add", "norm_add_norm"}
-        names = {*launches} & ({*self.launches} | adds) if self.other_launches else {*launches}
-        return {name: launches.count(name) for name in names}
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -134,92 +124,41 @@ WITH_AN_IMAGE = {
 STACK = SIZES | {"num_hidden_layers": 1, "query_pre_attn_scalar": 16, "layer_types": ["full_attention"]}
 
 
-def experts_launched(layers: int) -> dict[str, int]:
-    """Count operators for layers whose experts are a single module; in transformers 4 there is no such module."""
-    names = ("expert_permute", "expert_gate", "expert_unpermute")
-    return {} if EXPERTS_ARE_MLPS else dict.fromkeys(names, layers)
-
-
-def biases_launched(layers: int) -> dict[str, int]:
-    """Count operators for both biases of such experts."""
-    return {} if EXPERTS_ARE_MLPS else {"expert_bias": 2 * layers}
-
-
-def launched(**operators: int) -> dict[str, int]:
-    """Count operators in a forward of a decoder, and add that of its head."""
-    return {"linear_cross_entropy": 1, **operators}
-
-
-CONVOLUTION = {} if EXPERTS_ARE_MLPS else {"causal_conv1d": 1}
-"""transformers 4 convolves in a method that the forward calls, which is not rewritten."""
-
 OTHERS: Mapping[str, OtherFamily] = {
-    "glm4": OtherFamily(
-        counts(loss=1, norm=9, rope=2, residual=2, sandwich=4, mlp=2),
-        launched(rms_norm=3, norm_add_norm=2, norm_add=2, rope=2, glu=2),
-        in_bf16=True,
-    ),
+    "glm4": OtherFamily(counts(loss=1, norm=9, rope=2, residual=2, sandwich=4, mlp=2), in_bf16=True),
     # Neighbours are turned together: in fp32 in Cohere, whose norms are LayerNorms, and in ERNIE.
-    "cohere": OtherFamily(counts(loss=1, rope=2, mlp=2), launched(rope=2, glu=2), in_bf16=True),
-    "ernie4_5": OtherFamily(
-        counts(loss=1, norm=5, rope=2, residual=2, mlp=2),
-        launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2),
-        in_bf16=True,
-    ),
-    "helium": OtherFamily(
-        counts(loss=1, norm=5, rope=2, residual=2, mlp=2), launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2)
-    ),
+    "cohere": OtherFamily(counts(loss=1, rope=2, mlp=2), in_bf16=True),
+    "ernie4_5": OtherFamily(counts(loss=1, norm=5, rope=2, residual=2, mlp=2), in_bf16=True),
+    "helium": OtherFamily(counts(loss=1, norm=5, rope=2, residual=2, mlp=2)),
     # No norm in the layer takes a sum. The norms of q and k are over all heads, and differ in width: no pair.
-    "olmo2": OtherFamily(
-        counts(loss=1, norm=5, qk=4, rope=2, sandwich=4, mlp=2),
-        launched(rms_norm=5, norm_add=4, rope=2, glu=2),
-        in_bf16=True,
-    ),
+    "olmo2": OtherFamily(counts(loss=1, norm=5, qk=4, rope=2, sandwich=4, mlp=2), in_bf16=True),
     # Its layers without a window do not rotate.
     "exaone4": OtherFamily(
         counts(loss=1, norm=5, qk=4, rope=1, sandwich=4, mlp=2),
-        launched(rms_norm=1, qk_norm=2, norm_add=4, rope=1, glu=2),
         {"sliding_window": 8, "layer_types": LAYERS},
     ),
     "granite": OtherFamily(
         counts(loss=1, norm=5, rope=2, residual=2, mlp=2),
-        launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2),
         {"residual_multiplier": 0.22},
         in_bf16=True,
     ),
     "glm4_moe": OtherFamily(
         counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2, experts=1),
-        launched(rms_norm=3, add_rms_norm=2, qk_norm=2, rope=2, glu=2, **experts_launched(1)),
         {**EXPERTS, "use_qk_norm": True, "n_routed_experts": 4, "n_shared_experts": 1},
         expert_mlps=4,
     ),
-    "hunyuan_v1_dense": OtherFamily(
-        counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2),
-        launched(rms_norm=3, add_rms_norm=2, qk_norm=2, rope=2, glu=2),
-    ),
-    "phi3": OtherFamily(
-        counts(loss=1, norm=5, rope=2, residual=2, mlp=2),
-        launched(rms_norm=3, add_rms_norm=2, rope=2, glu=2),
-        {"partial_rotary_factor": 0.5},
-    ),
-    "smollm3": OtherFamily(
-        counts(loss=1, norm=5, rope=1, residual=2, mlp=2),
-        launched(rms_norm=3, add_rms_norm=2, rope=1, glu=2),
-        {"no_rope_layers": [1, 0]},
-    ),
+    "hunyuan_v1_dense": OtherFamily(counts(loss=1, norm=5, qk=4, rope=2, residual=2, mlp=2)),
+    "phi3": OtherFamily(counts(loss=1, norm=5, rope=2, residual=2, mlp=2), {"partial_rotary_factor": 0.5}),
+    "smollm3": OtherFamily(counts(loss=1, norm=5, rope=1, residual=2, mlp=2), {"no_rope_layers": [1, 0]}),
     # Its angles are those of half a head.
     "gpt_oss": OtherFamily(
         counts(loss=1, norm=5, rope=2, residual=2, experts=2),
-        launched(rms_norm=3, add_rms_norm=2, rope=2, **experts_launched(2), **biases_launched(2)),
         {"num_experts_per_tok": 2, "num_local_experts": 4, "layer_types": LAYERS},
     ),
-    "stablelm": OtherFamily(
-        counts(loss=1, rope=2, mlp=2), launched(rope=2, glu=2), {"partial_rotary_factor": 0.5}, only_in_5=True
-    ),
+    "stablelm": OtherFamily(counts(loss=1, rope=2, mlp=2), {"partial_rotary_factor": 0.5}, only_in_5=True),
     # Queries and keys are rotated separately; the norm before each layer's router runs twice.
     "gemma3n_text": OtherFamily(
         counts(loss=1, norm=18, qk=4, rope=4, sandwich=6, mlp=2),
-        launched(rms_norm=18, norm_add=6, rope=4, glu=2),
         {
             "layer_types": LAYERS, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
             "num_kv_shared_layers": 0, "laurel_rank": 4, "activation_sparsity_pattern": [0.9, 0.0],
@@ -230,16 +169,11 @@ OTHERS: Mapping[str, OtherFamily] = {
     # The norm is called inside the branch's call, in both kinds of layers.
     "lfm2": OtherFamily(
         {"norm": 5, "qk": 2, "rope": 1, "residual": 2, "sandwich": 0, "mlp": 2, "loss": 1},
-        launched(rms_norm=3, add_rms_norm=2, qk_norm_rope=1, glu=2, **CONVOLUTION),
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
         in_bf16=True,
     ),
     "qwen3_next": OtherFamily(
         counts(loss=1, norm=6, qk=2, rope=1, residual=2, mlp=2, conv=1, experts=2),
-        launched(
-            rms_norm=3, gated_rms_norm=1, add_rms_norm=2, qk_norm_rope=1, glu=2, causal_conv1d=1,
-            **experts_launched(2),
-        ),
         {
             **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32,
             "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
@@ -247,39 +181,31 @@ OTHERS: Mapping[str, OtherFamily] = {
         },
         expert_mlps=8,
     ),
-    # A layer has two attentions and two dense MLPs; its norms are in lists, four of the layer and four of attentions. A
-    # further norm is at the end.
+    # A layer has two attentions and two dense MLPs; its norms are in lists, four of the layer and four of attentions.
     "longcat_flash": OtherFamily(
         {"norm": 17, "residual": 6, "sandwich": 0, "rope": 4},
-        {"add_rms_norm": 6, "rope": 4},
         {
             "num_layers": 2, "num_hidden_layers": 4, "num_key_value_heads": 4, "ffn_hidden_size": 96,
             "expert_ffn_hidden_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 16, "v_head_dim": 16, "moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2,
         },
         tokens=TOKENS_WITH_AN_IMAGE,
-        other_launches=True,
         in_bf16=True,
     ),
-    # Its Mamba layers add a transformer layer's output, if there is any: two of three have nothing to add. Three
-    # of its norms have a gate, and by its default settings nothing rotates.
+    # Its Mamba layers add a transformer layer's output, if there is any: two of three have nothing to add.
     "zamba2": OtherFamily(
         {"norm": 9, "residual": 3, "sandwich": 0, "rope": 0},
-        {"add_rms_norm": 1},
         {
             "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 16,
             "mamba_ngroups": 1, "n_mamba_heads": 4, "chunk_size": 8, "num_mem_blocks": 1, "adapter_rank": 8,
             "head_dim": None,
         },
         tokens=TOKENS_WITH_AN_IMAGE,
-        other_launches=True,
         in_bf16=True,
     ),
-    # A layer of the encoder has two norms, a layer of the decoder three, and both stacks end with a norm. Sums are
-    # computed at the ends of modules with a single norm each, and reach the next norm from outside.
+    # Sums are computed at the ends of modules with a single norm each, and reach the next norm from outside.
     "t5": OtherFamily(
         counts(norm=12, mlp=4, loss=1),
-        launched(rms_norm=12, glu=4),
         {
             "vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "num_layers": 2,
             "decoder_start_token_id": 0, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu",
@@ -291,17 +217,14 @@ OTHERS: Mapping[str, OtherFamily] = {
     # A layer of the encoder has four norms, a layer of the decoder six; dropout follows those of branches.
     "t5gemma": OtherFamily(
         {"norm": 12, "residual": 3, "sandwich": 5},
-        {"norm_add_norm": 3, "norm_add": 2},
         {"encoder": STACK, "decoder": STACK, "dropout_rate": 0.2, "vocab_size": 64},
         encoder_and_decoder,
         TOKENS_WITH_AN_IMAGE,
-        other_launches=True,
         in_bf16=True,
     ),
     # A layer has two norms; a norm precedes and a norm follows the layers.
     "aimv2_vision_model": OtherFamily(
         counts(norm=6, residual=2, mlp=2),
-        {"rms_norm": 4, "add_rms_norm": 2, "glu": 2},
         {
             "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
             "image_size": 16, "patch_size": 4, "use_head": False,
@@ -313,7 +236,6 @@ OTHERS: Mapping[str, OtherFamily] = {
     # A layer has nine norms; of those after branches, a single norm is added in a return, the others have a factor.
     "gemma3n_audio": OtherFamily(
         counts(norm=18, sandwich=2),
-        {"rms_norm": 16, "norm_add": 2},
         {
             "hidden_size": 64, "input_feat_size": 32, "conf_num_attention_heads": 4, "conf_num_hidden_layers": 2,
             "sscp_conv_channel_size": (16, 8), "conf_reduction_factor": 2,
@@ -325,31 +247,27 @@ OTHERS: Mapping[str, OtherFamily] = {
     # A block of the tower has two norms, and so has a layer of the text; there are two more.
     "qwen2_5_vl": OtherFamily(
         {"norm": 10, "residual": 4, "sandwich": 0, "rope": 4},
-        {"add_rms_norm": 4, "rope": 4},
         {
             **WITH_AN_IMAGE, "vision_config": VISION | {"fullatt_block_indexes": [1], "window_size": 16},
             "vision_start_token_id": START, "vision_end_token_id": END,
         },
         decoder_with_a_tower,
         TOKENS_WITH_AN_IMAGE,
-        other_launches=True,
         in_bf16=True,
     ),
     # A layer of the text has four norms; the tower has two besides those of its blocks.
     "glm4v": OtherFamily(
         {"norm": 15, "residual": 4, "sandwich": 4, "rope": 4},
-        {"add_rms_norm": 2, "norm_add_norm": 2, "norm_add": 2, "rope": 4},
         {
             **WITH_AN_IMAGE, "vision_config": VISION | {"image_size": 16}, "image_start_token_id": START,
             "image_end_token_id": END,
         },
         decoder_with_a_tower,
         TOKENS_WITH_AN_IMAGE,
-        other_launches=True,
         in_bf16=True,
     ),
 }  # fmt: skip
-"""Families by model type; their sites and launches are counted by hand."""
+"""Families by model type; their sites are counted by hand."""
 
 
 def model_of(model_type: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -1,9 +1,4 @@
-"""Random forwards of layers, with and without the patterns of real models, and the modules that they call.
-
-A forward has four tensors, ``a`` to ``d``, whose names it gives new values, and returns all of them. What it does with
-them is drawn: adds with norms before and after, gates, heads and their rotations, modules that read a norm, conditions,
-loops, edits in place, copies, deletions, functions inside.
-"""
+"""Random forwards of layers, with and without the patterns of real models, and the modules that they call."""
 
 from __future__ import annotations
 
@@ -70,30 +65,13 @@ class Layer(Block):
         self.attention, self.mlp = (cls() for cls in self.block_classes)
 
 
-class Model(nn.Module):
-    """A model with a single layer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([layer])
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.layers[0](*tensors)
-
-
-def angles() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    angle = torch.rand(1, TOKENS, WIDTH // HEADS // 2, generator=generator).repeat(1, 1, 2)
-    angle = angle.to("cuda" if torch.cuda.is_available() else "cpu")
-    return angle.cos(), angle.sin()
-
-
 def halve(x: Tensor) -> Tensor:
     """Write into a tensor, and return a new one."""
     return x.mul_(0.5) * 1
 
 
-COS, SIN = angles()
+ANGLE = torch.rand(1, TOKENS, WIDTH // HEADS // 2, generator=torch.Generator().manual_seed(7)).repeat(1, 1, 2)
+ANGLE = ANGLE.to("cuda" if torch.cuda.is_available() else "cpu")
 GLOBALS = {
     "__name__": __name__,
     "apply_rotary_pos_emb": apply_rotary_pos_emb,
@@ -101,8 +79,8 @@ GLOBALS = {
     "functional": functional,
     "halve": halve,
     "torch": torch,
-    "COS": COS,
-    "SIN": SIN,
+    "COS": ANGLE.cos(),
+    "SIN": ANGLE.sin(),
 }
 
 
@@ -165,7 +143,7 @@ class Writer:
             (4, lambda: f"{self._norm()}({value()})"),
             (1, lambda: f"self.{self._choice('q', 'up', 'down')}({value()})"),
             (2, lambda: self._call(value())),
-            (1, lambda: self._scaled(value())),
+            (1, lambda: self._choice(f"(self.factor * {value()})", f"({value()} * 0.5)")),
             (1, lambda: f"({value()} if {self._test()} else {value()})"),
             (0.7, lambda: f"({self._name()} := {value()})"),
             (2, lambda: self._product(value(), value())),
@@ -174,9 +152,6 @@ class Writer:
             (0.4, lambda: f"(lambda: {value()})()"),
             (0.3, lambda: f"{self._choice('self.halve', 'halve')}({value()})"),
         )
-
-    def _scaled(self, value: str) -> str:
-        return self._choice(f"(self.factor * {value})", f"({value} * self.factor)", f"(0.5 * {value})")
 
     def _product(self, gate: str, up: str) -> str:
         act = self._choice(f"self.act({gate})", f"functional.silu({gate})")
@@ -194,9 +169,7 @@ class Writer:
             (0.8, lambda: self._loop(body)),
             (0.4, lambda: self._attempt(body)),
             (0.4, lambda: f"with contextlib.suppress(ValueError):\n{body()}"),
-            (0.5, lambda: self._function(name(), body)),
             (0.3, lambda: f"if {self._test()}:\n    return {value()}, a, b, c, d"),
-            (0.3, lambda: f"more = True\nwhile more:\n{body()}\n    more = False"),
         ]
         return self._drawn(
             (6, lambda: f"{name()} = {self._value()}"),
@@ -209,7 +182,7 @@ class Writer:
             (1, lambda: f"{name()} = {name()} = {value()}"),
             (1, lambda: f"{name()} {self._choice('+=', '*=')} {value()}"),
             (0.7, lambda: self._edit(name())),
-            (0.5, lambda: self._deletion(name())),
+            (0.5, lambda: f"kept = {name()}\ndel kept"),
             *(compound if depth < 2 else []),
         )
 
@@ -219,9 +192,6 @@ class Writer:
             f"self.halve({name})", f"halve({name})", f"{self._name()} = self.halve({name})",
         )  # fmt: skip
 
-    def _deletion(self, name: str) -> str:
-        return f"kept = {name}\ndel {name}\n{name} = kept" if self._is(0.5) else f"kept = {name}\ndel kept"
-
     def _loop(self, body: Callable[[], str]) -> str:
         end = self._choice("", f"\n    if {self._name()} is d:\n        break")
         return f"for _ in range(2):\n{body()}{end}"
@@ -230,12 +200,9 @@ class Writer:
         fails = self._choice("", f"\n    if {self._name()} is a:\n        raise ValueError")
         return f"try:\n{body()}{fails}\nexcept ValueError:\n{body()}"
 
-    def _function(self, name: str, body: Callable[[str], str]) -> str:
-        return f"def {name}_of():\n    return {self._value(1)}\n{body('')}\n{name} = {name}_of()"
-
-    def _body(self, depth: int, indent: str = "    ") -> str:
+    def _body(self, depth: int) -> str:
         lines = [self._statement(depth + 1) for _ in range(self.random.randint(1, 3))]
-        return textwrap.indent("\n".join(lines), indent)
+        return textwrap.indent("\n".join(lines), "    ")
 
     def _residual(self) -> str:
         """Return the statements of a branch, its sum with the residual, and a norm of the sum."""
@@ -267,7 +234,7 @@ class Writer:
         x, y, gate, up = self._name(), self._name(), self._new(), self._new()
         between = self._choice("", "", f"{self._name()} = {self._value(1)}\n")
         act = self._choice("self.act", "functional.silu")
-        match self._choice("single", "names", "ahead", "packed", "normed", "cut"):
+        match self._choice("single", "names", "ahead", "packed", "normed"):
             case "single":
                 return f"{y} = self.down({self._product(f'self.gate({x})', f'self.up({x})')})"
             case "names":
@@ -276,8 +243,6 @@ class Writer:
                 return f"{gate} = {act}(self.gate({x}))\n{between}{up} = self.up({x})\n{y} = {up} * {gate}"
             case "packed":
                 return f"{gate}, {up} = self.packed({x}).chunk(2, dim=-1)\n{between}{y} = {up} * {act}({gate})"
-            case "cut":
-                return f"{gate} = self.packed({x}).chunk(2, dim=-1)\n{between}{y} = {act}({gate}[0]) * {gate}[1]"
         return f"{y} = {self._norm()}({self._product(f'self.gate({x})', f'self.up({x})')})\n{y} = {self._name()} + {y}"
 
     # Blocks
@@ -285,12 +250,11 @@ class Writer:
     def _block(self) -> str:
         """Return the body of a block's forward, which mostly reads ``x`` only in linears."""
         lines = [self._reads("q"), self._reads("k")] if self._is(0.7) else [self._reads("q"), "k = q"]
-        if self._is(0.15):
-            lines.insert(
-                self.random.randint(0, 2), self._choice("x = x * 0.5", "x = x if self.flag else x + 1", "y = x")
+        if self._is(0.2):
+            edit = self._choice(
+                "x = x * 0.5", "x = x if self.flag else x + 1", "y = x", "x.mul_(0.5)", "x += 1", "del x"
             )
-        if self._is(0.1):
-            lines.insert(self.random.randint(0, 2), self._choice("x.mul_(0.5)", "x += 0.25", "halve(x)", "del x"))
+            lines.insert(self.random.randint(0, 2), edit)
         if self._is(0.5):
             lines += self._heads()
         elif self._is(0.8):
@@ -310,16 +274,10 @@ class Writer:
             f"if self.flag:\n    {name} = {linear}(x)\nelse:\n    {name} = {second}(x)",
             f"for _ in range(2):\n    {name} = {linear}(x)",
             f"{name} = sum(f(x) for f in ({linear}, {second}))",
-            f"{name} = sum({linear}(x) for _ in range(2))",
-            f"{name} = (lambda: {linear}(x))()",
             f"def read():\n    return {linear}(x)\n{name} = read()",
-            f"{name} = {linear}(*(x,))",
             f"{name} = {linear}(x) + {second}(x)",
             f"{name} = {linear}(x) + x",
-            f"{name} = {linear}(x).view(x.shape)",
-            f"x = {linear}(x)\n{name} = x",
             f"z = x\n{name} = {linear}(z)",
-            f"{name} = {linear}({second}(x))",
             f"{name} = {linear}(x if self.flag else x * 2)",
         )
 

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from fused_norm.patcher.activation_recognition import recognise_activation
-from fused_norm.patcher.probe import UnrecognisedError
+import fused_norm
+from fused_norm.patcher.patch_report import Site
+
+from .forwards import layer_of
+from .models import relative
+
+
+def mlp_of(act: Any) -> tuple[nn.Module, Site]:
+    """A patched module that multiplies by this activation, and its row."""
+    module = layer_of("return self.act_fn(gate) * up", "gate, up", nn.Module)()
+    module.act_fn = act
+    (row,) = fused_norm.apply_fused_norm(nn.ModuleList([module]), strict=False).rows
+    assert row.kind == "mlp"
+    return module, row
 
 
 class ByHand(nn.Module):
@@ -22,7 +34,7 @@ class ByHand(nn.Module):
         super().__init__()
         self.approximate = approximate
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return nn.functional.gelu(x, approximate=self.approximate)
 
 
@@ -39,14 +51,15 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("value", "formula"), KNOWN, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_the_values_decide(value, formula: str) -> None:
-    activation = recognise_activation(value)
-    assert activation.formula == formula
-    for same in (value, copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
-        assert activation.is_now(same)
-        assert recognise_activation(same) == activation
-        assert hash(recognise_activation(same)) == hash(activation)
+@pytest.mark.parametrize(("act", "formula"), KNOWN, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_the_values_decide(act: Any, formula: str, device: str, launches: list[str]) -> None:
+    module, row = mlp_of(act)
+    assert (row.activation, row.reason) == (formula, None)
+    gate, up = torch.randn(2, 3, 8, device=device)
+    for same in (act, copy.deepcopy(act)):
+        module.act_fn = same
+        assert relative(module(gate, up), act(gate) * up) < 2e-6
+    assert launches == ["glu"] * 2
 
 
 def by(forward: Callable) -> nn.Module:
@@ -54,23 +67,10 @@ def by(forward: Callable) -> nn.Module:
     return type("ActivationByAFunction", (nn.Module,), {"forward": forward})()
 
 
-class WithAShape(nn.Module):
-    """As OLMo's norm without a weight, which may stand in a layer beside an activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shape = (64,)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.layer_norm(x, self.shape)
-
-
 silu = nn.functional.silu
 UNKNOWN = {
     "in place": nn.SiLU(inplace=True),
     "ReLU": nn.ReLU(),
-    "identity": nn.Identity(),
-    "dropout": nn.Dropout(0.5),
     "doubled": by(lambda self, x: silu(x * 2) / 2),
     "in place by its forward": by(lambda self, x: silu(x, inplace=True)),
     "in fp32 alone": by(lambda self, x: x * torch.sigmoid(x) if x.dtype != torch.float32 else silu(x)),
@@ -81,45 +81,32 @@ UNKNOWN = {
     "otherwise in training": by(lambda self, x: silu(2 * x if self.training else x)),
     "detached": by(lambda self, x: silu(x.detach())),
     "straight through": by(lambda self, x: x + (silu(x) - x).detach() if x.requires_grad else silu(x)),
-    "a shape": WithAShape(),
-    **{name: ACT2FN[name] for name in ("quick_gelu", "gelu_fast", "relu2", "sigmoid")},
+    **{name: ACT2FN[name] for name in ("quick_gelu", "gelu_fast")},
     "GELU by tanh of one rounding": by(lambda self, x: ACT2FN["gelu_new"](x.float()).to(x.dtype)),
-    "relu": torch.relu,
+    "a function": torch.relu,
     "a method": torch.tensor(1.0).mul,
-    "linear": nn.Linear(2, 2),
-    "none": None,
+    "holds a method": type(ACT2FN["gelu"])(use_gelu_python=True),
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_computes_something_else_is_refused(name: str) -> None:
-    with pytest.raises(UnrecognisedError, match="its activation"):
-        recognise_activation(UNKNOWN[name])
+    reason = mlp_of(UNKNOWN[name])[1].reason or ""
+    assert reason.startswith("its activation")
+    assert "computes none of silu" in reason or name in ("a method", "holds a method")
 
 
-def test_the_method_of_an_instance_among_the_settings_is_refused() -> None:
-    """A GELU that is computed by another object, which cannot be compared."""
-    activation = type(ACT2FN["gelu"])(use_gelu_python=True)
-    with pytest.raises(UnrecognisedError, match="holds act, a method"):
-        recognise_activation(activation)
-
-
-def test_a_setting_of_its_own_makes_it_another() -> None:
-    act = ByHand("none")
-    activation = recognise_activation(act)
-    assert activation.is_now(act)
-    act.approximate = "tanh"
-    assert not activation.is_now(act)
-    act.approximate = "none"
-    assert activation.is_now(act)
-    assert not activation.is_now(nn.GELU())
-    assert not recognise_activation(nn.functional.gelu).is_now(act)
-
-
-def test_a_forward_put_on_its_class_makes_it_another(monkeypatch) -> None:
-    act = ByHand("none")
-    activation = recognise_activation(act)
-    monkeypatch.setattr(ByHand, "forward", lambda self, x: x)
-    assert not activation.is_now(act)
-    with pytest.raises(UnrecognisedError, match="computes none of silu, gelu, gelu_tanh"):
-        recognise_activation(act)
+@pytest.mark.parametrize("change", ["a setting", "a forward on its class", "another module"])
+def test_what_changed_about_it_runs_as_it_is(change: str, device: str, launches: list[str], monkeypatch: Any) -> None:
+    module, _ = mlp_of(ByHand("none"))
+    gate, up = torch.randn(2, 3, 8, device=device)
+    module(gate, up)
+    assert launches == ["glu"]
+    if change == "a setting":
+        module.act_fn.approximate = "tanh"
+    elif change == "a forward on its class":
+        monkeypatch.setattr(ByHand, "forward", lambda self, x: 2 * x)
+    else:
+        module.act_fn = nn.GELU()
+    assert torch.equal(module(gate, up), module.act_fn(gate) * up)
+    assert launches == ["glu"]

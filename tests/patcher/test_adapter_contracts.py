@@ -11,26 +11,44 @@ from typing import Any
 import peft
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import Tensor, nn
 
 import fused_norm
 from fused_norm.patcher import fused_norm_module
 
-from .models import Subclass, assert_same
-from .test_adapters import with_integers
+from .models import Subclass, assert_same, relative
+from .ranks import called_operators
 
-BF16, FP32 = torch.bfloat16, torch.float32
-RANK, WIDTH, COLUMNS = 4, 24, 20
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+RANK, WIDTH, COLUMNS = 4, 64, 80
 ABOUT_PEFT = "PEFT's LoRA code"
+LINEARS: dict[str, Callable[[], nn.Module]] = {
+    "16 bits": lambda: nn.Linear(WIDTH, COLUMNS, bias=False),
+    "4 bits": lambda: Linear4bit(WIDTH, COLUMNS, bias=False, compute_dtype=BF16, quant_type="nf4"),
+    "8 bits": lambda: Linear8bitLt(WIDTH, COLUMNS, bias=False, has_fp16_weights=False),
+}
 
 
-def adapted(device: str, *, bias: bool = False, dtype: torch.dtype = BF16, **config: Any) -> Any:
-    """Return a PEFT model of a linear with a LoRA adapter; all weights are whole numbers."""
-    base = nn.Sequential(nn.Linear(WIDTH, COLUMNS, bias=bias)).to(device, dtype)
-    lora = peft.LoraConfig(r=RANK, lora_alpha=8, target_modules=["0"], **config)
+def with_integers(weight: Tensor) -> None:
+    """Fill a weight with numbers whose sums are exact in 16 bits, so that the order of a sum changes no bit."""
+    with torch.no_grad():
+        weight.copy_(torch.randint(-1, 2, weight.shape))
+
+
+def adapted(device: str, bits: str = "16 bits", **config: Any) -> Any:
+    """Return a PEFT model of a linear with a LoRA adapter; weights are whole numbers if they are not quantised."""
+    torch.manual_seed(0)
+    base: Any = nn.Sequential(LINEARS[bits]())
+    if bits == "16 bits":
+        with_integers(base[0].weight)
+    base.to(device, BF16)
+    base.is_loaded_in_4bit, base.is_loaded_in_8bit = bits == "4 bits", bits == "8 bits"  # PEFT reads both
+    lora = peft.LoraConfig(**{"r": RANK, "lora_alpha": 8, "target_modules": ["0"]} | config)
     model = peft.get_peft_model(base, lora).train()
-    for parameter in model.parameters():
-        with_integers(parameter)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            with_integers(parameter)
     return model
 
 
@@ -42,13 +60,8 @@ def pair(device: str, **options: Any) -> tuple[Any, Any]:
     """Return a stock model and its copy with a fused LoRA layer."""
     stock = adapted(device, **options)
     fused = copy.deepcopy(stock)
-    assert fused_norm.apply_fused_norm(fused).counts["adapter"] == 1
+    fused_norm.apply_fused_norm(fused, strict=False)
     return stock, fused
-
-
-def is_fused(y: Tensor) -> bool:
-    """Return whether a kernel has added the adapter's output, according to the graph."""
-    return y.grad_fn.name() in ("LoraAddBackward", "LoraLinearBackward")
 
 
 def step(
@@ -62,12 +75,13 @@ def step(
     x = torch.randint(-1, 2, (3, 5, WIDTH), generator=generator).to(device, BF16).requires_grad_()
     dy = torch.randint(-1, 2, (3, 5, COLUMNS), generator=generator).to(device)
     torch.manual_seed(1)
-    with torch.autocast(device, autocast or BF16, enabled=autocast is not None):
+    with called_operators() as called, torch.autocast(device, autocast or BF16, enabled=autocast is not None):
         y = model(x)
+    ran_fused = any(name.startswith("lora_") for name in called)
     if between is not None:
         between(layer_of(model))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return is_fused(y), [y.detach(), *torch.autograd.grad(y, [x, *trained], dy.to(y.dtype), allow_unused=True)]
+    return ran_fused, [y.detach(), *torch.autograd.grad(y, [x, *trained], dy.to(y.dtype), allow_unused=True)]
 
 
 def assert_pefts_bits(
@@ -102,17 +116,32 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     return lambda: [message.partition(": ")[2] for message in caplog.messages if ABOUT_PEFT in message]
 
 
-# ---- The scale ----
+LAYERS: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype | None, bool]] = {
+    "scale of three quarters": ({"lora_alpha": 3}, FP32, BF16, True),
+    "dropout": ({"lora_dropout": 0.5}, FP32, BF16, True),
+    "by the root of the rank": ({"use_rslora": True}, FP32, BF16, True),
+    "float16": ({}, FP32, FP16, True),
+    "16-bit adapters": ({"lora_dropout": 0.5}, BF16, BF16, True),
+    "16-bit adapters without autocast": ({}, BF16, None, True),
+    "without autocast": ({}, FP32, None, False),
+    "with a bias": ({"lora_bias": True}, FP32, BF16, False),
+    "dora": ({"use_dora": True}, FP32, BF16, False),
+}
+"""Options of the adapter, the dtype of its factors, autocast's dtype, and whether the layer runs fused."""
 
 
-def test_a_scale_of_zero_adds_nothing_and_trains_nothing(device: str) -> None:
-    _, fused = pair(device)
-    layer_of(fused).scaling["default"] = 0.0
-    ran_fused, (y, _, *gradients) = step(fused, device)
-    assert ran_fused
-    layer_of(fused).enable_adapters(False)
-    assert torch.equal(y, step(fused, device)[1][0])
-    assert [grad.count_nonzero().item() for grad in gradients] == [0, 0]
+@pytest.mark.parametrize("bits", LINEARS)
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers_of_all_kinds_have_pefts_bits(case: str, bits: str, device: str) -> None:
+    config, dtype, autocast, is_fused = LAYERS[case]
+    stock, fused = pair(device, bits=bits, **config)
+    for model in (stock, fused):
+        layer_of(model).lora_A.to(dtype), layer_of(model).lora_B.to(dtype)
+    ran_fused, actual = step(fused, device, autocast=autocast)
+    assert_same(actual, step(stock, device, autocast=autocast)[1])
+    # PEFT has another formula for quantised linears without autocast; under fp16's some of them return bf16.
+    is_taken = bits == "16 bits" or autocast == BF16
+    assert ran_fused == (is_fused and is_taken) or (autocast == FP16 and bits != "16 bits")
 
 
 # ---- Changes after the patch ----
@@ -139,17 +168,15 @@ def of_another_class(layer: Any, part: str) -> None:
     product.weight = nn.Parameter(product.weight.detach().as_subclass(Doubling))
 
 
+class Tripling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
 def for_all_columns(layer: Any) -> None:
     """Keep a single row for all columns of the output: PyTorch's add broadcasts it."""
     product = layer.lora_B["default"]
     product.weight = nn.Parameter(product.weight.detach()[:1].clone())
-
-
-def transposed(layer: Any) -> None:
-    """Store the factors in another memory order."""
-    for part in (layer.lora_A, layer.lora_B):
-        weight = part["default"].weight
-        weight.data = weight.detach().t().contiguous().t()
 
 
 def with_a_bias(layer: Any) -> None:
@@ -168,11 +195,9 @@ def returning(dtype: torch.dtype) -> Callable[[Any], Any]:
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], bool, str | None]] = {
     "a scale of 3": (with_scale(3.0), True, None),
-    "a scale of three quarters": (with_scale(0.75), True, None),
-    "a scale of 0": (with_scale(0.0), True, None),
-    "a scale of -2": (with_scale(-2.0), True, None),
-    "an integer for a scale": (with_scale(0), True, None),
+    "an integer of 0 for a scale": (with_scale(0), True, None),
     "a tensor for a scale": (with_scale(torch.tensor(3.0)), False, "its scale is a tensor"),
+    "dropout": (lambda layer: layer.lora_dropout.update({"default": nn.Dropout(0.5)}), True, None),
     "no adapter active": (lambda layer: setattr(layer, "_active_adapter", []), False, None),
     "an absent adapter active": (lambda layer: setattr(layer, "_active_adapter", ["elsewhere"]), False, None),
     "switched off": (lambda layer: layer.enable_adapters(False), False, None),
@@ -180,13 +205,15 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], bool, str | None]] = {
     "two adapters active": (with_two_active, False, "it has 2 active adapters"),
     "a first factor of another class": (partial(of_another_class, part="lora_A"), False, "a is a Doubling"),
     "a second factor of another class": (partial(of_another_class, part="lora_B"), False, "b is a Doubling"),
+    "another class of product": (
+        lambda layer: setattr(layer.lora_A["default"], "__class__", Tripling), False, "its adapter has a Tripling"
+    ),
     "one row for all columns": (for_all_columns, False, "base"),
-    "factors in another order of memory": (transposed, True, None),
     "factors of two dtypes": (lambda layer: layer.lora_B.to(BF16), True, None),
     "a bias of a factor": (with_a_bias, False, "its adapter has a bias"),
     "a linear that returns float32": (returning(FP32), True, None),
-    "a linear that returns float16": (returning(torch.float16), False, "x is torch.bfloat16 and base torch.float16"),
-}
+    "a linear that returns float16": (returning(FP16), False, "x is torch.bfloat16 and base torch.float16"),
+}  # fmt: skip
 """A change of a layer, whether it then runs fused, and how the logged reason begins, if any is logged."""
 
 
@@ -203,11 +230,9 @@ def test_a_scale_that_is_set_between_a_forward_and_its_backward_is_for_the_next_
 
 @pytest.mark.parametrize("part", ["lora_A", "lora_B"])
 def test_factors_that_do_not_fit_raise_as_in_peft(part: str, device: str) -> None:
-    stock, fused = pair(device)
-    for model in (stock, fused):
+    for model in pair(device):
         product = getattr(layer_of(model), part)["default"]
         product.weight = nn.Parameter(product.weight.detach()[:3].repeat(1, 2))
-    for model in (stock, fused):
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             step(model, device)
 
@@ -228,42 +253,31 @@ def test_random_numbers_are_drawn_in_the_order_of_peft(late: bool, device: str) 
     assert_pefts_bits(device, change, lora_dropout=0.5)
 
 
-def with_forward(product: nn.Module) -> None:
-    product.forward = lambda x: 3 * nn.functional.linear(x, product.weight)
-
-
-def with_hook(product: nn.Module, register: str) -> None:
-    tripled = {
-        "register_forward_pre_hook": lambda _, args: (args[0] * 3,),
-        "register_forward_hook": lambda _, __, y: y * 3,
-        "register_full_backward_pre_hook": lambda _, dys: (dys[0] * 3,),
-        "register_full_backward_hook": lambda _, dxs, __: (dxs[0] * 3,),
-    }
-    getattr(product, register)(tripled[register])
-
-
-SEEN: dict[str, Callable[[nn.Module], Any]] = {
-    "a forward": with_forward,
-    **{
-        name: partial(with_hook, register=f"register_{name}")
-        for name in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
-    },
+TRIPLED: dict[str, Callable[..., Any]] = {
+    "forward_pre_hook": lambda _, args: (args[0] * 3,),
+    "forward_hook": lambda _, __, y: y * 3,
+    "full_backward_pre_hook": lambda _, dys: (dys[0] * 3,),
+    "full_backward_hook": lambda _, dxs, __: (dxs[0] * 3,),
 }
 
 
 @pytest.mark.parametrize(
     ("part", "seen"),
     [
-        *itertools.product(["lora_A", "lora_B", "base_layer"], SEEN),
-        *(("lora_dropout", seen) for seen in SEEN if seen != "a forward"),  # it has no weight
+        *itertools.product(["lora_A", "lora_B", "base_layer"], ("a forward", *TRIPLED)),
+        *(("lora_dropout", seen) for seen in TRIPLED),  # it has no weight
     ],
 )
-def test_what_other_code_has_put_on_a_part_of_a_layer_runs(part: str, seen: str, device: str, logged: Any) -> None:
+def test_what_other_code_has_put_on_a_part_of_a_layer_runs(part: str, seen: str, device: str) -> None:
     """The other code multiplies its tensors by three."""
 
     def change(layer: Any) -> None:
         product = getattr(layer, part)
-        SEEN[seen](product if isinstance(product, nn.Linear) else product["default"])
+        product = product["default"] if isinstance(product, nn.ModuleDict) else product
+        if seen == "a forward":
+            product.forward = lambda x: 3 * nn.functional.linear(x, product.weight)
+        else:
+            getattr(product, f"register_{seen}")(TRIPLED[seen])
 
     assert_pefts_bits(device, change, lora_dropout=0.5 if part == "lora_dropout" else 0.0)
 
@@ -272,8 +286,8 @@ def test_what_other_code_has_put_on_a_part_of_a_layer_runs(part: str, seen: str,
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32], ids=str)
-@pytest.mark.parametrize("factor", [BF16, torch.float16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("factor", [BF16, FP16, FP32], ids=str)
 def test_an_input_is_rounded_to_the_first_factors_dtype_before_it_is_dropped(
     factor: torch.dtype, dtype: torch.dtype, p: float, device: str
 ) -> None:
@@ -284,42 +298,20 @@ def test_an_input_is_rounded_to_the_first_factors_dtype_before_it_is_dropped(
     for model in (stock, fused):
         layer_of(model).lora_A.to(factor)
         torch.manual_seed(4)
-        with torch.autocast(device, BF16):
+        with called_operators() as called, torch.autocast(device, BF16):
             outputs.append(model(x))
-    assert is_fused(outputs[1])
+    assert any(name.startswith("lora_") for name in called)
     assert torch.equal(*outputs)
-    if factor == torch.float16 or dtype == torch.float16:
-        with torch.autocast(device, BF16):
-            assert torch.equal(outputs[1][7:], layer_of(fused).base_layer(x[7:])), "nothing is added"
-
-
-def test_an_input_of_another_class_gives_an_output_of_that_class(device: str) -> None:
-    stock, fused = pair(device)
-    x = torch.randint(-1, 2, (3, WIDTH)).to(device, BF16)
-    with torch.autocast(device, BF16):
-        actual, expected = (model(x.as_subclass(Subclass)) for model in (fused, stock))
-    assert type(actual) is type(expected) is Subclass
-    assert torch.equal(actual, expected)
-
-
-class Scaled(nn.Linear):
-    """A linear that takes a factor."""
-
-    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
-        return super().forward(x) * factor
 
 
 def test_further_arguments_reach_the_linear(device: str) -> None:
-    stock, fused = pair(device)
+    layers = [layer_of(model) for model in pair(device)]
     x = torch.randint(-1, 2, (3, WIDTH)).to(device, BF16)
-    layers = [layer_of(model) for model in (stock, fused)]
     for layer in layers:
-        layer.base_layer.__class__ = Scaled
-    for args, kwargs in (((3.0,), {}), ((), {"factor": 3.0})):
-        with torch.autocast(device, BF16):
-            outputs = [layer(x, *args, **kwargs) for layer in layers]
-        assert torch.equal(*outputs)
-        assert not torch.equal(outputs[0], layers[0](x))
+        layer.base_layer.forward = lambda x, factor=1.0, w=layer.base_layer.weight: factor * nn.functional.linear(x, w)
+    outputs = [layer(x, factor=3.0) for layer in layers]
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], layers[0](x))
 
 
 @pytest.mark.parametrize("autocast", [BF16, None])
@@ -336,13 +328,28 @@ def test_inside_disabled_pefts_code_runs_and_nothing_is_logged(
 
 
 def test_a_batch_of_several_adapters_is_pefts(device: str) -> None:
-    stock, fused = pair(device)
-    names = ["default", "__base__", "default"]
+    models = pair(device)
     x = torch.randn(3, 5, WIDTH, device=device, dtype=BF16)
     with torch.no_grad(), torch.autocast(device, BF16):
-        results = [model.eval()(x, adapter_names=names) for model in (stock, fused)]
+        results = [model.eval()(x, adapter_names=["default", "__base__", "default"]) for model in models]
     assert torch.equal(*results)
-    assert torch.equal(results[1][1], layer_of(fused).base_layer(x[1]))
+
+
+def test_inputs_of_other_classes_shapes_and_dtypes_have_pefts_outputs(device: str) -> None:
+    inputs: list[Tensor] = [
+        torch.randn(0, 5, WIDTH, dtype=BF16),
+        torch.randn(WIDTH, dtype=BF16),
+        torch.randn(5, 3, WIDTH, dtype=BF16).transpose(0, 1),
+        torch.randint(-1, 2, (2, WIDTH)).to(FP16),
+        torch.randint(-1, 2, (2, WIDTH)).float(),
+        torch.randint(-1, 2, (2, WIDTH)).to(BF16).as_subclass(Subclass),
+    ]
+    models = pair(device)
+    for x in inputs:
+        with torch.autocast(device, BF16):
+            expected, actual = [model(x.to(device)) for model in models]
+        assert (actual.dtype, type(actual)) == (expected.dtype, type(expected))
+        torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-5)
 
 
 def test_a_gradient_of_an_input_in_float32_is_differentiated_again(device: str) -> None:
@@ -353,24 +360,6 @@ def test_a_gradient_of_an_input_in_float32_is_differentiated_again(device: str) 
             y = model(x)
         weight = layer_of(model).lora_A["default"].weight
         (da,) = torch.autograd.grad(y.float().square().sum(), weight, create_graph=True)
-        (dx,) = torch.autograd.grad(da.square().sum(), x)
-        seconds.append(dx.double())
+        seconds += torch.autograd.grad(da.square().sum(), x)
     expected, actual = seconds
-    assert expected.any()
-    assert (actual - expected).norm() < 2e-2 * expected.norm()
-
-
-def test_inputs_that_kernels_do_not_take_have_pefts_bits(device: str) -> None:
-    stock, fused = pair(device)
-    inputs: list[Tensor] = [
-        torch.randn(0, 5, WIDTH, dtype=BF16),
-        torch.randn(WIDTH, dtype=BF16),
-        torch.randn(5, 3, WIDTH, dtype=BF16).transpose(0, 1),
-        torch.randint(-1, 2, (2, WIDTH)).to(torch.float16),
-        torch.randint(-1, 2, (2, WIDTH)).float(),
-    ]
-    for x in inputs:
-        with torch.autocast(device, BF16):
-            ys = [model(x.to(device)) for model in (stock, fused)]
-        assert ys[0].dtype == ys[1].dtype
-        torch.testing.assert_close(ys[1], ys[0], rtol=2**-6, atol=2**-5)
+    assert relative(actual, expected) < 2e-2

@@ -9,13 +9,11 @@ import io
 import json
 import pickle
 import types
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import fused_norm
 from fused_norm import FusedNormError, FuseOptions
@@ -61,7 +59,7 @@ def test_every_site_of_a_family_is_fused(model_type: str) -> None:
     gates = {site.activation for site in report.fused if site.kind == "mlp"}
     assert gates == {{"gelu_pytorch_tanh": "gelu_tanh"}.get(activation, activation)}
     assert len({(site.path, site.kind) for site in report.fused}) == len(report.fused)
-    assert (report.model_type, report.model) == (model_type, report.model)
+    assert report.model_type == model_type
 
 
 @pytest.mark.parametrize("model_type", SLOW_BUT_FOR_A_FEW)
@@ -92,8 +90,7 @@ def test_bf16_forward_has_the_stock_rounding_points(model_type: str, device: str
         stock = model(ids, use_cache=False).logits
         fused_norm.apply_fused_norm(model)
         fused = model(ids, use_cache=False).logits
-    # Sums are taken in another order, so a value that lies between two bf16 numbers may fall to the other side; a wrong
-    # cast in a single norm changes about a quarter of its outputs, and with them nearly all logits.
+    # A wrong cast in a single norm changes about a quarter of its outputs, and with them nearly all logits.
     assert relative(fused, stock) < 2**-8
 
 
@@ -117,22 +114,15 @@ def test_twice_changes_nothing_and_undo_restores_every_class_and_attribute(model
 FEWER = (
     {"residual": False},
     {"norms": False},
-    {"rope": False},
     {"qk": False},
     {"qk": False, "rope": True},
-    {"mlp": False},
-    {"loss": False},
+    {"mlp": False, "rope": False},
     {"modules": "model.layers.1.*"},
-    {"sandwich": False},
     {"residual": False, "sandwich": True},
 )
 
 
-_IN_A_ROW = ({"qk": False, "rope": True}, {"modules": "model.layers.1.*"})
-"""Those that the fast tests try."""
-
-
-@pytest.mark.parametrize("options", slow_but(_IN_A_ROW, FEWER), ids=str)
+@pytest.mark.parametrize("options", slow_but((FEWER[3], FEWER[5]), FEWER), ids=str)
 def test_a_patched_model_becomes_what_other_options_make_of_a_stock_one(options: dict) -> None:
     """It is patched with all options first, then with others."""
     stock = build("gemma3_text", seed=0)
@@ -151,19 +141,15 @@ def test_a_patched_model_becomes_what_other_options_make_of_a_stock_one(options:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"norms": False}, counts(loss=1, qk=4, rope=2, mlp=2)),
-        ({"residual": False}, counts(loss=1, norm=5, qk=4, rope=2, mlp=2)),
         ({"rope": False}, counts(loss=1, norm=5, qk=4, residual=2, mlp=2)),
         ({"qk": False}, counts(loss=1, norm=5, residual=2, mlp=2)),
         ({"qk": False, "rope": True}, counts(loss=1, norm=5, rope=2, residual=2, mlp=2)),
         ({"loss": False}, counts(norm=5, qk=4, rope=2, residual=2, mlp=2)),
         ({"modules": "lm_head"}, counts(loss=1)),
         ({"mlp": False}, counts(loss=1, norm=5, qk=4, rope=2, residual=2)),
-        ({"norms": False, "qk": False}, counts(loss=1, mlp=2)),
         ({"norms": False, "qk": False, "mlp": False, "rope": True}, counts(loss=1, rope=2)),
         ({"modules": "model.layers.0.*"}, counts(norm=2, qk=2, rope=1, residual=1, mlp=1)),
         ({"modules": ["*.q_norm", "model.norm"]}, counts(norm=1, qk=2)),
-        ({"modules": ["*.self_attn", "*.0.mlp"]}, counts(rope=2, mlp=1)),
         ({"modules": lambda path, module: "layers.1" in path}, counts(norm=2, qk=2, rope=1, residual=1, mlp=1)),
         ({"modules": "*.post_attention_layernorm", "qk": False}, counts(norm=2, residual=2)),
     ],
@@ -185,15 +171,12 @@ def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None
         ({"strict": 1}, TypeError, "strict must be"),
         ({"norms": False, "residual": True}, ValueError, "residual=True contradicts norms=False"),
         ({"norms": False, "sandwich": True}, ValueError, "sandwich=True contradicts norms=False"),
-        ({"across": True}, TypeError, "across"),
-        ({"rope": "yes"}, TypeError, "rope must be True, False or None"),
         (
             dict.fromkeys(("norms", "qk", "mlp", "conv", "experts", "adapter", "loss"), False),
             ValueError,
             "loss=False leave nothing to fuse",
         ),
         ({"modules": 3}, TypeError, "modules must be"),
-        ({"modules": ["a", 3]}, TypeError, "modules must be"),
         ({"modules": []}, TypeError, "modules must be"),
         ({"modules": "model.layer.*"}, FusedNormError, "LoRA layer or head; one of their paths is model.layers.0"),
         ({"modules": lambda path, module: False}, FusedNormError, "nothing to fuse"),
@@ -295,8 +278,8 @@ def test_copies_pickles_and_checkpoints_keep_working(model_type: str, device: st
         "torch.load": torch.load(buffer, weights_only=False),
     }
     model.save_pretrained(tmp_path)
-    for name, twin in twins.items():
-        assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()], name
+    for twin in twins.values():
+        assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
         assert_same_bits(step(twin, ids), expected)
     fused_norm.remove_fused_norm(twins["deepcopy"])
     assert is_fused(model.model.norm)
@@ -312,11 +295,7 @@ def test_fused_classes_keep_what_others_go_by() -> None:
     for path, module in model.named_modules():
         kind, origin = type(module), stock[path]
         assert isinstance(module, origin)
-        assert (kind.__name__, kind.__qualname__, kind.__module__) == (
-            origin.__name__,
-            origin.__qualname__,
-            origin.__module__,
-        )
+        assert all(getattr(kind, n) == getattr(origin, n) for n in ("__name__", "__qualname__", "__module__"))
     assert not hasattr(model.model.norm, "kernel_layer_name")
     assert type(model.model.layers[0]) is type(model.model.layers[1])
     later = build("llama", seed=1)
@@ -335,11 +314,6 @@ SHARED = {
         {f"1.{path}": f"0.{path}" for path in ("self_attn.k_norm", "input_layernorm", "post_attention_layernorm")},
         counts(loss=1, norm=3, qk=3, rope=2, residual=2, mlp=2),
     ),
-    "one norm for q and k": (
-        {f"{layer}.self_attn.k_norm": f"{layer}.self_attn.q_norm" for layer in range(2)},
-        counts(loss=1, norm=5, qk=2, rope=2, residual=2, mlp=2),
-    ),
-    "an attention": ({"1.self_attn": "0.self_attn"}, counts(loss=1, norm=5, qk=2, rope=1, residual=2, mlp=2)),
     "a layer": ({"1": "0"}, counts(loss=1, norm=3, qk=2, rope=1, residual=1, mlp=1)),
 }
 """Paths of modules that share another module, relative to the layers, and the sites of a Qwen3 with these."""
@@ -365,31 +339,20 @@ def test_shared_modules_have_one_row_and_are_fused_wherever_they_are(
     assert snapshot(model) == before
 
 
-MOVED: dict[str, Callable[[nn.ModuleList], object]] = {
-    "a copy inserted": lambda layers: layers.insert(1, copy.deepcopy(layers[0])),
-    "one taken away": lambda layers: layers.pop(1),
-    "one moved": lambda layers: layers.insert(0, layers.pop(2)),
-    "one twice": lambda layers: layers.append(layers[0]),
-}
-
-
-@pytest.mark.parametrize("model_type", [slow("qwen3"), "gemma2"])
-@pytest.mark.parametrize("name", slow_but(["a copy inserted"], MOVED))
-def test_layers_may_be_moved_after_patching(name: str, model_type: str) -> None:
-    stock = build(tiny_config(model_type, num_hidden_layers=3, layer_types=["full_attention"] * 3), seed=0)
-    fused = copy.deepcopy(stock)
-    fused_norm.apply_fused_norm(fused)
+def test_layers_may_be_moved_after_patching() -> None:
+    stock = build(tiny_config("gemma2", num_hidden_layers=3, layer_types=["full_attention"] * 3), seed=0)
+    fused = fused_copy(stock)
     for model in (stock, fused):
-        MOVED[name](model.model.layers)
-        model.config.num_hidden_layers = len(model.model.layers)
-        model.config.layer_types = ["full_attention"] * len(model.model.layers)
+        layers = model.model.layers
+        layers.insert(0, layers.pop(2))
+        layers.insert(1, copy.deepcopy(layers[0]))
+        layers.append(layers[1])
+        model.config.num_hidden_layers = 5
+        model.config.layer_types = ["full_attention"] * 5
     assert_trains_as_stock(stock, fused, tokens(batch=1))
     report = fused_norm.apply_fused_norm(fused)
     assert report == fused_norm.apply_fused_norm(copy.deepcopy(stock))
     assert report.kept == ()
-    assert {site.path for site in report.fused if site.kind == "norm"} == {
-        path for path, module in stock.named_modules() if type(module) is type(stock.model.norm)
-    } - {path for path, _ in stock.named_modules() if path.endswith(("q_norm", "k_norm"))}
     assert_trains_as_stock(stock, fused, tokens(batch=1))
 
 
@@ -413,51 +376,9 @@ def test_norms_that_differ_are_not_computed_together(device: str) -> None:
     assert_trains_as_stock(stock, model, tokens(device))
 
 
-class TwoWidths(nn.Module):
-    """An attention whose queries and keys differ in width."""
-
-    def __init__(self, key_width: int) -> None:
-        super().__init__()
-        self.q_norm, self.k_norm = nn.RMSNorm(24, eps=1e-5), nn.RMSNorm(key_width, eps=1e-5)
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        cos, sin = angles
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        return q, k
-
-
-def test_q_and_k_norms_of_other_widths_are_kept_apart() -> None:
-    assert fused_norm.apply_fused_norm(TwoWidths(24)).counts == counts(qk=2, rope=1)
-    report = fused_norm.apply_fused_norm(TwoWidths(20))
-    assert report.counts == counts(qk=2, rope=1)
-    assert [site.spec for site in report.fused if site.kind == "rope"] == [None]
-
-
-def test_checkpointing_keeps_nothing_from_being_fused() -> None:
-    model = build("gemma3_text", seed=0)
-    model.gradient_checkpointing_enable()
-    report = fused_norm.apply_fused_norm(model)
-    assert report.counts == sites("gemma3_text")
-    assert report.kept == ()
-
-
 def test_rows_alike_but_for_an_index_at_the_end_of_their_paths_are_one_line() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.act = nn.RMSNorm(24, eps=1e-5), nn.Tanh()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.first(x) * self.act(x)
-
-    lines = str(fused_norm.apply_fused_norm(nn.ModuleDict({"layers": nn.ModuleList([Layer() for _ in range(11)])})))
-    kept = lines.splitlines().index(next(line for line in lines.splitlines() if line.startswith("kept Layer:")))
-    assert lines.splitlines()[kept + 1 :][-1].split() == ["11", "mlp", "layers.*"]
-    assert "layers.*.first" in lines
+    norms = nn.ModuleDict({"norms": nn.ModuleList([nn.RMSNorm(24, eps=1e-5) for _ in range(11)])})
+    assert str(fused_norm.apply_fused_norm(norms)).splitlines()[-1].split() == ["11", "norm", "norms.*"]
 
 
 def test_a_module_with_weight_bias_and_eps_is_no_norm() -> None:
@@ -502,12 +423,8 @@ def test_a_family_that_lost_a_site_or_its_meaning_is_an_error() -> None:
     del model.model.layers[0].post_attention_layernorm
     with pytest.raises(FusedNormError, match=r"layers\.0\.post_attention_layernorm \(norm\): not found"):
         fused_norm.apply_fused_norm(model)
-
-    class RoundsOnce(nn.RMSNorm):
-        pass
-
     model = build("llama", seed=0)
-    model.model.norm = RoundsOnce(72, eps=1e-5)
+    model.model.norm = nn.RMSNorm(72, eps=1e-5)
     with pytest.raises(
         FusedNormError, match=r"model\.norm \(norm\): computes gemma, weight, eps 1e-05, not what llama"
     ):
@@ -584,41 +501,23 @@ def test_the_old_name_of_consumers_is_accepted_with_a_warning() -> None:
     ],
 )
 def test_an_option_leaves_out_what_depends_on_it(options: dict, left_out: set[str], reason: str | None) -> None:
-    assert FuseOptions() == FuseOptions(norms=None, rope=None, modules=None, strict=True)
-    model_type = "gemma3_text"
-    report = fused_norm.apply_fused_norm(build(model_type, seed=0), **options)
-    assert report.counts == sites(model_type) | dict.fromkeys(left_out, 0)
+    report = fused_norm.apply_fused_norm(build("gemma3_text", seed=0), **options)
+    assert report.counts == sites("gemma3_text") | dict.fromkeys(left_out, 0)
     if reason is not None:
         assert {site.reason.removeprefix("its norm is kept: ") for site in report.kept} == {f"switched off: {reason}"}
 
 
-class TwoAdds(nn.Module):
-    """A layer with two adds before norms, of which one can be patched first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.RMSNorm(24, eps=1e-5)
-        self.second = nn.RMSNorm(24, eps=1e-5)
-
-    def forward(self, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-        x = r + x
-        x = self.first(x)
-        x = r + x
-        return self.second(x)
-
-
 def test_a_class_that_others_derived_from_a_fused_one_is_not_replaced() -> None:
-    layer = TwoAdds()
-    model = nn.ModuleList([layer])
-    assert fused_norm.apply_fused_norm(model, modules="*.first").counts["residual"] == 1
-    sharded = type("FSDPTwoAdds", (type(layer),), {})  # as fully_shard does
+    model = build(tiny_config("gemma3_text", num_hidden_layers=1), seed=0)
+    assert fused_norm.apply_fused_norm(model, sandwich=False).counts["residual"] == 1
+    (layer,) = model.model.layers
+    sharded = type("FSDPLayer", (type(layer),), {})  # as fully_shard does
     layer.__class__ = sharded
     report = fused_norm.apply_fused_norm(model)
     assert type(layer) is sharded
-    assert report.counts == counts(norm=2, residual=1)
-    kept = {site.path: site for site in report.kept}["0.second"]
-    assert kept.cause == "overridden"
-    assert "built on its layer" in kept.reason
+    assert report.counts["residual"] == 1
+    assert [(site.kind, site.cause) for site in report.kept] == [("sandwich", "overridden")] * 2
+    assert all("built on its layer" in site.reason for site in report.kept)
     before = snapshot(model)
     with pytest.raises(FusedNormError, match="derived from a fused class afterwards"):
         fused_norm.apply_fused_norm(model, residual=False)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import accelerate
@@ -32,16 +30,13 @@ from .models import (
     counts,
     fused_copy,
     is_fused,
-    losses_of,
     relative,
-    rows_of,
     sites,
     slow,
     slow_but,
     snapshot,
     step,
     tokens,
-    trainer_of,
     twins,
 )
 from .ranks import on_two_ranks
@@ -107,35 +102,6 @@ def test_arguments_that_only_a_replaced_forward_takes_reach_it(device: str, monk
     assert torch.equal(fused.model.layers[0](states=x, factor=3.0), stock.model.layers[0].input_layernorm(x) * 3.0)
 
 
-def test_a_class_replaced_by_a_forward_that_can_be_fused_is_fused_anew(device: str, monkeypatch) -> None:
-    """Patterns are matched in the current forward of the class, not in a previous forward."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.RMSNorm(24, eps=1e-5), nn.RMSNorm(24, eps=1e-5)
-            nn.init.normal_(self.first.weight)
-
-        def forward(self, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-            x = r + x
-            x = self.first(x)
-            return self.second(x)
-
-        def changed(self, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            x = r + x
-            return self.second(x)
-
-    stock = Layer().to(device)
-    fused = copy.deepcopy(stock)
-    x, r = torch.randn(2, 4, 24, device=device)
-    assert [site.path for site in fused_norm.apply_fused_norm(fused).fused if site.kind == "residual"] == ["first"]
-    monkeypatch.setattr(Layer, "forward", Layer.changed)
-    assert relative(fused(x, r), stock(x, r)) < 1e-6
-    assert [site.path for site in fused_norm.apply_fused_norm(fused).fused if site.kind == "residual"] == ["second"]
-    assert relative(fused(x, r), stock(x, r)) < 1e-6
-
-
 @pytest.mark.slow
 def test_compiled_code_runs_a_forward_put_on_a_class(device: str, monkeypatch) -> None:
     torch._dynamo.reset()
@@ -174,42 +140,9 @@ def test_a_forward_put_on_a_fused_class_is_reported_and_no_other_model_gets_it(d
     assert_trains_as_stock(stock, later, ids)
 
 
-class TheirNorm(nn.Module):
-    """A norm of another library, which binds its forward to the norms of an existing model."""
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.their_eps) * 1.5
-
-
-@pytest.mark.parametrize("model_type", [slow("qwen3"), "gemma3_text"])
-def test_a_forward_bound_to_fused_instances_runs_and_is_reported(model_type: str, device: str) -> None:
-    stock, fused = twins(model_type, device)
-    ids = tokens(device)
-    for model in (stock, fused):
-        for norm in model.modules():
-            if type(norm).__name__.endswith("RMSNorm"):
-                norm.their_eps = 1e-5
-                vars(norm)["forward"] = TheirNorm.forward.__get__(norm, type(norm))
-    assert_trains_as_stock(stock, fused, ids)
-    report = fused_norm.apply_fused_norm(fused, strict=False)
-    assert report.counts == counts(rope=sites(model_type)["rope"], mlp=sites(model_type)["mlp"], loss=1)
-    assert {site.spec for site in report.fused} == {None}
-    assert len(report.fused) + len(report.kept) == sum(sites(model_type).values())
-    assert all("its forward was replaced on the instance, by" in site.reason for site in report.kept)
-    assert all("TheirNorm.forward" in site.reason and site.cause == "overridden" for site in report.kept)
-    assert_trains_as_stock(stock, fused, ids)
-    for norm in fused.modules():
-        vars(norm).pop("forward", None)
-    again = fused_norm.apply_fused_norm(fused)
-    assert again.counts == sites(model_type)
-    assert_trains_as_stock(build(model_type, seed=0, device=device), fused, ids)
-
-
 FEWER = {
-    "self_attn": {"rope": 1},
     "mlp": {"mlp": 1},
     "": {"residual": 1},
-    "input_layernorm": {"norm": 4},
     "post_attention_layernorm": {"norm": 4, "residual": 1},
     "self_attn.k_norm": {"qk": 3},
 }
@@ -234,22 +167,21 @@ def test_a_forward_bound_to_one_instance_is_reported_there_alone(place: str, ord
     if order == "bind, patch" and place.endswith("norm"):
         assert not is_fused(fused.model.layers[1].get_submodule(place))
     assert_trains_as_stock(stock, fused, tokens(device))
+    for model in (stock, fused):
+        del model.model.layers[1].get_submodule(place).forward
+    assert fused_norm.apply_fused_norm(fused).counts == sites("qwen3")
+    assert_trains_as_stock(stock, fused, tokens(device))
 
 
 class TheirMLP(LlamaMLP):
-    """An MLP of another library, with a kernel for the activation and the product."""
+    """An MLP of another library, with its own product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(their_product(self.gate_proj(x), self.up_proj(x)))
-
-
-def their_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(gate) * up * 1.5
+        return self.down_proj(torch.addcmul(x, x, x))
 
 
 def test_a_class_of_others_in_the_place_of_an_mlp_has_a_row(monkeypatch) -> None:
-    modeling = sys.modules[LlamaMLP.__module__]
-    monkeypatch.setattr(modeling, "LlamaMLP", TheirMLP)
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", TheirMLP)
     report = fused_norm.apply_fused_norm(build("llama", seed=0))
     assert report.counts == {**sites("llama"), "mlp": 0}
     assert [(site.path, site.kind, site.cause) for site in report.kept] == [
@@ -362,63 +294,15 @@ def test_a_layer_that_a_mode_has_seen_is_run_again_by_the_same_code(is_around_ba
     assert_same(*gradients)
 
 
-def of_the_hub(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A forward as ``kernelize`` of the package ``kernels`` binds it, also under transformers' ``use_kernels``."""
-    return type(self).forward(self, *args, **kwargs)
-
-
-def kernelized(model: nn.Module) -> list[str]:
-    """Bind such a forward to every instance whose class has a ``kernel_layer_name``, and return their paths."""
-    modules = {path: module for path, module in model.named_modules() if hasattr(type(module), "kernel_layer_name")}
-    for module in modules.values():
-        module.forward = MethodType(of_the_hub, module)
-    return [*modules]
-
-
 @pytest.mark.parametrize("part", ["norm", "layers.0.mlp", "layers.0.self_attn", "layers.0"])
 def test_the_hub_binds_nothing_over_what_is_fused(part: str, monkeypatch) -> None:
+    """``kernelize`` of the package ``kernels`` binds forwards to instances whose class has a ``kernel_layer_name``."""
     model = build("llama", seed=0)
-    kind = type(model.model.get_submodule(part))
-    monkeypatch.setattr(kind, "kernel_layer_name", "AsTheHubCallsIt", raising=False)
-    paths = [path for path, module in model.named_modules() if type(module) is kind]
+    monkeypatch.setattr(type(model.model.get_submodule(part)), "kernel_layer_name", "OfTheHub", raising=False)
     fused_norm.apply_fused_norm(model)
-    assert kernelized(model) == []
+    assert not any(hasattr(type(module), "kernel_layer_name") for module in model.modules())
     fused_norm.remove_fused_norm(model)
-    assert kernelized(model) == paths
-
-
-@pytest.mark.parametrize(("part", "kind"), [("norm", "norm"), ("layers.0.mlp", "mlp")])
-def test_what_the_hub_has_bound_before_runs_and_is_reported(part: str, kind: str, monkeypatch, device: str) -> None:
-    stock, model = twins("llama", device)
-    monkeypatch.setattr(type(stock.model.get_submodule(part)), "kernel_layer_name", "AsTheHubCallsIt", raising=False)
-    fused_norm.remove_fused_norm(model)
-    bound = kernelized(model)
-    report = fused_norm.apply_fused_norm(model, strict=False)
-    rows = [site for site in report.kept if site.kind == kind]
-    assert [site.path for site in rows] == bound
-    assert all("its forward was replaced on the instance, by" in site.reason for site in rows)
-    assert all("of_the_hub" in site.reason and site.cause == "overridden" for site in rows)
-    assert report.counts["rope"] == 2
-    assert_near(step(model, tokens(device)), step(stock, tokens(device)))
-
-
-@pytest.mark.parametrize("first", ["peft", "fused_norm"])
-def test_lora_trains_the_same_on_top_or_below(first: str, device: str) -> None:
-    torch.manual_seed(3)
-    config = peft.LoraConfig(target_modules=["q_proj", "gate_proj", "up_proj"], init_lora_weights=False)
-    stock = peft.get_peft_model(build("qwen3", seed=0, device=device), config)
-    fused = copy.deepcopy(stock)
-    if first == "peft":
-        report = fused_norm.apply_fused_norm(fused)
-    else:
-        fused = build("qwen3", seed=0, device=device)
-        report = fused_norm.apply_fused_norm(fused)
-        fused = peft.get_peft_model(fused, config)
-        fused.load_state_dict(stock.state_dict())
-    assert report.counts == sites("qwen3") | {"adapter": 6 if first == "peft" else 0}
-    expected = step(stock, tokens(device))
-    assert all("lora" in name for name in expected[1])
-    assert_near(step(fused, tokens(device)), expected)
+    assert hasattr(type(model.model.get_submodule(part)), "kernel_layer_name")
 
 
 @pytest.mark.parametrize(
@@ -450,20 +334,10 @@ def test_norms_wrapped_by_peft_are_called_through_their_wrappers(config, device:
 
 def test_wrapping_a_fused_norm_later_falls_back_to_separate_calls(device: str) -> None:
     stock, fused = twins("llama", device)
-    ids = tokens(device)
-
-    class Wrapper(nn.Module):
-        def __init__(self, norm: nn.Module) -> None:
-            super().__init__()
-            self.norm = norm
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(x) * 1.5
-
     for model in (stock, fused):
         layer = model.model.layers[0]
-        layer.post_attention_layernorm = Wrapper(layer.post_attention_layernorm)
-    assert relative(step(fused, ids)[0], step(stock, ids)[0]) < 1e-5
+        layer.post_attention_layernorm = nn.Sequential(layer.post_attention_layernorm, nn.Tanh())
+    assert_trains_as_stock(stock, fused, tokens(device))
 
 
 @pytest.mark.parametrize("order", ["patch, offload", "offload, patch"])
@@ -476,9 +350,7 @@ def test_offloaded_norms_are_materialised_by_their_hooks(order: str, device: str
         fused_norm.apply_fused_norm(fused)
     accelerate.cpu_offload(fused, execution_device=torch.device(device))
     assert fused.model.norm.weight.is_meta
-    before = snapshot(fused)
     if order == "offload, patch":
-        # A q norm and a k norm whose weights are loaded at their calls are called separately.
         report = fused_norm.apply_fused_norm(fused)
         assert report.counts == sites("qwen3")
         assert {site.spec for site in report.fused if site.kind == "rope"} == {None}
@@ -486,40 +358,9 @@ def test_offloaded_norms_are_materialised_by_their_hooks(order: str, device: str
     with torch.no_grad():
         assert relative(fused(ids, use_cache=False).logits, expected) < 1e-5
     assert (launches.count("rms_norm"), launches.count("add_rms_norm")) == (7, 2)
-    if order == "offload, patch":
-        fused_norm.remove_fused_norm(fused)
-        assert [kind for kind, _ in snapshot(fused)] == [kind for kind, _ in before]
-        with torch.no_grad():
-            assert torch.equal(fused(ids, use_cache=False).logits, expected)
     accelerate.hooks.remove_hook_from_submodules(fused)
     with torch.no_grad():
         assert relative(fused(ids, use_cache=False).logits, expected) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("rows", "options"),
-    [
-        ({"batch": 2, "length": 6}, {"max_steps": 2}),
-        pytest.param(
-            {"batch": 8, "length": 19},
-            {"max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_trainer_trains_a_patched_model_as_it_trains_stock(
-    rows: dict[str, int], options: dict[str, int], tmp_path: Path, device: str
-) -> None:
-    models = twins("qwen3", device)
-    data = rows_of(tokens(device, **rows))
-    trainers = [trainer_of(model, tmp_path, data, gradient_checkpointing=True, **options) for model in models]
-    for trainer in trainers:
-        trainer.train()
-    stock, fused = map(losses_of, trainers)
-    assert len(fused) == options["max_steps"]
-    torch.testing.assert_close(fused, stock, rtol=1e-4, atol=1e-4)
-    if len(stock) > 2:
-        assert stock[-1] < stock[0]
 
 
 SHARDINGS = ("stock", "patch, shard", "shard, patch")

@@ -21,13 +21,12 @@ from fused_norm.model_configs import build
 from .models import EXPERTS_ARE_MLPS, tokens
 
 _PACKAGE = str(Path(fused_norm.__file__).parent)
-_ONLY_INTERPRETED = ("kernels/codegen.py", "kernels/triton/")
-"""Files whose frames are those of Triton's interpreter, and of a first call."""
+_ONLY_INTERPRETED = ("kernels/codegen.py", "kernels/triton/")  # and of a first call
 
 
 def frames_of(module: nn.Module, run: Callable[[], Any]) -> Counter[str]:
     """The frames of this package in the last call of a module that ``run`` makes, by file and name."""
-    forget_all()  # comparing with the program of another test first costs a frame
+    forget_all()  # a comparison with the program of another test costs a frame
     run()
     run()
     frames: Counter[str] = Counter()
@@ -86,13 +85,11 @@ def test_a_lora_layer_that_has_run_before_takes_few_frames(device: str) -> None:
 
 
 def test_a_norm_that_has_run_before_takes_few_frames(device: str) -> None:
-    x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
-
     class Norm(nn.Module):
         def forward(self) -> torch.Tensor:
             return rms_norm(x, weight)
 
-    norm = Norm()
+    x, weight, norm = torch.randn(3, 8, device=device), torch.ones(8, device=device), Norm()
     norm()
     frames = frames_of(norm, norm)
     assert 1 < frames.total() <= 9, explained(frames)

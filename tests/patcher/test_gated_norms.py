@@ -19,7 +19,7 @@ import fused_norm
 from fused_norm.model_configs import build
 from fused_norm.patcher.patch_report import Site
 
-from .models import EXPERTS_ARE_MLPS, assert_trains_as_stock, counts, tokens
+from .models import assert_trains_as_stock, fused_copy, tokens
 
 pytestmark = pytest.mark.usefixtures("large_graphs")
 
@@ -41,9 +41,7 @@ def _row_of(norm: nn.Module) -> Site:
     ("model_type", "name", "arguments", "what"),
     [
         ("qwen3_next", "Qwen3NextRMSNormGated", {}, "llama, weight, eps 1e-06, then silu(gate)"),
-        ("qwen3_5", "Qwen3_5RMSNormGated", {"eps": 1e-5}, "llama, weight, eps 1e-05, then silu(gate)"),
         ("kimi_linear", "KimiLinearRMSNormGated", {}, "gemma, weight, eps 1e-06, then sigmoid(gate)"),
-        ("mamba2", "MambaRMSNormGated", {"group_size": 24}, "silu(gate), then llama, weight, eps 1e-06"),
         ("zamba2", "Zamba2RMSNormGated", {"group_size": 8}, "silu(gate), then llama, weight, eps 1e-06 in 3 groups"),
     ],
 )
@@ -55,19 +53,6 @@ def test_the_classes_of_transformers_are_recognised(
         arguments = {name: value for name, value in arguments.items() if name != "group_size"}
     row = _row_of(stock(24, **arguments))
     assert (row.what, row.reason) == (what, None)
-
-
-@pytest.mark.parametrize("norm_before_gate", [True, False])
-def test_a_norm_that_drops_a_dimension_of_one_token_is_kept(norm_before_gate: bool) -> None:
-    """Falcon-H1's does in some releases, and computes the formula in others."""
-    module = _stock_class("falcon_h1", "FalconH1RMSNormGated")(24, n_groups=2, norm_before_gate=norm_before_gate)
-    one_token = module(torch.ones(3, 1, 24), torch.ones(3, 1, 24))
-    row = _row_of(module)
-    if one_token.shape == (3, 1, 24):
-        norm = "gemma, weight, eps 1e-06 in 2 groups"
-        assert row.what == (f"{norm}, then silu(gate)" if norm_before_gate else f"silu(gate), then {norm}")
-    assert (row.reason is None) == (one_token.shape == (3, 1, 24))
-    assert "returns shape" in (row.reason or "returns shape")
 
 
 class Gated(nn.Module):
@@ -112,15 +97,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "the product rounded": (
         lambda self, x, gate: self.weight * self.norm((x.float() * functional.silu(gate.float())).to(x.dtype)), UNKNOWN
     ),
-    "by GELU": (
-        lambda self, x, gate: (self.weight * self.norm(x) * functional.gelu(gate.float())).to(x.dtype), UNKNOWN
-    ),
     "a detached gate": (lambda self, x, gate: Gated.forward(self, x, gate.detach()), "where gradients are needed"),
-    "a shift": (lambda self, x, shift=None: Gated.forward(self, x), "its forward takes x, shift=None, not just"),
-    "a gate and a scale": (
-        lambda self, x, gate, scale=None: Gated.forward(self, x, gate),
-        "its forward takes x, gate, scale=None, not just",
-    ),
 }  # fmt: skip
 
 
@@ -164,15 +141,6 @@ def test_a_fused_norm_gives_what_stock_gives(kind: type[Gated], launches: list[s
     assert seen == [2], "a hook sees the call as it is"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Gated, GateFirst])
-def test_a_fused_norm_compiles_as_one_graph(kind: type[Gated], device: str) -> None:
-    _, fused = _twins(kind(), device)
-    x, gate = torch.randn(2, 2, 5, 24, device=device)
-    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(_results(compiled, x, gate), _results(fused, x, gate), rtol=0, atol=0)
-
-
 def test_what_a_kernel_cannot_do_runs_the_stock_code(
     launches: list[str], device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,29 +180,16 @@ def test_code_that_replaces_the_class_forward_is_called(device: str, monkeypatch
     assert fused(x, x)[1] is x
 
 
-TINY = {
-    "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8,
-    "n_groups": 2, "chunk_size": 8,
-}  # fmt: skip
-
-
-def test_a_model_trains_as_stock_with_every_gated_norm_fused(launches: list[str], device: str) -> None:
-    stock = build(AutoConfig.for_model("mamba2", **TINY), seed=0, device=device)
-    patched = copy.deepcopy(stock)
-    report = fused_norm.apply_fused_norm(patched)
-    assert report.counts == counts(norm=5, conv=0 if EXPERTS_ARE_MLPS else 2, loss=1)
-    sites = [site for site in report.fused if "(gate)" in site.what]
-    assert len(sites) == 2
-    # From transformers 5.23 on the number of groups follows.
-    assert {site.what.partition(" in ")[0] for site in sites} == {"silu(gate), then llama, weight, eps 1e-05"}
-    assert_trains_as_stock(stock, patched, tokens(device, length=11))
+@pytest.mark.slow
+def test_a_model_trains_as_stock_and_its_gated_norms_refuse_other_rounding_points(
+    launches: list[str], device: str
+) -> None:
+    how = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16}
+    config = AutoConfig.for_model("mamba2", **how, state_size=8, n_groups=2, chunk_size=8)
+    stock = build(config, seed=0, device=device)
+    assert_trains_as_stock(stock, fused_copy(stock), tokens(device, length=11))
     assert launches.count("gated_rms_norm") == 2
-    assert fused_norm.remove_fused_norm(patched) >= 5
-    assert [type(module) for module in patched.modules()] == [type(module) for module in stock.modules()]
-
-
-def test_other_rounding_points_are_refused() -> None:
-    model = build(AutoConfig.for_model("mamba2", **TINY), seed=0)
+    model = stock
     before = [type(module) for module in model.modules()]
     with pytest.raises(fused_norm.FusedNormError, match="which a norm with a gate does not take"):
         fused_norm.apply_fused_norm(model, casting={"*.mixer.norm": "gemma"})

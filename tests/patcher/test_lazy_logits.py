@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -74,39 +73,33 @@ def shifted_loss(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
 def test_what_a_tensor_is_reads_nothing() -> None:
     head = Head()
     lazy, real = head.lazy(), head.real()
-    places = ("requires_grad", "is_leaf", "_base")
-    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", *places):
+    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "is_leaf", "_base"):
         assert getattr(lazy, name) == getattr(real, name), name
     for name in ("dim", "numel", "__len__", "size", "stride", "is_floating_point", "is_contiguous"):
         assert getattr(lazy, name)() == getattr(real, name)(), name
     assert (lazy.size(0), lazy.size(dim=-1), lazy.stride(1)) == (real.size(0), real.size(-1), real.stride(1))
     assert (lazy.grad_fn is None) == (real.grad_fn is None)
-    assert isinstance(lazy, Tensor)
     assert torch.is_tensor(lazy)
-    assert torch.is_floating_point(lazy)
     assert len({lazy, lazy}) == 1
     assert head.readers == []
+    with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
+        lazy[torch.ones(2, 4, dtype=torch.bool)]
 
 
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "float": lambda logits: logits.float(),
     "to float32": lambda logits: logits.to(torch.float32),
-    "to its device": lambda logits: logits.to(logits.device),
     "detach": lambda logits: logits.detach(),
     "contiguous": lambda logits: logits.contiguous(),
     "contiguous rows": lambda logits: logits[..., :-1, :].contiguous().view(-1, VOCABULARY),
     "times a number": lambda logits: logits * 0.5,
     "a number times": lambda logits: 2 * logits,
-    "over a number": lambda logits: logits / 3.0,
     "tanh": lambda logits: torch.tanh(logits),
     "a softcap": lambda logits: torch.tanh(logits / 5.0) * 5.0,
-    "view": lambda logits: logits.view(-1, VOCABULARY),
     "flatten": lambda logits: logits.flatten(0, 1),
     "reshape": lambda logits: logits.reshape(-1, logits.shape[-1]),
     "slice": lambda logits: logits[..., :-1, :],
-    "slice of the first": lambda logits: logits[:, 1:],
     "one row": lambda logits: logits[:, -1],
-    "one sequence": lambda logits: logits[1],
     "a mask": lambda logits: logits[torch.tensor([[True, False, True, True, False]] * 2)],
     "several": lambda logits: (logits.float()[:, :-1] / 2.0).reshape(-1, VOCABULARY),
 }
@@ -135,35 +128,18 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "rows by their numbers": lambda logits: logits[:, torch.tensor([0, 0, 2])],
     "a mask of elements": lambda logits: logits[torch.ones(*ROWS, VOCABULARY, dtype=torch.bool)],
     "a flag": lambda logits: logits[torch.tensor(True)],
-    "plus": lambda logits: logits + 1,
     "times a tensor": lambda logits: logits * torch.tensor(2.0),
-    "softmax": lambda logits: logits.softmax(-1),
-    "cat": lambda logits: torch.cat([logits, logits]),
-    "transpose": lambda logits: logits.transpose(1, 2),
     "to another dtype": lambda logits: logits.to(torch.float16),
     "a copy in its dtype": lambda logits: logits.to(logits.dtype, copy=True),
-    "in another order of memory": lambda logits: logits.view(2, 5, 1, VOCABULARY).contiguous(
-        memory_format=torch.channels_last
-    ),
-    "double": lambda logits: logits.double(),
+    "in another order of memory": lambda logits: logits[None].contiguous(memory_format=torch.channels_last),
     "numpy": lambda logits: torch.from_numpy(logits.detach().numpy()),
-    "tolist": lambda logits: torch.tensor(logits.tolist()),
     "print": lambda logits: torch.tensor([ord(letter) for letter in str(logits.detach())]),
-    "pickle": lambda logits: pickle.loads(pickle.dumps(logits.detach())),
     "deepcopy": lambda logits: copy.deepcopy(logits.detach()),
     "save": lambda logits: _saved(logits.detach()),
-    "iterate": lambda logits: torch.stack([row.sum() for row in logits]),
-    "item": lambda logits: torch.tensor(logits.sum().item()),
     "another cross entropy": lambda logits: functional.cross_entropy(logits.transpose(1, 2), labels()),
-    "weighted cross entropy": lambda logits: functional.cross_entropy(
-        logits.flatten(0, 1), labels().flatten(), weight=torch.arange(9.0)
-    ),
-    "losses of rows": lambda logits: functional.cross_entropy(
-        logits.flatten(0, 1), labels().flatten(), reduction="none"
-    ),
-    "targets that are probabilities": lambda logits: functional.cross_entropy(
-        logits.flatten(0, 1), torch.ones(10, VOCABULARY).softmax(-1)
-    ),
+    "weighted cross entropy": lambda logits: functional.cross_entropy(logits[0], labels()[0], torch.arange(9.0)),
+    "losses of rows": lambda logits: functional.cross_entropy(logits[0], labels()[0], reduction="none"),
+    "targets that are probabilities": lambda logits: functional.cross_entropy(logits[0], torch.ones(5, 9).softmax(-1)),
     "data": lambda logits: logits.data,
     "by C++": lambda logits: torch._C._nn.cross_entropy_loss(logits.flatten(0, 1), labels().flatten()),
 }
@@ -189,43 +165,59 @@ def test_all_else_reads_once_and_gets_the_real_logits(name: str) -> None:
         torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_second_read_is_the_same_tensor(bias: bool) -> None:
-    head = Head(bias=bias)
-    assert_as_of_real_logits(head, lambda logits: head.gradients(logits.sin().sum() + logits.cos().sum()))
-    assert len(head.readers) == 1
+class Doubled(torch.autograd.Function):
+    """An autograd function of a user: PyTorch passes it lazy logits unread."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
 
 
-def test_what_is_written_into_them_is_seen_where_it_would_be_in_real_ones() -> None:
-    def write(logits: Tensor) -> list[Tensor]:
-        copied, view = logits * 1.0, logits[:, 1:]
-        logits[:, 0] = 0
-        logits[:, 2] += 1
-        view.mul_(2)
-        return [logits + 0, copied + 0, view + 0]
-
-    head = Head()
-    assert_as_of_real_logits(head, write, rtol=0, atol=0)
-    assert_as_of_real_logits(head, lambda logits: head.gradients(write(logits)[0].sum()))
+def scaled_in_place(logits: Tensor) -> Tensor:
+    loss = shifted_loss(logits, labels())
+    loss *= 3
+    loss += 1
+    return loss
 
 
-def added(logits: Tensor) -> Tensor:
-    logits += 1
-    return logits
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "two reads": lambda logits: logits.sin().sum() + logits.cos().sum(),
+    "a loss and reads": lambda logits: (
+        shifted_loss(logits, labels()) + logits.square().mean() + logits.float()[0].sin().sum()
+    ),
+    "a loss that is written to": scaled_in_place,
+    "a user's function": Doubled.apply,
+    "a user's function of steps": lambda logits: Doubled.apply((logits.float() / 2.0)[:, 1:]),
+    "a user's function of a sum": lambda logits: Doubled.apply(shifted_loss(logits, labels(), reduction="sum")),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_is_made_of_them_has_the_gradients_of_real_ones(name: str) -> None:
+    def outcome(logits: Tensor) -> list[Tensor]:
+        number = NUMBERS[name](logits)
+        return [number, *head.gradients(number)]
+
+    head = Head(bias=True)
+    assert_as_of_real_logits(head, outcome)
+    assert len(head.readers) <= 1
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "an element": lambda logits: logits.__setitem__((0, 1, 2), 3.0),
-    "a sum": added,
+    "a sum": lambda logits: logits.__iadd__(1),
     "a product": lambda logits: logits.mul_(2),
     "a copy": lambda logits: logits.copy_(torch.ones_like(logits)),
     "a result": lambda logits: torch.add(torch.ones(*ROWS, VOCABULARY), 1, out=logits),
     "into a view": lambda logits: logits[:, 2:].mul_(2),
-    "into one dimension": lambda logits: logits.view(-1).zero_(),
     "into an element of each row": lambda logits: logits[..., 0].mul_(2),
     "into a chunk": lambda logits: logits.chunk(2, dim=-1)[1].fill_(3),
     "in place": lambda logits: functional.relu(logits, inplace=True),
-    "through data": lambda logits: logits.data.mul_(2),
 }
 
 
@@ -238,6 +230,9 @@ def test_what_was_made_of_them_before_a_write_is_as_of_real_ones(name: str) -> N
 
     with torch.no_grad():
         assert_as_of_real_logits(Head(trained=False), write, rtol=0, atol=0)
+    if name not in ("a result", "into a chunk"):  # which autograd refuses
+        head = Head()
+        assert_as_of_real_logits(head, lambda logits: head.gradients(write(logits)[1].sin().sum()))
 
 
 @pytest.mark.parametrize("hooked", ["logits", "view", "neither"])
@@ -258,22 +253,10 @@ def test_a_write_into_a_view_with_a_hook_is_seen_in_both_or_an_error(written: st
         assert_as_of_real_logits(head, write, rtol=0, atol=0)
 
 
-def test_a_loss_is_scaled_and_added_to_in_place() -> None:
-    def total(logits: Tensor) -> list[Tensor]:
-        loss = shifted_loss(logits, labels())
-        loss *= 3
-        loss += 1
-        return [loss, *head.gradients(loss)]
-
-    head = Head()
-    assert_as_of_real_logits(head, total)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_of_detached_logits_or_without_gradients_needs_none(reduction: str) -> None:
-    head = Head()
-    assert not (shifted_loss(head.lazy().detach(), labels(), reduction=reduction) + 0).requires_grad
-    lazy = head.lazy()
+    lazy = Head().lazy()
+    assert not (shifted_loss(lazy.detach(), labels(), reduction=reduction) + 0).requires_grad
     with torch.no_grad():
         assert not (shifted_loss(lazy, labels(), reduction=reduction) + 0).requires_grad
     assert (shifted_loss(lazy, labels(), reduction=reduction) + 0).requires_grad
@@ -293,81 +276,55 @@ def test_their_cross_entropy_is_the_fused_one(reduction: str) -> None:
     torch.testing.assert_close(head.gradients(actual + 0), head.gradients(expected))
 
 
-@pytest.mark.parametrize("items", [7, torch.tensor(7), torch.tensor(7.0)])
-def test_a_sum_waits_for_its_number_of_items(items: Any) -> None:
-    head, target = Head(), labels()
-    total = shifted_loss(head.lazy(), target, reduction="sum")
-    assert (total.device, total.dtype, total.shape) == (torch.device("cpu"), torch.float32, ())
-    assert head.losses == []
-    loss = total / items
-    assert head.losses[0][1].num_items is items
-    torch.testing.assert_close(loss, shifted_loss(head.real(), target, reduction="sum") / 7)
+SEVEN, EXACT_SEVEN = torch.tensor(7), torch.tensor(7.0)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "items"),
     [
-        lambda total: total.div(7.0, rounding_mode="trunc"),
-        lambda total: total / 0,
-        lambda total: total / torch.tensor([7.0]),
-        lambda total: total / total,
-        lambda total: 7 / total,
+        (lambda total: total / 7, 7),
+        (lambda total: total / SEVEN, SEVEN),
+        (lambda total: total.div(EXACT_SEVEN), EXACT_SEVEN),
+        (lambda total: total.div(7.0, rounding_mode="trunc"), None),
+        (lambda total: total / 0, None),
+        (lambda total: total / torch.tensor([7.0]), None),
+        (lambda total: total / total, None),
+        (lambda total: 7 / total, None),
+        (lambda total: total / torch.tensor(7.0, requires_grad=True), None),
     ],
 )
-def test_what_divides_a_sum_in_another_way_divides_a_number(change: Callable[[Tensor], Tensor]) -> None:
+def test_a_sum_waits_for_its_number_of_items_and_is_a_number_for_all_else(change: Any, items: Any) -> None:
     head = Head()
-    actual, expected = (
-        change(shifted_loss(logits, labels(), reduction="sum")) for logits in (head.lazy(), head.real())
-    )
-    torch.testing.assert_close(actual, expected)
-    assert [how.num_items for _, how in head.losses] == [None]
-
-
-def test_a_divisor_that_wants_a_gradient_gets_it() -> None:
-    head, items = Head(), torch.tensor(7.0, requires_grad=True)
-    loss, expected = (shifted_loss(logits, labels(), reduction="sum") / items for logits in (head.lazy(), head.real()))
-    torch.testing.assert_close(*(torch.autograd.grad(value, items) for value in (loss, expected)))
-    assert [how.num_items for _, how in head.losses] == [None]
-
-
-@pytest.mark.parametrize(
-    ("transform", "scale", "cap", "in_fp32"),
-    [
-        (lambda logits: logits, None, None, False),
-        (lambda logits: logits.float(), None, None, False),
-        (lambda logits: logits * 0.25, 0.25, None, False),
-        (lambda logits: logits / 8.0, 0.125, None, False),
-        (lambda logits: torch.tanh(logits / 30.0) * 30.0, None, 30.0, False),
-        (lambda logits: torch.tanh(logits.float() / 30.0) * 30.0, None, 30.0, True),
-        (lambda logits: torch.tanh(logits / 2.0 / 30.0) * 30.0, 0.5, 30.0, False),
-    ],
-)
-def test_scale_and_cap_are_the_operators(transform: Any, scale: Any, cap: Any, in_fp32: bool) -> None:
-    head = Head(dtype=torch.bfloat16)
-    shifted_loss(transform(head.lazy()), labels())
-    ((_, how),) = head.losses
-    assert (how.scale, how.cap, how.in_fp32) == (scale, cap, in_fp32)
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda logits: torch.tanh(logits / 30.0) * 20.0,
-        lambda logits: torch.tanh(logits / -30.0) * -30.0,
-        lambda logits: torch.tanh((logits / 30.0).float()) * 30.0,
-        lambda logits: torch.tanh(logits),
-        lambda logits: logits * 0.0,
-        lambda logits: torch.div(logits, 0.5, rounding_mode="floor"),
-        lambda logits: logits * 2.0 * 3.0,
-        lambda logits: (logits * 2.0).float() * 3.0,
-        lambda logits: logits[:, torch.tensor([1, 0, 2, 3, 4])],
-    ],
-)
-def test_what_the_operator_does_not_know_is_computed_by_real_logits(transform: Any) -> None:
-    head = Head(dtype=torch.bfloat16)
-    actual, expected = shifted_loss(transform(head.lazy()), labels()), shifted_loss(transform(head.real()), labels())
+    totals = [shifted_loss(logits, labels(), reduction="sum") for logits in (head.lazy(), head.real())]
+    assert [(total.dtype, total.shape) for total in totals] == 2 * [(torch.float32, ())]
     assert head.losses == []
-    assert torch.equal(actual, expected)
+    torch.testing.assert_close(*map(change, totals))
+    assert [how.num_items for _, how in head.losses] == [items]
+
+
+@pytest.mark.parametrize(
+    ("transform", "known"),
+    [
+        (lambda logits: logits, (None, None, False)),
+        (lambda logits: logits * 0.25, (0.25, None, False)),
+        (lambda logits: logits / 8.0, (0.125, None, False)),
+        (lambda logits: torch.tanh(logits / 30.0) * 30.0, (None, 30.0, False)),
+        (lambda logits: torch.tanh(logits.float() / 30.0) * 30.0, (None, 30.0, True)),
+        (lambda logits: torch.tanh(logits / 2.0 / 30.0) * 30.0, (0.5, 30.0, False)),
+        (lambda logits: torch.tanh(logits / 30.0) * 20.0, None),
+        (lambda logits: torch.tanh(logits / -30.0) * -30.0, None),
+        (lambda logits: torch.tanh((logits / 30.0).float()) * 30.0, None),
+        (lambda logits: logits * 0.0, None),
+        (lambda logits: torch.div(logits, 0.5, rounding_mode="floor"), None),
+        (lambda logits: logits * 2.0 * 3.0, None),
+        (lambda logits: logits[:, torch.tensor([1, 0, 2, 3, 4])], None),
+    ],
+)
+def test_scale_and_cap_are_the_operators_or_real_logits_are_taken(transform: Any, known: Any) -> None:
+    head = Head(dtype=torch.bfloat16)
+    actual, expected = (shifted_loss(transform(logits), labels()) for logits in (head.lazy(), head.real()))
+    assert [(how.scale, how.cap, how.in_fp32) for _, how in head.losses] == ([known] if known else [])
+    assert known or torch.equal(actual, expected)
 
 
 def test_a_loss_in_16_bits_is_pytorchs() -> None:
@@ -384,12 +341,9 @@ OTHER_LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
     "fewer labels": (lambda labels: labels[:-1], {}),
     "labels of another shape": (lambda labels: labels.view(2, -1), {}),
     "labels in 32 bits": (lambda labels: labels.int(), {}),
-    "labels in 8 bits": (lambda labels: labels.to(torch.uint8), {}),
     "the sum by its old name": (lambda labels: labels, {"size_average": False}),
-    "no sum by its old name": (lambda labels: labels, {"reduce": False}),
     "a sum of no known name": (lambda labels: labels, {"reduction": "total"}),
 }
-"""Changes to the labels, and arguments of a cross entropy that the operator does not take, by name."""
 
 
 @pytest.mark.parametrize("name", OTHER_LOSSES)
@@ -408,26 +362,19 @@ def test_a_loss_that_the_operator_does_not_take_is_pytorchs_or_its_error(name: s
     assert head.losses == []
 
 
-def loss_of_written_rows(logits: Tensor) -> Tensor:
-    rows = logits.view(-1, VOCABULARY)
-    rows.mul_(2)
-    return functional.cross_entropy(rows, labels().flatten())
+@pytest.mark.parametrize("change", [lambda rows: rows.mul_(2), lambda rows: rows.argmax(-1)], ids=["written", "read"])
+def test_logits_that_were_written_into_or_read_have_pytorchs_loss(change: Callable[[Tensor], Tensor]) -> None:
+    def loss(logits: Tensor) -> Tensor:
+        rows = logits.view(-1, VOCABULARY)
+        change(rows)
+        return functional.cross_entropy(rows, labels().flatten())
 
-
-def loss_of_read_logits(logits: Tensor) -> Tensor:
-    logits.argmax(-1)
-    return shifted_loss(logits, labels())
-
-
-@pytest.mark.parametrize("loss", [loss_of_written_rows, loss_of_read_logits])
-def test_logits_that_were_written_into_or_read_have_pytorchs_loss(loss: Callable[[Tensor], Tensor]) -> None:
     head = Head()
     assert_as_of_real_logits(head, loss, rtol=0, atol=0)
     assert head.losses == []
 
 
 ASKED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "a loss": (lambda logits: logits, lambda logits: shifted_loss(logits, labels())),
     "a loss of capped logits": (
         lambda logits: torch.tanh(logits / 2) * 2,
         lambda logits: shifted_loss(logits, labels()),
@@ -455,12 +402,11 @@ def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> No
             return list(torch.autograd.grad(number(logits), [logits]))
         if way == "by position":  # PyTorch's own functions pass most arguments on by their names
             arguments = number(logits), [logits], torch.tensor(2.0)
-            if not isinstance(logits, LazyLogits):
-                return list(torch.autograd.grad(*arguments))
-            return list(LazyLogits.__torch_function__(torch.autograd.grad, (), arguments))
+            if isinstance(logits, LazyLogits):
+                return list(LazyLogits.__torch_function__(torch.autograd.grad, (), arguments))
+            return list(torch.autograd.grad(*arguments))
         if way == "edge":
-            value = number(logits)
-            return list(torch.autograd.grad(value, [get_gradient_edge(logits)]))
+            return list(torch.autograd.grad(number(logits), [get_gradient_edge(logits)]))
         if way.startswith("inputs"):
             value = number(logits)
             with torch._C.DisableTorchFunctionSubclass() if way != "inputs" else nullcontext():  # as in older PyTorch
@@ -530,68 +476,22 @@ def test_a_gradient_that_cannot_be_told_any_more_is_an_error() -> None:
         _ = derived.grad
 
 
-def test_a_loss_and_a_read_in_one_backward() -> None:
-    def gradients(logits: Tensor) -> list[Tensor]:
-        return head.gradients(shifted_loss(logits, labels()) + logits.square().mean() + logits.float()[0].sin().sum())
+@pytest.mark.parametrize("of", ["a loss", "a read", "a hooked mean", "a hooked sum"])
+def test_second_derivatives_go_through_reads_and_losses(of: str) -> None:
+    def number(logits: Tensor) -> Tensor:
+        logits = torch.tanh(logits / 2.0) * 2.0
+        if of == "a read":
+            return logits.square().sum()
+        if "hooked" in of:
+            logits.register_hook(lambda gradient: None)
+        return shifted_loss(logits, labels(), reduction="sum" if "sum" in of else "mean") / 7
 
-    head = Head()
-    assert_as_of_real_logits(head, gradients)
-
-
-def hooked_loss(logits: Tensor, reduction: str) -> Tensor:
-    logits = torch.tanh(logits / 2.0) * 2.0
-    logits.register_hook(lambda gradient: None)
-    return shifted_loss(logits, labels(), reduction=reduction) / 7
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        lambda logits: torch.tanh(logits / 2.0).square().sum(),
-        lambda logits: hooked_loss(logits, "mean"),
-        lambda logits: hooked_loss(logits, "sum"),
-    ],
-    ids=["a read", "a mean", "a sum"],
-)
-def test_second_derivatives_go_through_reads_and_through_losses_whose_logits_have_a_hook(number: Any) -> None:
     def second(logits: Tensor) -> list[Tensor]:
         first = torch.autograd.grad(number(logits), [head.x, head.weight], create_graph=True)
         return head.gradients(sum(grad.square().sum() for grad in first))
 
     head = Head(bias=True)
     assert_as_of_real_logits(head, second)
-
-
-class Doubled(torch.autograd.Function):
-    """An autograd function of a user: PyTorch passes it lazy logits unread."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        return logits.square().sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (logits,) = ctx.saved_tensors
-        return 2 * logits * gradient
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        lambda logits: logits,
-        lambda logits: (logits / 2.0)[:, 1:],
-        lambda logits: logits.float(),
-        lambda logits: shifted_loss(logits, labels(), reduction="sum"),
-    ],
-)
-def test_they_and_sums_of_losses_are_connected_for_autograd_functions_of_others(step: Any) -> None:
-    def outcome(logits: Tensor) -> list[Tensor]:
-        y = Doubled.apply(step(logits))
-        return [y, *head.gradients(y)]
-
-    head = Head(bias=True)
-    assert_as_of_real_logits(head, outcome)
 
 
 def test_late_reads_have_the_forwards_modes() -> None:
@@ -613,7 +513,8 @@ def test_late_reads_have_the_forwards_modes() -> None:
 def test_what_was_written_to_since_is_an_error_and_never_other_numbers(written: str) -> None:
     head = Head(bias=True, trained=False)
     with torch.no_grad():
-        lazy = head.lazy()
+        lazy, was_read, expected = head.lazy(), head.lazy(), head.real()
+        was_read.sum()
         if written == "freed":  # as FSDP frees gathered weights
             head.weight.untyped_storage().resize_(0)
         else:
@@ -623,26 +524,7 @@ def test_what_was_written_to_since_is_an_error_and_never_other_numbers(written: 
         with pytest.raises(RuntimeError, match=r"outputs.logits are computed when they are first read.*loss=False"):
             late(lazy)
     assert head.losses == []
-
-
-def test_what_was_read_before_stays() -> None:
-    head = Head(trained=False)
-    lazy, expected = head.lazy(), head.real()
-    lazy.sum()
-    head.weight.mul_(1.5)
-    assert torch.equal(lazy + 0, expected)
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_writes_that_autograd_does_not_count_are_an_error(trained: bool) -> None:
-    """Optimizers of other libraries write so, FSDP2 gathering into the same memory, and code that uses ``data``."""
-    head = Head(trained=trained)
-    lazy, again = head.lazy(), head.lazy()
-    assert torch.equal(lazy + 0, head.real())
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(head.weight):
-        head.weight.add_(1e-3)
-    with pytest.raises(RuntimeError, match="written to or freed"):
-        again.sum()
+    assert torch.equal(was_read + 0, expected)
 
 
 def test_a_replaced_function_of_pytorch_works_once(monkeypatch: pytest.MonkeyPatch) -> None:

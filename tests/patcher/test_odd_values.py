@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import fused_norm
-from fused_norm.model_configs import build
 
 from .models import assert_gradients_near, assert_trains_as_stock, gradients_of, relative, tokens, twins
 
@@ -36,19 +35,17 @@ def test_an_eps_that_kernels_do_not_take_is_stocks_at_every_call(eps: float | No
 
 def test_an_eps_that_became_a_parameter_gets_its_gradient(device: str) -> None:
     """The value stays the same, so a kernel would know it."""
-    models = build("llama", seed=0, device=device), build("llama", seed=0, device=device)
-    fused_norm.apply_fused_norm(models[1])
     gradients = []
-    for model in models:
+    for model in twins("llama", device):
         model(tokens(device), labels=tokens(device)).loss.backward()
-        for norm in (model.model.layers[0].post_attention_layernorm, model.model.norm):
+        norms = model.model.layers[0].post_attention_layernorm, model.model.norm
+        for norm in norms:
             value = norm.variance_epsilon
             del norm.variance_epsilon
             norm.variance_epsilon = nn.Parameter(torch.tensor(value, device=device))
         model(tokens(device), labels=tokens(device)).loss.backward()
-        learnt = (model.model.layers[0].post_attention_layernorm, model.model.norm)
-        gradients.append([norm.variance_epsilon.grad for norm in learnt])
-    for mine, theirs in zip(*reversed(gradients), strict=True):
+        gradients.append([norm.variance_epsilon.grad for norm in norms])
+    for theirs, mine in zip(*gradients, strict=True):
         assert theirs.abs() > 0
         assert relative(mine, theirs) < 1e-4
 
@@ -81,21 +78,20 @@ def test_a_norms_weight_of_another_class_computes_as_in_stock(model_type: str, d
     """Each norm of a layer is changed in turn, after calls in which its weight was plain."""
     stock, fused = twins(model_type, device)
     ids = tokens(device, batch=1, length=3)
-    layers = [model.model.layers[0] for model in (stock, fused)]
-    names = [name for name, module in layers[0].named_modules() if name.endswith("norm")]
+    names = [name for name, module in stock.model.layers[0].named_modules() if name.endswith("norm")]
+    assert len(names) == 4
     with torch.no_grad():
         expected = stock(ids).logits
         assert relative(fused(ids).logits, expected) < 1e-5
-        assert len(names) == 4
         for name in names:
-            norms = [layer.get_submodule(name) for layer in layers]
-            weights = [norm.weight for norm in norms]
-            for norm, weight in zip(norms, weights, strict=True):
+            norms = [model.model.layers[0].get_submodule(name) for model in (stock, fused)]
+            weight = norms[0].weight
+            for norm in norms:
                 norm.weight = nn.Parameter(weight.detach().as_subclass(Doubling), requires_grad=False)
-            fused_logits, stock_logits = (model(ids).logits for model in (fused, stock))
+            stock_logits, fused_logits = stock(ids).logits, fused(ids).logits
             assert relative(fused_logits, stock_logits) < 1e-5, name
             assert relative(stock_logits, expected) > 1e-3, name
-            for norm, weight in zip(norms, weights, strict=True):
+            for norm in norms:
                 norm.weight = weight
 
 
@@ -122,13 +118,9 @@ def outcome(call: Callable[[], Any]) -> Any:
 ODD: dict[str, Callable[[Tensor], Any]] = {
     "a list": Tensor.tolist,
     "a float": lambda x: 1.0,
-    "nothing": lambda x: None,
-    "an array": lambda x: x.cpu().numpy(),
     "sparse": Tensor.to_sparse,
-    "nested": lambda x: torch.nested.nested_tensor([x, x]),
     "jagged": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
     "integers": Tensor.long,
-    "complex": lambda x: x.cfloat(),
     "zeros without memory": lambda x: torch._efficientzerotensor(x.shape, device=x.device),
     "no dimension": lambda x: x[0, 0],
 }
@@ -147,7 +139,7 @@ def test_a_fused_norm_or_gate_does_with_odd_values_what_stock_does(sort: str, de
 
     for mine, theirs in (
         (outcome(lambda: fused(odd)), outcome(lambda: stock(odd))),
-        (outcome(lambda: fused(x, odd)[1] if odd is not None else odd + x), outcome(lambda: odd + x)),
+        (outcome(lambda: fused(x, odd)[1]), outcome(lambda: odd + x)),
         (outcome(lambda: gate(True)), outcome(lambda: gate(False))),
     ):
         assert type(mine) is type(theirs)

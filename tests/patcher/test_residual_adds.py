@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 from torch import nn
-from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
-from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 
 import fused_norm
-from fused_norm.patcher.fused_block import Rewrite
-from fused_norm.patcher.patterns import patterns_of, rewritten_forward
 
-from .forwards import Recorder, assert_becomes, assert_unchanged, everything, layer_of
-
-
-def adds_of(layer: type) -> list[str]:
-    """Return the norm after each add in a forward, that of its branch, and the norm before that; ``-`` for none."""
-    return [" ".join(name or "-" for name in add.names).rstrip(" -") for add in patterns_of(layer).adds]
-
+from .forwards import Rewrite, assert_becomes, assert_unchanged, layer_of, patterns_of
 
 # The module, not its source, decides what is a norm (here, `other` is none).
 FUSED = {
@@ -50,10 +38,6 @@ FUSED = {
         a = self.other(a); a = self.fused_norm_then_add(self.inner, branch=a, residual=r); return a
         """,
     ),
-    "returned inline": (
-        "a = self.other(a); return self.inner(a * 2) + a",
-        "a = self.other(a); return self.fused_norm_then_add(self.inner, branch=a * 2, residual=a)",
-    ),
     "scaled": (
         """
         r = a; a = r + self.other(a) * self.factor
@@ -65,17 +49,6 @@ FUSED = {
         del y0; a = self.factor * self.other(a) + r; return a
         """,
     ),
-    "other names": (
-        """
-        total = self.other(a) * 5 + b * a; kept = also = total
-        y = self.norm(total)
-        return y + kept * also
-        """,
-        """
-        y0, total = self.fused_norm_add(self.norm, self.other(a) * 5, b * a); kept = also = total; y = y0
-        del y0; return y + kept * also
-        """,
-    ),
     "nested": (
         """
         if self.flag:
@@ -83,9 +56,6 @@ FUSED = {
                 a = a + b
                 b = a
                 a = self.norm(a)
-        else:
-            a = b + b
-            a = self.other(a)
         return a * b
         """,
         """
@@ -95,19 +65,7 @@ FUSED = {
                 b = a
                 a = y0
                 del y0
-        else:
-            y1, a = self.fused_norm_add(self.other, b, b)
-            a = y1
-            del y1
         return a * b
-        """,
-    ),
-    "several": (
-        "a = a + b; a = self.norm(a); a = a + b; a = self.other(a); a = b * a + b; return self.norm(a)",
-        """
-        y0, a = self.fused_norm_add(self.norm, a, b); a = y0; del y0
-        y1, a = self.fused_norm_add(self.other, a, b); a = y1; del y1
-        y2, a = self.fused_norm_add(self.norm, b * a, b); return y2
         """,
     ),
     # The vision blocks of Qwen2.5-VL are written so; here another norm follows.
@@ -133,27 +91,6 @@ FUSED = {
         y0, a = self.fused_norm_add(self.norm, a * b, a); scaled = y0 * (1 + b) - a; del y0
         y1, scaled = self.fused_norm_add(self.other, branch=b, residual=scaled, inner=self.third)
         first, second = self.pair(y1); del y1; return first - second * a
-        """,
-    ),
-    "in a case": (
-        """
-        match self.factor:
-            case 7:
-                a = a + b
-                a = self.norm(a)
-            case _:
-                a = b
-        return a
-        """,
-        """
-        match self.factor:
-            case 7:
-                y0, a = self.fused_norm_add(self.norm, a, b)
-                a = y0
-                del y0
-            case _:
-                a = b
-        return a
         """,
     ),
     # The norm of a sum is added at once.
@@ -271,28 +208,16 @@ def test_an_add_or_a_norm_under_a_condition_becomes_a_call_under_it() -> None:
     assert_becomes(layer_of(norm_or_not, "a, b=None, after=False"), fused, (2,), (2, 3), (2, 3, True))
 
 
-@pytest.mark.parametrize(
-    ("part", "after"),
-    [
-        ("inner", "a = self.fused_norm_then_add(self.inner, r, a); r = a; a = self.norm(a)"),
-        ("norm", "a = self.inner(a); y0, a = self.fused_norm_add(self.norm, r, a); r = a; a = y0; del y0"),
-    ],
-)
-def test_only_what_is_asked_for_is_handed_over(part: str, after: str) -> None:
+def test_only_what_is_asked_for_is_handed_over() -> None:
     layer = layer_of("r = a; a = self.inner(a); a = r + a; r = a; a = self.norm(a); return a")
-    assert_becomes(layer, f"r = a; {after}; return a", (2, 3), rewrites=(Rewrite("adds", 0, (part,)),))
+    after = "r = a; a = self.fused_norm_then_add(self.inner, r, a); r = a; a = self.norm(a); return a"
+    assert_becomes(layer, after, (2, 3), rewrites=(Rewrite("adds", 0, ("inner",)),))
+    after = "r = a; a = self.inner(a); y0, a = self.fused_norm_add(self.norm, r, a); r = a; a = y0; del y0; return a"
+    assert_becomes(layer, after, (2, 3), rewrites=(Rewrite("adds", 0, ("norm",)),))
 
 
 LEFT_ALONE = {
-    "the sum is changed": "a = a + b; a = 2 * a; return self.norm(a)",
-    "the sum is called with first": "a = a + b; return max(a, b) * self.norm(a)",
     "the norm may not be called": "a = a + b; return a and self.norm(a)",
-    "the condition is computed": """
-        a = a + b
-        if self.third(b):
-            a = self.norm(a)
-        return a
-    """,
     "the condition reads the sum": """
         a = a + b; c = a
         if c:
@@ -300,26 +225,11 @@ LEFT_ALONE = {
         return a
     """,
     "the other value is computed": "a = a + b if self.flag else self.third(a); return self.norm(a)",
-    "the number is computed": "a = a + b; return self.norms[b - 2](a)",
     "the sum is replaced": "a = a + b; a = b; return self.norm(a)",
     "the sum is used between": "a = a + b; self.order.append(a); return self.norm(a)",
-    "in place": "a += b; return self.norm(a)",
     "subtracts": "a = a - b; return self.norm(a)",
-    "the norm of another": "c = a + b; a = self.norm(a); return a * c",
-    "takes more": "a = a + b; return max(2 * b, self.norm(a))",
     "takes keywords": "a = a + b; return self.third(x=self.norm(x=a))",
-    "unpacks": "a = a + b; a, b = self.pair(a); return a * b",
-    "an inner function": """
-        def inner(a, b):
-            a = a + b
-            return self.norm(a)
-
-        return a - b
-    """,
-    "returns a tuple": "a = a + b; outputs = (a,); return outputs",
     "returns more": "a = a + b; return a, b",
-    "returns the sum": "return a + b",
-    "the inner is read again": "c = self.inner(a); a = b + c; return a * c",
     "the inner is read in a function": "c = self.inner(a); a = b + c; return (lambda: a * c)()",
     "the inner is read in the next turn": """
         c = a
@@ -331,9 +241,8 @@ LEFT_ALONE = {
     """,
     "the inner is deleted": "c = self.inner(a); a = b + c; del c; return a * 2",
     "the inner is changed": "a = self.inner(a); a = a * 2; a = b + a; return a * 2",
-    "the inner on both sides": "a = self.inner(a); a = a + a; return a * 2",
+    "the other operand writes": "a = Number(a); return (self.inner(a) + self.doubled(a)).value * b",
     "the inner before what reads it": "a = self.inner(a); a = (a * b) + a; return a * 2",
-    "the sum as another type": "return self.norm((a + b).conjugate())",
 }
 NORM_MISSED = {
     "the norm in the handler": """
@@ -341,14 +250,6 @@ NORM_MISSED = {
             a = a + b
             b.missing()
         except AttributeError:
-            a = self.norm(a)
-        return a
-    """,
-    "the norm in the handler of a group": """
-        try:
-            a = a + b
-            b.missing()
-        except* AttributeError:
             a = self.norm(a)
         return a
     """,
@@ -363,25 +264,9 @@ NORM_MISSED = {
 }
 
 
-class OtherOperandWrites(Recorder):
-    """The input of the inner norm is written into before a fused call would read it."""
-
-    def forward(self, a, b):
-        a = [a]
-        c = self.first(a) + self.emptied(a, 0)
-        return c * b
-
-    def first(self, a):
-        return a[0]
-
-    def emptied(self, a, index):
-        return a.pop(index)
-
-
-@pytest.mark.parametrize("layer", [*LEFT_ALONE, *NORM_MISSED, OtherOperandWrites])
-def test_what_only_resembles_the_pattern_is_left_alone(layer: str | type) -> None:
-    layer = layer_of((LEFT_ALONE | NORM_MISSED)[layer]) if isinstance(layer, str) else layer
-    assert_unchanged(layer, (2, 3))
+@pytest.mark.parametrize("name", LEFT_ALONE | NORM_MISSED)
+def test_what_only_resembles_the_pattern_is_left_alone(name: str) -> None:
+    assert_unchanged(layer_of((LEFT_ALONE | NORM_MISSED)[name]), (2, 3))
 
 
 MISSED = (
@@ -392,8 +277,6 @@ MISSED = (
         if self.flag:
             a = b + a
         a = self.other(a)
-        c = self.third(a + b)
-        a = c + a
         for _ in range(2):
             d = self.inner(a)
             a = a + d
@@ -405,9 +288,8 @@ MISSED = (
             return self.norm(b) * d
         return self.act(a)
         """,
-        "norm: a += b; other: b + a if self.flag; third: a + b; inner: c + a; inner: a + d; "
-        "third: c + a if not self.factor; third: a + d if not self.factor; act: c + a; act: a + d; "
-        "act: b + a if not self.factor",
+        "norm: a += b; other: b + a if self.flag; inner: a + d; "
+        "third: a + d if not self.factor; act: a + d; act: b + a if not self.factor",
     ),
     (
         """
@@ -425,21 +307,6 @@ MISSED = (
         return self.norms[-1](c)
         """,
         "norm: a + b; other: a + b; third: c + d; inner: a.add(b); act: d.add_(c); norms.*: b + d; norms.-1: b + d",
-    ),
-    (
-        """
-        c = self.norm((a + b).type_as(a))
-        c = self.other(sum((a, b)))
-        match self.flag:
-            case True:
-                c = a + b
-            case a:
-                c = a
-        c = self.third(c * 1 if self.flag else c)
-        a = a + c if self.flag else self.act(c)
-        return self.inner(a)
-        """,
-        "norm: a + b; other: sum((a, b)); third: a + b; inner: a + c if self.flag",
     ),
     (FUSED["both in one statement"][0], "other: a + self.norm(a)"),
     *((body, "norm: a + b") for body in NORM_MISSED.values()),
@@ -462,21 +329,14 @@ def scaled_add(a, b):
     return a * scale + b
 
 
-def product(a, b):
-    a = a + b
-    return a * b
-
-
 class AddsInFunctions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.other = nn.RMSNorm(24, eps=1e-5), nn.RMSNorm(24, eps=1e-5)
+        self.norm = nn.RMSNorm(24, eps=1e-5)
 
     def forward(self, a, b):
         a = scaled_add(a, b)
-        a = self.norm(a)
-        b = product(a, b)
-        return self.other(b) * a
+        return self.norm(a)
 
 
 def test_a_sum_that_a_function_returns_is_found() -> None:
@@ -488,79 +348,28 @@ def test_a_sum_that_a_function_returns_is_found() -> None:
 @pytest.mark.parametrize(
     ("layer", "adds"),
     [
-        (LlamaDecoderLayer, ["post_attention_layernorm", "- mlp"]),
-        (GraniteDecoderLayer, ["post_attention_layernorm"]),
-        (Gemma2DecoderLayer, ["pre_feedforward_layernorm post_attention_layernorm", "- post_feedforward_layernorm"]),
-        (Olmo2DecoderLayer, ["mlp post_attention_layernorm", "- post_feedforward_layernorm"]),
+        (LlamaDecoderLayer, [("post_attention_layernorm", None, None), (None, "mlp", None)]),
+        (
+            Olmo2DecoderLayer,
+            [("mlp", "post_attention_layernorm", None), (None, "post_feedforward_layernorm", None)],
+        ),
     ],
 )
-def test_families_go_by_dataflow_not_by_name(layer: type, adds: list[str]) -> None:
-    assert adds_of(layer) == adds
+def test_families_go_by_dataflow_not_by_name(layer: type, adds: list[tuple]) -> None:
+    assert [add.names for add in patterns_of(layer).adds] == adds
 
 
-# Either operand of an add may be the branch; `gate` and `up` note when they are called.
-IN_ORDER = """
-    a = self.third(self.gate(a)) + self.up(b) * 2; b = self.norm(a)
-    a = self.factor * self.up(a) + self.gate(b) * 2; b = self.norm(a)
-    a = self.inner(self.gate(a)) + self.up(b) * 2; b = self.norm(a)
-    return self.inner(self.up(a)) + self.gate(b) * 2
-"""
-
-
-NORMED_IN_ORDER = """
-    y0, a = self.fused_norm_add(self.norm, branch=self.third(self.gate(a)), residual=self.up(b) * 2); b = y0; del y0
-    y1, a = self.fused_norm_add(self.norm, branch=self.up(a), residual=self.gate(b) * 2, scale=self.factor); b = y1
-    del y1
-    y2, a = self.fused_norm_add(self.norm, branch=self.inner(self.gate(a)), residual=self.up(b) * 2); b = y2; del y2
-    return self.inner(self.up(a)) + self.gate(b) * 2
-"""
-INNER_IN_ORDER = """
-    y0, a = self.fused_norm_add(self.norm, branch=self.gate(a), residual=self.up(b) * 2, inner=self.third); b = y0
-    del y0
-    y1, a = self.fused_norm_add(self.norm, branch=self.up(a), residual=self.gate(b) * 2, scale=self.factor); b = y1
-    del y1
-    y2, a = self.fused_norm_add(self.norm, branch=self.gate(a), residual=self.up(b) * 2, inner=self.inner); b = y2
-    del y2; return self.fused_norm_then_add(self.inner, branch=self.up(a), residual=self.gate(b) * 2)
-"""
-
-
-@pytest.mark.parametrize(("parts", "after"), [(("norm",), NORMED_IN_ORDER), (("norm", "inner"), INNER_IN_ORDER)])
-def test_operands_are_computed_in_their_order(parts: tuple[str, ...], after: str) -> None:
+def test_operands_are_computed_in_their_order() -> None:
     """Modules in both branches that draw random numbers, like dropout, draw them in stock's order."""
-    layer = layer_of(IN_ORDER)
-    rewrites = tuple(Rewrite("adds", index, parts) for index in range(4))
-    assert_becomes(layer, after, (2, 3), rewrites=rewrites, in_order=True)
-
-
-class Held:
-    """A number with weak references, which show whether anything still holds it."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def __add__(self, other: Held) -> Held:
-        return Held(self.value + other.value)
-
-    def __mul__(self, factor: int) -> Held:
-        return Held(self.value * factor)
-
-
-class Frees(Recorder):
-    """The result of a norm is freed once its name holds something else."""
-
-    def norm(self, x):
-        y = Held(x.value * 3)
-        self.result = weakref.ref(y)
-        return y
-
-    def forward(self, a, b):
-        a = a + b
-        c = self.norm(a)
-        c = c.value
-        return c, self.result() is None
-
-
-def test_the_result_of_a_norm_lives_no_longer_than_in_stock() -> None:
-    (rewrite,) = everything(Frees)
-    for forward in (Frees.forward, rewritten_forward(Frees, (rewrite,))):
-        assert forward(Frees(), Held(2), Held(3)) == (15, True)
+    before = """
+        a = self.third(self.gate(a)) + self.up(b) * 2; b = self.norm(a)
+        a = self.factor * self.up(a) + self.gate(b) * 2; b = self.norm(a)
+        return self.inner(self.up(a)) + self.gate(b) * 2
+    """
+    after = """
+        y0, a = self.fused_norm_add(self.norm, branch=self.gate(a), residual=self.up(b) * 2, inner=self.third); b = y0
+        del y0
+        y1, a = self.fused_norm_add(self.norm, branch=self.up(a), residual=self.gate(b) * 2, scale=self.factor); b = y1
+        del y1; return self.fused_norm_then_add(self.inner, branch=self.up(a), residual=self.gate(b) * 2)
+    """
+    assert_becomes(layer_of(before), after, (2, 3), in_order=True)

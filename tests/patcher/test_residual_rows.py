@@ -9,50 +9,14 @@ import torch
 from torch import nn
 
 import fused_norm
-from fused_norm.patcher import fused_norm_module
 from tools.coverage.traced_sums import TracedSums
 
-from .models import assert_all_near, assert_near, assert_same_bits, fused_copy, relative, slow, step
+from .models import assert_near, relative, slow, step
 from .other_families import TOKENS_WITH_AN_IMAGE, model_of
 
 
 @pytest.mark.slow
-def test_a_tower_of_images_is_stock_with_hooks_checkpointing_and_where_fusing_is_off(
-    device: str, launches: list[str]
-) -> None:
-    stock = model_of("qwen2_5_vl", device)
-    fused = fused_copy(stock)
-    tokens = TOKENS_WITH_AN_IMAGE.to(device)
-    expected = step(stock, tokens)
-    with fused_norm.disabled():
-        assert_same_bits(step(fused, tokens), expected)
-    assert launches == []
-    seen: dict[str, list[torch.Tensor]] = {"stock": [], "fused": []}
-    handles = []
-    for name, model in (("stock", stock), ("fused", fused)):
-        block = model.model.model.visual.blocks[0]
-        for module in (block.norm2, block.attn, block):
-            keep = seen[name].extend
-            handles.append(module.register_forward_hook(lambda _, args, out, keep=keep: keep([*args, out])))
-    stock(tokens, use_cache=False)
-    fused(tokens, use_cache=False)
-    assert len(seen["fused"]) == len(seen["stock"]) >= 5
-    assert_all_near(seen["fused"], seen["stock"], 1e-5)
-    assert launches.count("add_rms_norm") == 3
-    for handle in handles:
-        handle.remove()
-    launches.clear()
-    fused.model.gradient_checkpointing_enable({"use_reentrant": False})
-    fused.train()
-    assert_near(step(fused, tokens), expected)
-    assert launches.count("add_rms_norm") == 8
-
-
-@pytest.mark.slow
-def test_a_dropout_between_a_norm_and_its_add_drops_in_training_as_in_stock(
-    device: str, launches: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused_norm_module, "_warned", {})
+def test_a_dropout_between_a_norm_and_its_add_drops_in_training_as_in_stock(device: str, launches: list[str]) -> None:
     stock, ids = model_of("t5gemma", device), TOKENS_WITH_AN_IMAGE.to(device)
     fused = copy.deepcopy(stock)
     assert fused_norm.apply_fused_norm(fused, strict=False).counts["sandwich"] == 5
@@ -63,8 +27,6 @@ def test_a_dropout_between_a_norm_and_its_add_drops_in_training_as_in_stock(
     assert_near(*reversed(results))
     assert launches.count("add_rms_norm") == 3
     assert "norm_add_norm" not in launches
-    why = "runs a norm and its add one by one: a dropout between them is active, or other code sees its call"
-    assert [line.removeprefix("T5Gemma") for line in caplog.messages] == [f"EncoderLayer {why}", f"DecoderLayer {why}"]
     launches.clear()
     heard: list[str] = []
     fused.eval().model.encoder.layers[0].dropout.register_forward_hook(lambda *_: heard.append("dropout"))
@@ -73,28 +35,16 @@ def test_a_dropout_between_a_norm_and_its_add_drops_in_training_as_in_stock(
     assert launches.count("norm_add_norm") == 2
 
 
-class Mixer(nn.Module):
-    """A module that holds a norm and is no norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.factor = nn.RMSNorm(24, eps=1e-5), nn.Parameter(torch.ones(24))
-
-    def forward(self, x):
-        return self.norm(x) * self.factor
-
-
 class Layer(nn.Module):
     def __init__(self, *, deep: bool) -> None:
         super().__init__()
         self.first, self.second, self.third = (nn.RMSNorm(24, eps=1e-5) for _ in range(3))
         self.norms = nn.ModuleList(nn.RMSNorm(24, eps=1e-5) for _ in range(2))
-        self.layer_norm, self.mixer = nn.LayerNorm(24), Mixer()
+        self.layer_norm = nn.LayerNorm(24)
         self.deep = deep
 
     def forward(self, x):
         y = x + self.layer_norm(x + x)
-        y = y + self.mixer(y)
         y = y + x
         y = self.layer_norm(y)
         y += x
@@ -131,10 +81,10 @@ class AddsNumbers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(24, eps=1e-5) for _ in range(8))
+        self.norms = nn.ModuleList(nn.RMSNorm(24, eps=1e-5) for _ in range(7))
         self.offset = 0.5
 
-    def forward(self, x, summand, annotated: float, default=2):
+    def forward(self, x, summand, annotated: float):
         x = x + self.offset
         x = self.norms[0](x)
         x = 2 + x
@@ -149,12 +99,10 @@ class AddsNumbers(nn.Module):
         x = self.norms[3](x)
         x = x + annotated
         x = self.norms[4](x)
-        x = x + default
-        x = self.norms[5](x)
         x += self.offset
-        x = self.norms[6](x)
+        x = self.norms[5](x)
         x = x * 2 + summand
-        return self.norms[7](x)
+        return self.norms[6](x)
 
 
 def test_a_norm_that_takes_a_sum_with_a_number_keeps_its_kernel_and_has_no_row_of_an_add(
@@ -164,17 +112,13 @@ def test_a_norm_that_takes_a_sum_with_a_number_keeps_its_kernel_and_has_no_row_o
     fused = copy.deepcopy(stock)
     report = fused_norm.apply_fused_norm(nn.ModuleList([fused]))
     rows = [(site.path, site.reason) for site in (*report.fused, *report.kept) if site.kind == "residual"]
-    assert rows == [("0.norms.7", None)], "it may be a tensor"
+    assert rows == [("0.norms.6", None)], "it may be a tensor"
     x = torch.randn(3, 24, device=device)
     assert relative(fused(x, 0.25, 0.5), stock(x, 0.25, 0.5)) < 1e-6
-    assert launches == ["rms_norm"] * 8
+    assert launches == ["rms_norm"] * 7
 
 
-QUICK = ("llama", "lfm2", "qwen2_5_vl")
-COUNTED = ("gemma2", "gemma3n_text", "glm4", "glm4v", "granite", "longcat_flash", "olmo2", "qwen3_next")
-
-
-@pytest.mark.parametrize("model_type", [*QUICK, *(slow(name) for name in COUNTED)])
+@pytest.mark.parametrize("model_type", ["lfm2", *map(slow, ("qwen2_5_vl", "gemma3n_text", "glm4", "longcat_flash"))])
 def test_rows_are_those_of_the_adds_that_are_seen_to_feed_a_norm(model_type: str) -> None:
     model = model_of(model_type, "cpu")
     report = fused_norm.apply_fused_norm(model, strict=False)
@@ -184,4 +128,4 @@ def test_rows_are_those_of_the_adds_that_are_seen_to_feed_a_norm(model_type: str
     with torch.no_grad(), sums:
         model(input_ids=TOKENS_WITH_AN_IMAGE, use_cache=False)
     assert sums.fed == {site.path for site in rows if site.kind == "residual"}
-    assert bool(sums.fed) == (model_type not in ("olmo2", "gemma3n_text"))
+    assert bool(sums.fed) == (model_type != "gemma3n_text")

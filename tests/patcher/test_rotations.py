@@ -3,25 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-from transformers.models.edgetam_video.modeling_edgetam_video import EdgeTamVideoRoPESelfAttention
-from transformers.models.exaone4.modeling_exaone4 import Exaone4Attention
-from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAttention
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.phi.modeling_phi import PhiAttention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from fused_norm.patcher.fused_block import Rewrite
-from fused_norm.patcher.patterns import patterns_of, rewritten_forward
-from fused_norm.patcher.patterns.rotations import ROTATION_NAME
-
-from .forwards import Heads, assert_becomes, layer_of
-
-
-def rotations_of(attention: type) -> list[tuple[str, int, int | None]]:
-    """The function of each rotation in a forward, the number of its arguments, and the index of the norms before it."""
-    return [(call.rotate, call.arguments, call.heads) for call in patterns_of(attention).rotations]
-
+from .forwards import Heads, Rewrite, assert_becomes, layer_of
 
 FORWARDS = {
     "Llama": (
@@ -62,10 +45,6 @@ FORWARDS = {
         a, b = self.fused_norm_rope(rotate, q.view(1), k.view(1), angles[0], angles[1], unsqueeze_dim=self.factor)
         return b, a
         """,
-    ),
-    "at positions": (
-        "q, k = rotate(q, k, angles[0], angles[1], self.factor); return q, k",
-        "q, k = self.fused_norm_rope(rotate, q, k, angles[0], angles[1], self.factor); return q, k",
     ),
     "one by one": (
         """
@@ -115,33 +94,3 @@ def test_what_takes_the_results_of_a_pair_of_norms_is_a_rotation_under_any_name(
         return q, k
     """
     assert_becomes(attention, fused, ARGUMENTS)
-
-
-def test_the_function_is_looked_up_at_each_call(monkeypatch) -> None:
-    attention = layer_of(FORWARDS["Llama"][0], "q, k, angles")
-    forward = rewritten_forward(attention, (Rewrite("rotations", 0),))
-    assert forward.__globals__ is attention.forward.__globals__
-    monkeypatch.setitem(forward.__globals__, "rotate", lambda q, k, cos, sin: ("theirs", q, k))
-    with pytest.raises(ValueError, match="too many values"):
-        forward(attention(), Heads(2), Heads(3), (5, 7))
-
-
-@pytest.mark.parametrize(
-    ("attention", "expected"),
-    [
-        (LlamaAttention, [("apply_rotary_pos_emb", 4, None)]),
-        (PhiAttention, [("apply_rotary_pos_emb", 4, None)]),
-        (Qwen3Attention, [("apply_rotary_pos_emb", 4, 0)]),
-        (Exaone4Attention, [("apply_rotary_pos_emb", 4, None)]),
-        (Gemma3nTextAttention, [("apply_rotary_pos_emb", 3, None)] * 2),
-        (DeepseekV3Attention, [("apply_rotary_pos_emb_interleave", 4, None), ("apply_rotary_pos_emb", 4, None)]),
-        (EdgeTamVideoRoPESelfAttention, [("apply_rotary_pos_emb_2d_self_attn", 0, None)]),  # cos=cos, sin=sin
-    ],
-)
-def test_what_attentions_of_transformers_have(attention, expected) -> None:
-    assert rotations_of(attention) == expected
-
-
-def test_names_of_rotations() -> None:
-    names = ["apply_rotary_pos_emb", "rotate", "apply_rope", "RotaryEmbed", "apply_multimodal_rotary_pos_emb"]
-    assert [name for name in [*names, "prototype", "europe", "scale"] if ROTATION_NAME.search(name)] == names

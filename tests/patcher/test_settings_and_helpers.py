@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,15 +12,10 @@ from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausa
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import fused_norm
-from fused_norm.patcher.patch_report import PatchReport
-from fused_norm.patcher.source import helpers_of
+from fused_norm.patcher.patch_report import Site
 
+from .forwards import layer_of
 from .models import assert_gradients_near, step, tokens
-
-
-def rows(report: PatchReport, kind: str) -> Counter[tuple[str, str | None]]:
-    """Return the class and the reason of each row of a kind."""
-    return Counter((site.module, site.reason) for site in (*report.fused, *report.kept) if site.kind == kind)
 
 
 def deepseek(device: str, **settings: Any) -> DeepseekV3ForCausalLM:
@@ -42,7 +36,9 @@ def deepseek(device: str, **settings: Any) -> DeepseekV3ForCausalLM:
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_the_rotation_that_a_config_chooses_has_the_row(interleaved: bool, device: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(modeling_deepseek_v3, "apply_rotary_pos_emb_interleave", lambda q, k, cos, sin: (k, q))
-    report = fused_norm.apply_fused_norm(deepseek(device, rope_interleave=interleaved))
+    model = deepseek(device, rope_interleave=interleaved, q_lora_rank=28 if interleaved else None)
+    report = fused_norm.apply_fused_norm(model)
+    assert {row.reason for row in report.consumers} == {None}
     kept = [site.reason or "" for site in report.kept if site.kind == "rope"]
     assert [reason.partition(",")[0] for reason in kept] == (
         ["apply_rotary_pos_emb_interleave was replaced"] * 2 if interleaved else []
@@ -50,107 +46,82 @@ def test_the_rotation_that_a_config_chooses_has_the_row(interleaved: bool, devic
     assert report.counts["rope"] == (0 if interleaved else 2)
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_a_rotation_that_is_chosen_after_the_patch_is_fused_and_has_the_same_row(
-    interleaved: bool, device: str, launches: list[str]
-) -> None:
-    model = deepseek(device, rope_interleave=not interleaved)
+def test_a_rotation_that_is_chosen_after_the_patch_is_fused(device: str, launches: list[str]) -> None:
+    model = deepseek(device, rope_interleave=False)
     fused_norm.apply_fused_norm(model)
-    model.config.rope_interleave = interleaved
+    model.config.rope_interleave = True
     launches.clear()
-    logits, gradients = step(model, tokens(device))
+    fused = step(model, tokens(device))
     assert any("rope" in kernel for kernel in launches)
-    assert rows(fused_norm.apply_fused_norm(model), "rope") == {("DeepseekV3Attention", None): 2}
     with fused_norm.disabled():
-        stock_logits, stock_gradients = step(model, tokens(device))
-    torch.testing.assert_close(logits, stock_logits, rtol=1e-5, atol=1e-5)
-    assert_gradients_near(gradients, stock_gradients, 1e-5, floor=1e-6)
+        stock = step(model, tokens(device))
+    torch.testing.assert_close(fused[0], stock[0], rtol=1e-5, atol=1e-5)
+    assert_gradients_near(fused[1], stock[1], 1e-5, floor=1e-6)
 
 
-@pytest.mark.parametrize("q_lora_rank", [28, None])
-@pytest.mark.parametrize("autocast", [True, False])
-def test_linears_of_another_config_do_not_keep_those_that_are_there_from_reading_a_norm(
-    q_lora_rank: int | None, autocast: bool, device: str
-) -> None:
-    model = deepseek(device, q_lora_rank=q_lora_rank)
-    results = []
-    for is_fused in (False, True):
-        if is_fused:
-            report = fused_norm.apply_fused_norm(model)
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            results.append(step(model, tokens(device)))
-    attentions = [row.reason for row in report.consumers if row.module == "DeepseekV3Attention"]
-    assert attentions == [None] * 2
-    (logits, gradients), (fused_logits, fused_gradients) = results
-    limit = 4e-2 if autocast else 1e-5
-    torch.testing.assert_close(fused_logits, logits, rtol=limit, atol=limit)
-    assert_gradients_near(fused_gradients, gradients, limit, floor=1e-6)
+CHOOSING = """
+    z = self.act(x) * x if self.on else self.act(x) * y
+    if self.none is None and self.on:
+        z = z + self.act(z) * x
+    elif self.training:
+        z = z + self.act(z) * y
+    if not (self.off or self.none):
+        z = z + self.act(z) * x
+    else:
+        z = z + self.act(z) * y
+    if self.inner.mode == "slow":
+        z = z + self.act(z) * y
+    if self.off and z.numel() > 1:
+        z = z + self.none_act(z) * y
+    if self.training or z.numel() > 1:
+        z = z + self.act(z) * x
+    if self.broken:  # its value is unknown
+        z = z + self.act(z) * x
+    return z
+"""
+"""A product for each way in which settings decide: reachable products have x as a factor, others y."""
 
 
-def test_an_activation_that_is_none_where_it_is_never_called_has_no_row(device: str) -> None:
-    gemma4 = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
-    from transformers import Gemma4TextConfig
-
-    config = Gemma4TextConfig(
-        vocab_size=256, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=8, global_head_dim=8, vocab_size_per_layer_input=256,
-        hidden_size_per_layer_input=0, layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-    report = fused_norm.apply_fused_norm(gemma4.Gemma4ForCausalLM(config).to(device))
-    assert rows(report, "mlp") == {("Gemma4TextMLP", None): 2}
-
-
-class Choosing(nn.Module):
-    """A product for each way in which settings decide: reachable products have x as a factor, others y."""
-
+class Settings(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.act, self.inner, self.off, self.on, self.none = nn.SiLU(), nn.Identity(), False, True, None
-        self.inner.mode = "fast"
+        self.act, self.inner, self.inner.mode = nn.SiLU(), nn.Identity(), "fast"
+        self.off, self.on, self.none, self.none_act = False, True, None, None
 
     @property
     def broken(self) -> bool:
         raise RuntimeError
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        z = self.act(x) * x if self.on else self.act(x) * y
-        if self.none is None and self.on:
-            z = z + self.act(z) * x
-        elif self.training:
-            z = z + self.act(z) * y
-        if not (self.off or self.none):  # noqa: SIM108 - statements are what is read here
-            z = z + self.act(z) * x
-        else:
-            z = z + self.act(z) * y
-        if self.inner.mode == "slow":
-            z = z + self.act(z) * y
-        if self.off and z.numel() > 1:
-            z = z + self.act(z) * y
-        if self.training or z.numel() > 1:
-            z = z + self.act(z) * x
-        if self.broken:  # its value is unknown
-            z = z + self.act(z) * x
-        return z
+
+def rows_of(layer: type[nn.Module], **settings: Any) -> list[Site]:
+    model = layer()
+    vars(model).update(settings)
+    return list(fused_norm.apply_fused_norm(model, strict=False).rows)
 
 
 def test_settings_decide_which_products_have_rows() -> None:
-    model = Choosing()
-    report = fused_norm.apply_fused_norm(model, strict=False)
-    assert sum(rows(report, "mlp").values()) == 5
-    model.off = True
-    assert sum(rows(fused_norm.apply_fused_norm(model, strict=False), "mlp").values()) == 6
+    layer = layer_of(CHOOSING, "x, y", Settings)
+    assert [row.kind for row in rows_of(layer)] == ["mlp"] * 5
+    assert len(rows_of(layer, off=True)) == 6
+
+
+def is_on() -> bool:
+    return True
+
+
+def test_a_function_without_arguments_is_no_obstacle() -> None:
+    layer = layer_of("return self.act(x) * x if is_on() else x", "x", Settings, {"is_on": is_on})
+    assert [row.kind for row in rows_of(layer)] == ["mlp"]
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
     return x * functional.silu(gate)
 
 
-class WithHelpers(nn.Module):
+class WithHelpers(Settings):
     """Products and a rotation in methods, in functions, and in functions that these call."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.act, self.alpha = nn.SiLU(), 1.7
+    alpha = 1.7
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k = self._turn(x, cos, sin)
@@ -175,56 +146,12 @@ class WithHelpers(nn.Module):
 
 
 def test_what_methods_and_functions_compute_that_a_forward_calls_has_a_row_with_the_reason() -> None:
-    report = fused_norm.apply_fused_norm(WithHelpers(), strict=False)
     behind = "which its forward calls, and which is not rewritten"
-    assert not report.fused
-    assert {site.reason for site in report.kept} == {
-        f"its product, self.act(gate) * up, is in _inner, {behind}",
-        f"its product, x * functional.silu(gate), is in gated, {behind}",
-        "its activation, x * torch.sigmoid(x * self.alpha), is written out",
+    assert [row.reason for row in rows_of(WithHelpers)] == [  # in the same order in every process
         f"its apply_rotary_pos_emb is in _turn, {behind}",
-    }
+        "its activation, x * torch.sigmoid(x * self.alpha), is written out",
+        f"its product, x * functional.silu(gate), is in gated, {behind}",
+        f"its product, self.act(gate) * up, is in _inner, {behind}",
+    ]
     off = fused_norm.apply_fused_norm(WithHelpers(), mlp=False, strict=False)
     assert {site.cause for site in off.kept if site.kind == "mlp"} == {"option"}
-
-
-def is_on() -> bool:
-    return True
-
-
-class AsksAFunction(nn.Module):
-    """A product beside a call of a function without arguments and variables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act = nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(x) * x if is_on() else x
-
-
-def test_a_function_without_arguments_is_no_obstacle() -> None:
-    report = fused_norm.apply_fused_norm(AsksAFunction(), strict=False)
-    assert [site.kind for site in report.rows] == ["mlp"]
-
-
-def test_rows_of_helpers_come_in_the_same_order_in_every_process() -> None:
-    assert list(helpers_of(WithHelpers)) == ["_apply_gate", "_turn", "_written_out", "gated", "_inner"]
-
-
-def test_experts_that_gate_in_a_method_have_a_row(device: str) -> None:
-    from transformers import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
-
-    config = GptOssConfig(
-        vocab_size=256, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    report = fused_norm.apply_fused_norm(GptOssForCausalLM(config).to(device))
-    if report.counts["experts"]:  # in transformers 5 they are a single module
-        assert report.counts["experts"] == 2
-        assert not rows(report, "mlp")
-        return
-    assert rows(report, "mlp") == {
-        ("GptOssExperts", "its activation, gate * torch.sigmoid(gate * self.alpha), is written out"): 2
-    }

@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import gc
-import importlib
 import inspect
 import linecache
-import sys
 import traceback
-import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+import torch
+from torch import nn
 
 import fused_norm
-from fused_norm.model_configs import build
-from fused_norm.patcher.patterns import patterns_of, rewritten_forward
-from fused_norm.patcher.source import Helper, SourceError, source_of
 
-from .forwards import Recorder, assert_becomes, everything
-
-ADDED = "y0, a = self.fused_norm_add(self.norm, a, b); return y0"
-"""``a = a + b; return self.norm(a)``, fused."""
+from .forwards import Recorder, assert_becomes, layer_of
 
 
-class Returned(Recorder):
+class Layer(nn.Module):
+    """What the layers here have in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(4, eps=1e-6)
+
+
+class Returned(Layer):
     def forward(self, a, b=None, *, c: float = 1.0):
         a = a + b * c
         return self.norm(a)
 
 
+def reason_of(layer: type[nn.Module]) -> str:
+    """Why the add of a layer is kept; empty if it is fused."""
+    report = fused_norm.apply_fused_norm(nn.ModuleList([layer()]), strict=False)
+    (row,) = (row for row in report.rows if row.kind == "residual")
+    return row.reason or ""
+
+
+def test_the_rewritten_forward_looks_like_the_original_and_its_module_gains_no_name() -> None:
+    before, layer = dict(globals()), Returned()
+    fused_norm.apply_fused_norm(nn.ModuleList([layer]))
+    forward = inspect.unwrap(type(layer).forward)
+    assert inspect.signature(forward) == inspect.signature(Returned.forward)
+    assert forward.__qualname__ == Returned.forward.__qualname__
+    assert forward.__globals__ is Returned.forward.__globals__
+    with pytest.raises(TypeError) as error:
+        layer(torch.ones(4), "b", c="c")
+    assert "self.fused_norm_add(self.norm, a, b * c)" in "".join(traceback.format_tb(error.tb))
+    assert globals() == before
+
+
+ADDED = "y0, a = self.fused_norm_add(self.norm, a, b); return y0"
+"""``a = a + b; return self.norm(a)``, fused."""
 factor = 2.0
 
 
@@ -45,13 +67,8 @@ class WithDefaults(Recorder):
         return self.norm(a)
 
 
-def class_with(factor: int) -> type[Recorder]:
-    class UsesAVariable(Recorder):
-        def forward(self, a, b):
-            a = a + factor * b
-            return self.norm(a)
-
-    return UsesAVariable
+def test_defaults_are_those_of_the_function_that_runs() -> None:
+    assert_becomes(WithDefaults, "y0, a = self.fused_norm_add(self.norm, a, b * c[0]); return y0", (5.0,))
 
 
 class _Private(Recorder):
@@ -66,12 +83,9 @@ class _Private(Recorder):
         return self.norm(a)
 
 
-def undisclosed(function):
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        return function(*args, **kwargs)
-
-    return wrapper
+def test_private_names_are_those_of_the_class() -> None:
+    fused = "y0, a = self.fused_norm_add(self.norm, a, __b, inner=self.__scaled); return y0"
+    assert_becomes(_Private, fused, (2.0, 3.0))
 
 
 def scaled(by):
@@ -85,200 +99,68 @@ def scaled(by):
     return decorate
 
 
-def test_signature_name_and_globals_stay() -> None:
-    forward = rewritten_forward(Returned, everything(Returned))
-    assert inspect.signature(forward) == inspect.signature(Returned.forward)
-    assert forward.__qualname__ == Returned.forward.__qualname__
-    assert forward.__globals__ is Returned.forward.__globals__
-
-
-def test_defaults_are_those_of_the_function_that_runs() -> None:
-    assert_becomes(WithDefaults, "y0, a = self.fused_norm_add(self.norm, a, b * c[0]); return y0", (5.0,))
-    assert inspect.signature(rewritten_forward(WithDefaults, everything(WithDefaults))) == inspect.signature(
-        WithDefaults.forward
-    )
-
-
-def test_private_names_are_those_of_the_class() -> None:
-    fused = "y0, a = self.fused_norm_add(self.norm, a, __b, inner=self.__scaled); return y0"
-    assert_becomes(_Private, fused, (2.0, 3.0))
-    assert inspect.signature(rewritten_forward(_Private, everything(_Private))) == inspect.signature(_Private.forward)
-
-
 def test_a_wrapper_that_the_source_shows_is_kept() -> None:
-    class Decorated(Recorder):
-        forward = undisclosed(Returned.forward)
-
-    class Shown(Recorder):
-        @undisclosed
-        def forward(self, a, b):
-            a = a + b
-            return self.norm(a)
-
-    assert rewritten_forward(Shown, everything(Shown)).__wrapped__.__code__.co_name == "forward"
-    assert_becomes(Shown, ADDED, (2.0, 3.0))
-    with pytest.raises(SourceError, match=r"wrapped by .*test_source, which its source does not show"):
-        patterns_of(Decorated)
-
-
-def test_a_decorator_whose_arguments_may_have_changed_is_not_called_again() -> None:
     class Literal(Recorder):
         @scaled(by=2.0)
         def forward(self, a, b):
             a = a + b
             return self.norm(a)
 
-    class Named(Recorder):
-        @scaled(by=factor)
+    assert_becomes(Literal, ADDED, (2.0, 3.0))
+
+
+class Named(Layer):
+    @scaled(by=factor)
+    def forward(self, a, b):
+        a = a + b
+        return self.norm(a)
+
+
+def layer(body: str) -> type[Layer]:
+    return layer_of(body, "a, b", Layer, {"__name__": __name__})
+
+
+UNDISCLOSED = layer("a = a + b; return self.norm(a)")
+UNDISCLOSED.forward = scaled(by=2.0)(UNDISCLOSED.forward)  # type: ignore[method-assign]
+SEES = layer("a = a + b; a = self.norm(a); return sum(value for value in locals().values())")
+
+
+def closing_over(factor: float) -> type[Layer]:
+    class UsesAVariable(Layer):
         def forward(self, a, b):
-            a = a + b
+            a = a + factor * b
             return self.norm(a)
 
-    assert_becomes(Literal, ADDED, (2.0, 3.0))
-    with pytest.raises(SourceError, match=r"its decorator scaled\(by=factor\) may be given something else by now"):
-        patterns_of(Named)
+    return UsesAVariable
 
 
-def test_a_forward_that_sees_all_of_its_names_is_refused() -> None:
-    class Sees(Recorder):
-        def forward(self, a, b):
-            a = a + b
-            a = self.norm(a)
-            return sum(value for value in locals().values() if isinstance(value, float))
-
-    with pytest.raises(SourceError, match="its forward calls locals, which sees the names"):
-        patterns_of(Sees)
+BODY = "(Layer):\n    def forward(self, a, b):\n        a = a + b\n        return self.norm(a)\n"
+WITHOUT_FILE: dict[str, Any] = {"Layer": Layer, "__name__": "tests"}
+exec(f"class NoFile{BODY}", WITHOUT_FILE)
 
 
-def test_sources_that_cannot_be_trusted_are_refused(tmp_path) -> None:
-    with pytest.raises(SourceError, match="closes over factor"):
-        patterns_of(class_with(2))
-
-    namespace: dict = {"Recorder": Recorder}
-    body = "(Recorder):\n    def forward(self, a, b):\n        a = a + b\n        return self.norm(a)\n"
-    exec(f"class NoFile{body}", namespace)
-    with pytest.raises(SourceError, match="cannot be read"):
-        patterns_of(namespace["NoFile"])
-
-    source = f"class Stale{body}".replace("a + b", "a + b * 2.5")
-    path = tmp_path / "stale.py"
-    for old, new in (("a + b", "a + a"), ("2.5", "3.5"), ("self.norm", "self.other"), ("b):", "b, c=1):")):
-        path.write_text(source)
-        exec(compile(source, str(path), "exec"), namespace)
-        path.write_text(source.replace(old, new))
-        linecache.checkcache(str(path))
-        with pytest.raises(SourceError, match="not the code that runs"):
-            patterns_of(namespace["Stale"])
-
-    builtin = type("Builtin", (Recorder,), {"forward": len})
-    with pytest.raises(SourceError, match="builtin"):
-        patterns_of(builtin)
-
-
-def test_tracebacks_show_the_rewritten_line() -> None:
-    forward = rewritten_forward(Returned, everything(Returned))
-    with pytest.raises(TypeError) as error:
-        forward(Returned(), 1.0, "b")
-    assert "self.fused_norm_add(self.norm, a, b * c)" in "".join(traceback.format_tb(error.tb))
-    assert "fused_norm_add" in inspect.getsource(forward)
-
-
-def test_each_rewrite_of_a_forward_shows_its_own_source() -> None:
-    sources = []
-    for consumers in (True, False):
-        model = build("llama", seed=0)
-        fused_norm.apply_fused_norm(model, consumers=consumers)
-        sources.append(inspect.unwrap(type(model.model.layers[0]).forward))
-    assert ["fused_norm_passthrough" in inspect.getsource(forward) for forward in sources] == [True, False]
-
-
-def test_the_modelling_module_gains_no_name() -> None:
-    module = inspect.getmodule(LlamaDecoderLayer)
-    before = dict(vars(module))
-    rewritten_forward(LlamaDecoderLayer, everything(LlamaDecoderLayer))
-    assert vars(module) == before
-
-
-def test_what_is_known_of_a_class_holds_it_no_longer_than_others_do(tmp_path) -> None:
-    """A cell of a notebook that defines a layer is run again and again."""
-    path, seen = tmp_path / "cell.py", []
-    body = "class Layer(Recorder):\n    def forward(self, a, b):\n        a = a + b\n        return self.norm(a)\n"
-    path.write_text(body)
-    for _ in range(5):
-        namespace: dict = {"Recorder": Recorder}
-        exec(compile(body, str(path), "exec"), namespace)
-        layer = namespace["Layer"]
-        assert_becomes(layer, ADDED, (2, 3))
-        seen += [weakref.ref(layer), weakref.ref(layer.forward)]
-    del namespace, layer
-    gc.collect()
-    assert [reference for reference in seen if reference() is not None] == []
-
-
-def test_a_forward_that_cannot_be_read_is_not_held_either() -> None:
-    layer = class_with(2)
-    for _ in range(2):
-        with pytest.raises(SourceError, match="closes over factor"):
-            patterns_of(layer)
-    held = weakref.ref(layer)
-    del layer
-    gc.collect()
-    assert held() is None
-
-
-def test_matches_are_found_once_and_no_rewriting_changes_them() -> None:
-    first = ast.dump(source_of(LlamaDecoderLayer).definition)
-    texts = {inspect.getsource(rewritten_forward(LlamaDecoderLayer, everything(LlamaDecoderLayer))) for _ in range(2)}
-    assert len(texts) == 1
-    assert patterns_of(LlamaDecoderLayer) is patterns_of(LlamaDecoderLayer)
-    assert ast.dump(source_of(LlamaDecoderLayer).definition) == first
-
-
-FILE = '''
-import functools
-from torch import nn
-
-def keep(function):
-    return function
-
-if nn is None:
-    class Other(nn.Module):
-        pass
-else:
-    class InAnElse(nn.Module):
-        def forward(self, a):
-            return functools.reduce(max, a)
-
-@keep
-class AfterText(nn.Module):
-    """Text
-class Text:
-    def forward(self): pass
-"""
-    @keep
-    def forward(self, a):
-        return helper(a)
-
-@keep
-@functools.lru_cache(
-    maxsize=4
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (Named, "its decorator scaled(by=factor) may be given something else by now"),
+        (UNDISCLOSED, "which its source does not show"),
+        (SEES, "its forward calls locals, which sees the names"),
+        (closing_over(2), "closes over factor"),
+        (WITHOUT_FILE["NoFile"], "cannot be read"),
+    ],
 )
-def helper(a):
-    return functools.reduce(min, a)
-'''
+def test_sources_that_cannot_be_trusted_are_refused(layer: type[Layer], reason: str) -> None:
+    assert reason in reason_of(layer)
 
 
-@pytest.mark.parametrize("name", ["InAnElse", "AfterText", "helper"])
-def test_a_definition_is_found_wherever_it_is_in_a_file(name: str, tmp_path, monkeypatch) -> None:
-    """Other definitions, which begin at lines without indentation, are left out when it is compiled."""
-    path = tmp_path / "odd_file.py"
-    path.write_text(FILE)
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("odd_file")
-    monkeypatch.delitem(sys.modules, "odd_file")
-    value = getattr(module, name)
-    source = source_of(value if inspect.isclass(value) else Helper(value.__wrapped__, is_method=False))
-    expected = "helper" if name == "helper" else "forward"
-    assert source.definition.name == expected
-    assert ast.unparse(source.definition.body) in path.read_text()
-    assert source.around == ("_" if name == "helper" else name)
+@pytest.mark.parametrize(
+    ("old", "new"), [("a + b", "a + a"), ("2.5", "3.5"), ("self.norm", "self.other"), ("b):", "b, c=1):")]
+)
+def test_a_source_that_is_not_the_code_that_runs_is_refused(old: str, new: str, tmp_path: Path) -> None:
+    source, path = f"class Stale{BODY}".replace("a + b", "a + b * 2.5"), tmp_path / "stale.py"
+    namespace: dict[str, Any] = {"Layer": Layer, "__name__": __name__}
+    path.write_text(source)
+    exec(compile(source, str(path), "exec"), namespace)
+    path.write_text(source.replace(old, new))
+    linecache.checkcache(str(path))
+    assert "not the code that runs" in reason_of(namespace["Stale"])

@@ -11,22 +11,11 @@ from torch.func import functional_call
 
 from .models import loss_of, relative, slow, tokens, twins
 
-MODEL_TYPES = ["qwen3", *(slow(name) for name in ("llama", "gemma2"))]
-
 
 def hessian_vector_product(model: nn.Module, ids: Tensor) -> list[Tensor]:
     parameters = list(model.parameters())
     first = torch.autograd.grad(loss_of(model, ids), parameters, create_graph=True)
     return list(torch.autograd.grad(sum(grad.sin().sum() for grad in first), parameters))
-
-
-def penalised_gradient(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    """Return gradients of the loss plus the norm of the gradient at the embeddings."""
-    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
-    loss = model(inputs_embeds=embedded, labels=ids, use_cache=False).loss
-    (first,) = torch.autograd.grad(loss, embedded, create_graph=True)
-    total = loss + first.square().sum()
-    return list(torch.autograd.grad(total, [p for n, p in model.named_parameters() if "layers" in n]))
 
 
 def gradients_in_a_batch(model: nn.Module, ids: Tensor) -> list[Tensor]:
@@ -56,9 +45,9 @@ def directional_derivative(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "derive",
-    [hessian_vector_product, penalised_gradient, gradients_in_a_batch, per_sample_gradients, directional_derivative],
+    [hessian_vector_product, gradients_in_a_batch, per_sample_gradients, directional_derivative],
 )
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["qwen3", slow("gemma2")])
 def test_derivatives_are_those_of_stock(
     model_type: str, derive: Callable[[nn.Module, Tensor], list[Tensor]], device: str
 ) -> None:

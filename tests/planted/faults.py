@@ -33,7 +33,6 @@ from .planting import (
     WEIGHTS,
     Backward,
     Forward,
-    Losses,
     Planting,
     Results,
     falls_back,
@@ -41,17 +40,12 @@ from .planting import (
     in_compiled_backward,
     in_forward,
     in_head,
-    in_losses,
     left_stock,
     logits_of_the_latest_batch,
     never_answers,
     replaced_by,
     with_changed_table,
 )
-
-ROUNDINGS = "it changes no rounding that is compared: its dtypes leave none, or this is a GPU"
-NO_NORM = "no linear reads a norm, so no output of a linear is recomputed at any level"
-"""Why faults in what is recomputed of linears change nothing in a family whose norms stand after its branches."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,6 @@ class Fault:
     Attributes:
         name: its key in ``FAULTS``.
         planted: plants it for the length of a ``with``.
-        hidden: why it may change no number in some models and precisions; empty if it always changes some.
         where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
             ``consumers`` for a step of a model whose norms know their consumers, ``fp8`` for operators that write FP8
             codes, which no model calls, or the name of another execution of the suite.
@@ -69,13 +62,7 @@ class Fault:
 
     name: str
     planted: Planting
-    hidden: str = ""
     where: str = "eager"
-
-    @property
-    def operator(self) -> str:
-        """The name of the operator that goes wrong, or of the operator that it is a form of."""
-        return self.name.partition("-")[0].removesuffix("_for_consumers")
 
 
 def _scale_of_the_first_call(call: Forward) -> Results:
@@ -158,31 +145,6 @@ def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], layer: F
     return right(layer, x)
 
 
-def _labels(call: Losses, mask: Tensor) -> Tensor:
-    """Return the labels of these rows; all other rows are ignored."""
-    target: Tensor = call.arguments["target"]
-    return target.where(mask.view(target.shape), call.arguments["ignore_index"])
-
-
-_ROWS_OF_CHUNK = 16
-
-
-def _rounded_by_chunk(call: Losses) -> Results:
-    losses, dx, dweight, dbias = call.right()
-    if dweight is not None:
-        target = call.arguments["target"]
-        rows = torch.arange(target.numel(), device=target.device)
-        chunks = [rows // _ROWS_OF_CHUNK == chunk for chunk in range(-(-len(rows) // _ROWS_OF_CHUNK))]
-        dweight = reduce(add, [call.right(target=_labels(call, chunk))[2] for chunk in chunks])
-    return losses, dx, dweight, dbias
-
-
-def _scaled_after_rounding(call: Losses) -> Results:
-    losses, *gradients = call.right(gradient=None)
-    factor = 1.0 if call.gradient is None else call.gradient
-    return losses, *(gradient if gradient is None else (gradient * factor).to(gradient.dtype) for gradient in gradients)
-
-
 def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, request: Any) -> Tensor:
     """Compute the loss of real logits if the model is given the number of labels in a step."""
     if request.num_items is None:
@@ -208,12 +170,6 @@ def _held_for_ever(right: Any, memory: dict[str, list[Any]], *arguments: Any) ->
     return right(*arguments)
 
 
-def _never_freed(right: Any, memory: Any, recomputed: Any, place: Any) -> Tensor:
-    output: Tensor = right(recomputed, place)
-    recomputed._made[place] = output
-    return output
-
-
 def _nothing_dropped(right: Any, memory: Any, dropout: nn.Dropout, x: Tensor) -> Any:
     return right(dropout, x) if is_disabled() else x
 
@@ -233,7 +189,7 @@ _num_items_unheeded = in_head(
 
 
 def _in_operators() -> Iterator[Fault]:
-    first, sum_of_norm = "rms_norm_for_consumers", "add_rms_norm_for_consumers"
+    sum_of_norm = "add_rms_norm_for_consumers"
     for name, wrong, *others in (
         ("add_rms_norm-nan", lambda call: call.edited(lambda y: y.nan_to_num(0.0))),  # NaN becomes 0
         # Wrong if no gradient is needed.
@@ -248,23 +204,22 @@ def _in_operators() -> Iterator[Fault]:
         ("lora_linear-stale", _adapter_of_the_first_call, "lora"),  # its weights are those of the first step
         # Linears read the scales of the next block.
         ("linear_4bit-absmax", lambda call: call.results(scale=call["scale"].roll(-1)), "qlora-qv"),
-        ("lora_linear_4bit-absmax", lambda call: call.results(scale=call["scale"].roll(-1)), "qlora"),
     ):
-        yield Fault(name, in_forward(OPERATORS[name.partition("-")[0]], wrong), "", *others)
+        yield Fault(name, in_forward(OPERATORS[name.partition("-")[0]], wrong), *others)
     for name, wrong, *others in (
         ("add_rms_norm-frozen", _dx_where_the_weight_is_frozen),  # dx is wrong if the weight is frozen
         # The gradient of the input is truncated, not rounded.
-        ("add_rms_norm-dx-cut", lambda call: call.edited(_half_nearer_zero, "dx"), "nothing is rounded in fp32"),
+        ("add_rms_norm-dx-cut", lambda call: call.edited(_half_nearer_zero, "dx")),
         # The gradient of a filter is that of the next tap.
         ("causal_conv1d-dw-tap", lambda call: call.edited(lambda dw: dw.roll(1, 1), "dweight")),
         (f"{sum_of_norm}-dropped", _of_consumers(lambda dys: dys[:-1])),  # the first consumer's gradient is missing
         # Gradients are summed from the first consumer on.
-        (f"{first}-order", _of_consumers(lambda dys: dys[::-1]), ROUNDINGS, "consumers"),
+        ("rms_norm_for_consumers-order", _of_consumers(lambda dys: dys[::-1])),
         # Sums of fp32 gradients are rounded to 16 bits.
-        (f"{sum_of_norm}-early", _of_consumers(lambda dys: reduce(add, dys)), ROUNDINGS, "consumers"),
+        (f"{sum_of_norm}-early", _of_consumers(lambda dys: reduce(add, dys)), "consumers"),
     ):
         yield Fault(name, in_backward(OPERATORS[name.partition("-")[0]], wrong), *others)
-    yield Fault("rms_norm-compiled-dw", in_compiled_backward(OPERATORS["rms_norm"]), where="compile")
+    yield Fault("rms_norm-compiled-dw", in_compiled_backward(OPERATORS["rms_norm"]), "compile")
 
 
 _PASSTHROUGH = FusedBlock, "fused_norm_passthrough"
@@ -281,13 +236,6 @@ _IN_MODELS: Mapping[str, tuple[tuple[Any, ...], ...]] = {
         ("fallback-one-row", _ONE_ROW),  # runs stock code for one sequence with gradients
         # The loss of a step with counted labels reads logits.
         ("fallback-counted", replaced_by(LossCall, "_loss", _loss_of_real_logits)),
-        # A residual's gradient is added by autograd.
-        ("consumers-unjoined", replaced_by(*_PASSTHROUGH, lambda right, _, block, norm, x, *consumer: (norm(x), x))),
-        # The residual connection reads past the norm.
-        (
-            "consumers-past",
-            replaced_by(*_PASSTHROUGH, lambda right, _, block, *xs: (right(block, *xs)[0], xs[1])),
-        ),
         # Norms write float32 for linears that read 16 bits.
         ("consumers-wide", never_answers(linear_inputs, "_wide_consumers")),
         ("attention-wide", never_answers(FusedBlock, "fused_norm_read_dtype")),  # queries are written in float32
@@ -302,20 +250,10 @@ _IN_MODELS: Mapping[str, tuple[tuple[Any, ...], ...]] = {
     ),
     "loss": (
         ("linear_cross_entropy-unshifted", in_head(lambda how: replace(how, target=how.target.roll(1)))),
-        # The gradient of the bias is zero.
-        (
-            "linear_cross_entropy-dbias",
-            in_losses(lambda call: call.edited(torch.zeros_like, "dbias")),
-            "no head has a bias",
-        ),
-        ("linear_cross_entropy-dw-chunks", in_losses(_rounded_by_chunk)),  # dw is rounded once for each chunk
-        # Gradients are divided by the number of labels after they are rounded.
-        ("linear_cross_entropy-divided-late", in_losses(_scaled_after_rounding)),
-        ("lazy_logits-batch", logits_of_the_latest_batch, ROUNDINGS),  # logits that are read are of the latest batch
+        ("lazy_logits-batch", logits_of_the_latest_batch),  # logits that are read are of the latest batch
         (
             "lazy_logits-graph",
             replaced_by(LazyLogits, "read", lambda right, _, *it: right(*it).detach()),
-            ROUNDINGS,
         ),
     ),
     "recompute": (
@@ -324,12 +262,10 @@ _IN_MODELS: Mapping[str, tuple[tuple[Any, ...], ...]] = {
         (
             "recomputed-attention",
             with_changed_table(recompute, "_CONSUMERS_OF_LINEARS", lambda right: right | {"attention": right["mlp"]}),
-            NO_NORM,
         ),
         ("recomputed-one-layer", replaced_by(fused_classes, "call_recomputing", _not_in_the_first_layer)),  # keeps all
         # Outputs that are recomputed are held as well.
         ("recomputed-held", replaced_by(_Recomputable, "recipe_for_view", _held_for_ever)),
-        ("recomputed-freed", replaced_by(_Recomputable, "materialize", _never_freed)),  # held after they are recomputed
     ),
     "lora-recompute": (
         # Outputs of adapters are kept, silently.
@@ -338,7 +274,7 @@ _IN_MODELS: Mapping[str, tuple[tuple[Any, ...], ...]] = {
     "lora-alone": (
         ("adapter-fallback", falls_back(OPERATORS["lora_add"], OPERATORS["lora_linear"])),  # runs stock code silently
         # An adapter reads another adapter's output of a norm.
-        ("adapter-shared", replaced_by(FusedAdapter, "forward", _adapter_shares_another_ones), ROUNDINGS),
+        ("adapter-shared", replaced_by(FusedAdapter, "forward", _adapter_shares_another_ones)),
     ),
     "lora-dropout": (
         # The input is not cast if dropout is on.
@@ -348,14 +284,14 @@ _IN_MODELS: Mapping[str, tuple[tuple[Any, ...], ...]] = {
         ("adapter-dropout-same", replaced_by(nn.Dropout, "forward", _dropped_as_in_the_first)),
     ),
 }
-"""Faults in modules, by what runs them: the name, the fault, and why it may be hidden."""
+"""Faults in modules, by what runs them."""
 
 
 def _faults() -> Iterator[Fault]:
     yield from _in_operators()
     for where, faults in _IN_MODELS.items():
-        for name, planted, *hidden in faults:
-            yield Fault(name, planted, *hidden, where=where)
+        for name, planted in faults:
+            yield Fault(name, planted, where)
 
 
 FAULTS: Mapping[str, Fault] = MappingProxyType({fault.name: fault for fault in _faults()})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fused_norm.check.distances import share_different
-from fused_norm.kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator
 from fused_norm.kernels.recording import forget_all
 from fused_norm.patcher import adapters, fused_block, fused_norm_module
@@ -30,9 +28,6 @@ Results = Sequence[Tensor | None]
 
 Planting = Callable[[nn.Module], contextlib.AbstractContextManager["PlantedFault"]]
 """Plants a fault in a model for the length of a ``with``."""
-
-# The package has the function under this name.
-linear_cross_entropy = sys.modules[LINEAR_CROSS_ENTROPY.__module__]
 
 WEIGHTS = ("dw", "dw_inner", "dq_weight", "dk_weight", "da", "db")
 """The gradients of weights, by their names in ``Operator.gradients``."""
@@ -60,10 +55,6 @@ class PlantedFault:
     def count_all(self, share: float = 1.0) -> None:
         """Count a call in which it changed this share of the numbers."""
         self.calls, self.share = self.calls + 1, max(self.share, share)
-
-    def add(self, fault: PlantedFault) -> None:
-        """Add the counts of another planting of the same fault."""
-        self.calls, self.share = self.calls + fault.calls, max(self.share, fault.share)
 
 
 @dataclass(frozen=True)
@@ -185,54 +176,6 @@ def _in_all_forms(operator: Operator, wronged: Callable[[Operator, PlantedFault]
         with contextlib.ExitStack() as stack:
             for form in [op for op in OPERATORS.values() if operator.name in (op.name, op.plain_name)]:
                 stack.enter_context(wronged(form, state))
-            yield state
-
-    return planted
-
-
-@dataclass(frozen=True)
-class Losses:
-    """A call of what computes the losses of rows and their gradients, which may go wrong.
-
-    Attributes:
-        arguments: the operator's, by name.
-        gradient: that of a row's loss; None for 1.
-        right: computes it as it should be, with other arguments, by name, or another gradient.
-    """
-
-    arguments: dict[str, Any]
-    gradient: Tensor | None
-    right: Callable[..., list[Tensor | None]]
-
-    def edited(self, edit: Callable[[Tensor], Tensor], name: str) -> list[Tensor | None]:
-        """Return the losses and gradients, with the one of this name changed."""
-        return _edited(self.right(), ("losses", *LINEAR_CROSS_ENTROPY.gradients), edit, [name])
-
-
-def in_losses(wrong: Callable[[Losses], Results]) -> Planting:
-    """Plant a fault in the operator of heads and losses.
-
-    ``wrong`` computes the losses of rows and the gradients of x, weight and bias.
-    """
-
-    @contextlib.contextmanager
-    def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        state, by_chunks = PlantedFault(), linear_cross_entropy._by_chunks
-
-        def wronged(arguments: Sequence[Any], gradient: Tensor | None, trained: Sequence[bool]) -> Results:
-            by_name = LINEAR_CROSS_ENTROPY.by_name(arguments)
-
-            def right(*, gradient: Tensor | None = gradient, **changed: Any) -> list[Tensor | None]:
-                return list(by_chunks(tuple((by_name | changed).values()), gradient, trained))
-
-            expected = right()
-            before = by_name["x"].clone()
-            actual = wrong(Losses(by_name, gradient, right))
-            sums = [(expected[0].sum(), actual[0].sum())]  # rows without a label may be left out of one of them
-            state.count([*sums, *zip(expected[1:], actual[1:], strict=True), (before, by_name["x"])])
-            return tuple(actual)
-
-        with mock.patch.object(linear_cross_entropy, "_by_chunks", wronged):
             yield state
 
     return planted

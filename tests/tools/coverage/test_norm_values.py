@@ -1,7 +1,5 @@
 """Modules are recognised as norms by their results, whatever they are called."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,7 @@ from tools.coverage.norm_values import normalises
 WIDTH = 24
 
 
-def root(x: torch.Tensor) -> torch.Tensor:
+def root(x):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
@@ -23,22 +21,14 @@ def module(name, forward, weighted=True):
     return made
 
 
-def gated_before(self, x, gate=None):
-    return self.weight * root(x if gate is None else x * functional.silu(gate))
-
-
 MODULES = [
     (module("Thing", lambda self, x: self.weight * root(x)), "rms"),
-    (module("Centred", lambda self, x: (1 + self.weight) * root(x)), "rms"),
-    (module("Grouped", lambda self, x: self.weight * root(x.unflatten(-1, (4, -1))).flatten(-2)), "rms"),
     (module("Weightless", lambda self, x: root(x), False), "rms"),
     (module("GateBehind", lambda self, x, z: self.weight * root(x) * functional.silu(z)), "gated"),
-    (module("GateBefore", gated_before), "gated"),
     (module("Length", lambda self, x: functional.normalize(x, dim=-1), False), "length"),
     (module("Subtracting", lambda self, x: self.weight * root(x - x.mean(-1, keepdim=True))), "layer"),
     (nn.LayerNorm(WIDTH), "layer"),
     (module("RMSNorm", lambda self, x: self.weight * x), None),  # a norm by name only
-    (module("Clip", lambda self, x: x * (1 / x.norm(dim=-1, keepdim=True)).clamp(max=1), False), None),
     (nn.Linear(WIDTH, WIDTH), None),
 ]
 
