@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import traceback
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar
@@ -31,9 +32,12 @@ from .running_code import RunningCode
 
 _CROSS_ENTROPY = RunningCode(functional.cross_entropy)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DYNAMO = f"{torch.__path__[0]}/_dynamo/eval_frame.py"
+"""The file through which compiled functions are called."""
+
 _COMPILED = (
-    "it reads outputs.logits, which torch.compile cannot trace: hand it outputs.logits.clone(), or patch the model with"
-    " apply_fused_norm(model, loss=False)"
+    "it reads outputs.logits, which torch.compile does not trace: give it outputs.logits.clone(), or patch the model"
+    " with apply_fused_norm(model, loss=False)"
 )
 
 
@@ -118,8 +122,8 @@ class LossCall:
     def _noted(self, reader: str) -> None:
         if not self.is_fused and self.reason is None:
             self.reason = f"its logits are read by {reader}, before its loss or for another loss than a cross entropy"
-        if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
-            warn_once(self.origin, _COMPILED, "a compiled function without its graph")
+        if any(frame.f_code.co_filename == _DYNAMO for frame, _ in traceback.walk_stack(None)):
+            warn_once(self.origin, _COMPILED, "a compiled function in parts")
 
     def returned(self, output: Any) -> Any:
         """The output of the model's forward, in which no loss is put off any more.
