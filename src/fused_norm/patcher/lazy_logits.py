@@ -14,6 +14,7 @@ place, as that of such a function's result, no loss is made of the head's inputs
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -43,6 +44,8 @@ _OF_GRADIENT = frozenset({"grad_fn", "retain_grad", "register_hook"})
 
 _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """Functions that are asked for the gradients of ``inputs``."""
+
+_DDP = torch.nn.parallel.distributed.__name__
 
 _SAMPLED = 4096
 
@@ -291,7 +294,9 @@ class LazyLogits(LazyTensor):
             name = func.__self__.__name__
         lead = args[0] if args else None
         if isinstance(lead, LazyLogits) and lead.is_lazy():
-            if name in _OF_SHAPE and (len(args) == 1 or name in ("size", "stride")):
+            # DistributedDataParallel asks for the node of all that a model returns, and copies that if it has one.
+            is_of_ddp = name == "grad_fn" and sys._getframe(1).f_globals.get("__name__") == _DDP
+            if is_of_ddp or (name in _OF_SHAPE and (len(args) == 1 or name in ("size", "stride"))):
                 with plain_functions():
                     return func(*args, **kwargs)
             if name == "register_hook" and _is_of_sharding(args[1]):
