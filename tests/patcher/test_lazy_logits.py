@@ -72,7 +72,7 @@ def shifted_loss(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
 def test_what_a_tensor_is_reads_nothing() -> None:
     head = Head()
     lazy, real = head.lazy(), head.real()
-    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "is_leaf"):
+    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "is_leaf", "_base"):
         assert getattr(lazy, name) == getattr(real, name), name
     for name in ("dim", "numel", "__len__", "size", "stride", "is_floating_point", "is_contiguous"):
         assert getattr(lazy, name)() == getattr(real, name)(), name

@@ -15,6 +15,7 @@ place, as that of such a function's result, no loss is made of the head's inputs
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -35,7 +36,7 @@ _OF_SHAPE = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta",
     "is_xpu", "is_mps", "is_mkldnn", "is_sparse", "is_nested", "is_quantized", "size", "dim", "numel", "nelement",
     "ndimension", "__len__", "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
-    "get_device", "is_inference", "is_conj", "is_neg", "__hash__", "requires_grad", "is_leaf",
+    "get_device", "is_inference", "is_conj", "is_neg", "__hash__", "requires_grad", "is_leaf", "_base",
 })  # fmt: skip
 """Functions and attributes of tensors that tell nothing of their numbers."""
 
@@ -223,7 +224,7 @@ class LazyLogits(LazyTensor):
     _projection: Projection
     _steps: tuple[Step, ...]
     _parent: LazyLogits | None
-    _hooks: list[Any]
+    _hooks: OrderedDict[int, Any]
 
     @classmethod
     def from_projection(cls, projection: Projection) -> LazyLogits:
@@ -250,7 +251,7 @@ class LazyLogits(LazyTensor):
                 lazy: LazyLogits = _Lazy.apply(like, steps, projection.dtype, parent, *projection.arguments)
             else:
                 lazy = cls(like, projection.x.device)
-        lazy._projection, lazy._steps, lazy._parent, lazy._hooks = projection, steps, parent, []
+        lazy._projection, lazy._steps, lazy._parent, lazy._hooks = projection, steps, parent, OrderedDict()
         lazy._placed(projection)
         return lazy
 
@@ -280,7 +281,7 @@ class LazyLogits(LazyTensor):
         if is_moved:
             with torch.enable_grad(), plain_functions():
                 real = _Read.apply(self, real)
-        for hook in self._hooks if real.requires_grad else ():
+        for hook in self._hooks.values() if real.requires_grad else ():
             real.register_hook(hook)
         self._real, self._parent = real, None
 
@@ -300,8 +301,9 @@ class LazyLogits(LazyTensor):
                 with plain_functions():
                     return func(*args, **kwargs)
             if name == "register_hook" and _is_of_sharding(args[1]):
-                lead._hooks.append(args[1])
-                return RemovableHandle({})
+                handle = RemovableHandle(lead._hooks)
+                lead._hooks[handle.id] = args[1]
+                return handle
             is_kept = lead._projection.is_running or name in ("float", "to")  # accelerate casts what a model returns
             if is_kept and (step := step_of(lead, name, func, args[1:], kwargs)) is not None:
                 return lead if step.name == "same" else lead.then(step)
