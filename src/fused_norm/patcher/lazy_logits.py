@@ -297,9 +297,8 @@ class LazyLogits(LazyTensor):
         if isinstance(lead, LazyLogits) and lead.is_lazy():
             # DistributedDataParallel asks for the node of all that a model returns, and copies that if it has one.
             is_of_ddp = name == "grad_fn" and sys._getframe(1).f_globals.get("__name__") == _DDP
-            if is_of_ddp or (
-                name in _OF_SHAPE and is_of_pytorch(func) and (len(args) == 1 or name in ("size", "stride"))
-            ):
+            is_of_shape = name in _OF_SHAPE and (len(args) == 1 or name in ("size", "stride"))
+            if is_of_ddp or (is_of_shape and is_of_pytorch(func)):
                 with plain_functions():
                     return func(*args, **kwargs)
             if name == "register_hook" and _is_of_sharding(args[1]):
@@ -481,11 +480,11 @@ def _loss_of(logits: LazyLogits, how: CrossEntropy) -> Tensor:
         transformation, projection = transformation_by(logits._steps), logits._projection
         assert transformation is not None
         projection.check()
-        with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
-            # As it was for the head, whatever autocast is now.
-            with set_autocast(projection.x.device.type, projection.dtype):
-                rows = rows_by(logits._steps, projection.x)
-                loss = projection.loss(projection, rows, replace(how, **transformation))
+        is_trained = logits.requires_grad and torch.is_grad_enabled()
+        # Autocast is as it was for the head, whatever it is now.
+        with torch.set_grad_enabled(is_trained), set_autocast(projection.x.device.type, projection.dtype):
+            rows = rows_by(logits._steps, projection.x)
+            loss = projection.loss(projection, rows, replace(how, **transformation))
     if loss is None:
         return how.loss_of(logits.read("its loss"))
     logits._projection.has_loss |= loss.requires_grad
