@@ -453,7 +453,7 @@ def test_an_observer_is_told_of_its_own_thread_alone(events: Any, is_known: bool
 
 
 def test_recordings_are_bounded_and_hold_no_tensor(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "SHAPES", 3)
+    monkeypatch.setattr(recording, "KEYS", 3)
     monkeypatch.setattr(recording, "EACH", 2)
     w = weight(device)
     for length in range(1, 9):

@@ -144,13 +144,19 @@ def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], layer: F
     return right(layer, x)
 
 
-def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, request: Any) -> Tensor:
+def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, projection: Any, x: Tensor, request: Any) -> Tensor:
     """Compute the loss of real logits if the model is given the number of labels in a step."""
     if request.num_items is None:
-        stock: Tensor = right(call, x, request)
+        stock: Tensor = right(call, projection, x, request)
         return stock
-    head, target = call.head, request.target.as_subclass(Tensor)
-    args = target, torch.as_tensor(request.num_items), request.reduction, request.ignore_index, request.label_smoothing
+    head = call.head
+    args = (
+        request.target,
+        torch.as_tensor(request.num_items),
+        request.reduction,
+        request.ignore_index,
+        request.label_smoothing,
+    )
     logits = request.scale, request.cap, request.in_fp32
     loss: Tensor = OPERATORS["linear_cross_entropy"].reference(x, head.weight, head.bias, *args, *logits, None, None)
     return loss

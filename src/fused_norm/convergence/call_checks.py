@@ -100,8 +100,8 @@ def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> l
     """The fused calls of a micro-batch; the model is left without gradients.
 
     Every position has a gradient, the last one too, which has no label in training. The second one has none here
-    either, as a mean over a power of two has no roundings. The logits of positions without a label have a loss of their
-    own. The loss is scaled, as it is if fp16 is trained.
+    either, as a mean over a power of two has no roundings. The logits of positions without a label are read for a loss
+    of their own. The loss is scaled, as it is if fp16 is trained.
 
     Args:
         model: a causal language model, neither wrapped nor sharded.

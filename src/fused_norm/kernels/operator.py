@@ -18,7 +18,7 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import TensorRules, Unsupported, check_eps, check_flag
 from .autocast import autocast_dtype
-from .recording import Recording, SingleCall, appended, caches, record, remember
+from .recording import Recording, SingleCall, appended, caches, key_function, record, remember
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import Interceptors, launches
@@ -168,8 +168,9 @@ class Operator(ABC):
         self.function, in_eager = _function_of_arguments(self), _function_of_recording(self)
         self._nodes = self.function._backward_cls, in_eager._backward_cls
         self.recordings: dict[Any, tuple[Recording, ...]] = {}
-        """The recordings of calls, by the shape of their first tensor."""
+        """The recordings of calls, by ``_key`` of their arguments."""
         caches.append(self.recordings)
+        self._key = key_function(self.tensors, self.options)
         # The C++ half of `apply`: the Python around it looks after transforms, of which a plain call has none.
         self._apply = super(torch.autograd.Function, in_eager).apply  # type: ignore[misc]
 
@@ -434,7 +435,7 @@ class Operator(ABC):
             return None, ""
         outputs = self(*arguments)
         if is_plain_call(arguments[: self.tensor_count]):
-            for recording in self.recordings.get(arguments[0].shape, ()):
+            for recording in self.recordings.get(self._key(*arguments), ()):
                 if recording.fits(*arguments):
                     recording.may_replace.add(replaces)
         return outputs, None
@@ -455,7 +456,7 @@ class Operator(ABC):
         if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
             return None
         try:
-            recordings = self.recordings.get(arguments[0].shape, ())
+            recordings = self.recordings.get(self._key(*arguments), ())
         except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
             return None
         if Interceptors.active and (launches.interceptor is not None or calls.interceptor is not None):
@@ -491,7 +492,7 @@ class Operator(ABC):
         if not is_plain_call(tensors):
             return self._registered(*arguments)
         if launches.interceptor is None:
-            for recording in self.recordings.get(tensors[0].shape, ()):
+            for recording in self.recordings.get(self._key(*arguments), ()):
                 outputs = recording.call(*arguments)
                 if outputs is not None:
                     return outputs
@@ -508,7 +509,7 @@ class Operator(ABC):
         if recorded is None:
             return None
         recording, outputs = recorded
-        remember(self.recordings, tensors[0].shape, recording)
+        remember(self.recordings, self._key(*arguments), recording)
         return outputs
 
     def _launched(self, *arguments: Any) -> Any:

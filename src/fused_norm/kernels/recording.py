@@ -28,8 +28,8 @@ logger = logging.getLogger("fused_norm")
 
 TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
-SHAPES, EACH = 1024, 8
-"""The most shapes that a cache has, and the most recordings of each; beyond that it starts anew."""
+KEYS, EACH = 4096, 8
+"""The most keys that a cache has, and the most recordings of each; the oldest one makes room for another."""
 
 _ALLOCATIONS = ("new_empty", "empty_strided")
 """The operators by which launchers allocate what a recording can allocate again."""
@@ -172,14 +172,34 @@ class Recording(SingleCall):
 
 
 caches: list[dict[Any, tuple[Recording, ...]]] = []
-"""The recordings of each operator, by the shape of the first tensor of their calls."""
+"""The recordings of each operator, by the keys of their calls."""
 
 
-def remember(cache: dict[Any, tuple[Recording, ...]], shape: Any, recording: Recording) -> None:
-    """Add a recording of a call whose first tensor has this shape to the others of its operator."""
-    if shape not in cache and len(cache) >= SHAPES:
-        cache.clear()
-    cache[shape] = appended(cache.get(shape, ()), recording)
+def key_function(tensors: str, options: str) -> Callable[..., Any]:
+    """A function of a call's arguments that returns a key, by which few recordings are to be compared with the call.
+
+    Args:
+        tensors: the schema of the first arguments.
+        options: that of the others.
+    """
+    parts, names = list[str](), list[str]()
+    for kind, name in (argument.split()[:2] for argument in f"{tensors}, {options}".split(",") if argument.strip()):
+        tensor = f"{name}.shape, {name}.dtype, {name}.requires_grad"
+        of_kind = {
+            "Tensor": tensor,
+            "Tensor?": f"{name} if {name} is None else ({tensor})",
+            "NormSpec": f"{name}.eps, {name}.casting",
+        }
+        parts.append(f"tuple({name})" if kind.endswith("[]") else of_kind.get(kind, name))
+        names.append(name)
+    return function_of(names, [f"return {', '.join(parts)}"], {})
+
+
+def remember(cache: dict[Any, tuple[Recording, ...]], key: Any, recording: Recording) -> None:
+    """Add a recording of a call with this key to the others of its operator."""
+    if key not in cache and len(cache) >= KEYS:
+        cache.pop(next(iter(cache)), None)  # another thread may have
+    cache[key] = appended(cache.get(key, ()), recording)
 
 
 def forget_all() -> None:
@@ -192,8 +212,8 @@ when_plans_change.append(forget_all)
 
 
 def appended(recordings: tuple[Recording, ...], recording: Recording) -> tuple[Recording, ...]:
-    """The recordings with another one; that one alone if they are too many."""
-    return (*recordings, recording) if len(recordings) < EACH else (recording,)
+    """The recordings with another one, without the oldest one if they are too many."""
+    return (*recordings, recording)[-EACH:]
 
 
 def record(

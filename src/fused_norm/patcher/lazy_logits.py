@@ -1,58 +1,58 @@
 """Logits that are computed when they are read: tensors that know their shape and how they would be computed.
 
-The head of a language model returns ``LazyLogits``. Selecting rows of them, casting, scaling or capping them gives
-further lazy logits. ``torch.nn.functional.cross_entropy`` of such logits is the fused operator, which never holds them.
-Any other operation reads them: they are computed by the operations that were asked for, and connected to the graph as
-those are. So code that is given lazy logits, the user's too, computes what it would compute with the real ones.
+While a language model computes a loss, its head returns ``LazyLogits``. Selecting rows of them, casting, scaling or
+capping them gives further lazy logits, and ``torch.nn.functional.cross_entropy`` of such logits is the fused operator,
+which never holds them. Any other operation reads them: all lazy logits of the call are computed by the operations that
+were asked for, and are plain tensors from then on. So code that is given lazy logits computes what it would compute
+with the real ones. Once the model's forward has returned, all but a question for their shape and a cast to float32, as
+accelerate makes, reads them.
+
+To C++ lazy logits are tensors without numbers that have a place in autograd's graph. Who differentiates there, as a
+``torch.autograd.Function`` of somebody's does, gets the right gradients. If code in C++ has given lazy logits another
+place, as that of such a function's result, no loss is made of the head's inputs any more.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
-from inspect import signature
 from types import FunctionType
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from ..kernels.autocast import autocast_dtype, set_autocast
-from .logit_steps import Step, plain_functions, rows_by, step_of, transformation_by
+from .logit_steps import Step, is_of_pytorch, plain_functions, rows_by, step_of, transformation_by
 
 _OF_SHAPE = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta",
     "is_xpu", "is_mps", "is_mkldnn", "is_sparse", "is_nested", "is_quantized", "size", "dim", "numel", "nelement",
     "ndimension", "__len__", "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
-    "get_device", "is_inference", "is_conj", "is_neg", "__hash__",
+    "get_device", "is_inference", "is_conj", "is_neg", "__hash__", "requires_grad", "is_leaf", "_base",
 })  # fmt: skip
 """Functions and attributes of tensors that tell nothing of their numbers."""
 
-_OF_GRAPH = frozenset({
-    "requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "output_nr", "_backward_hooks", "_base", "_is_view",
-    "_version", "retain_grad", "register_hook",
-})  # fmt: skip
-"""Those that tell of, or hook into, the place of a tensor in autograd's graph, which a lazy tensor has."""
-
-_ASKS = frozenset({"grad_fn", "retain_grad", "register_hook"})
-"""Those of them by which somebody asks for a gradient, or for the node that gets it."""
+_OF_GRADIENT = frozenset({"grad_fn", "retain_grad", "register_hook"})
+"""Those by which somebody asks for a gradient, or for the node that gets it."""
 
 _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-"""Functions that take lazy logits as ``inputs``; older PyTorch hands those of ``backward`` to its engine alone."""
+"""Functions that are asked for the gradients of ``inputs``."""
 
-_ASSIGNMENTS = frozenset(name for name in dir(Tensor) if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
-"""The methods of operators such as ``+=``."""
+_DDP = torch.nn.parallel.distributed.__name__
 
 _SAMPLED = 4096
 
-
 _TOO_LATE = (
-    "the gradient of a tensor that is made of outputs.logits is asked for after it was read: call its retain_grad()"
-    " before, or patch the model with apply_fused_norm(model, loss=False)"
+    "the gradient of outputs.logits is asked for, and the loss was made without them: call their retain_grad() or"
+    " register_hook() before the loss, or patch the model with apply_fused_norm(model, loss=False)"
 )
 
 GENUINE: dict[str, Any] = {"linear": torch._C._nn.linear}
@@ -75,48 +75,44 @@ _OWN = frozenset(GENUINE.values())
 
 
 @dataclass(eq=False)
-class Family:
-    """All lazy logits of one call of a head.
-
-    Attributes:
-        members: those that somebody still has.
-        is_watched: somebody has asked for a gradient at one of them, by a hook or otherwise.
-        is_copied: a view that is watched was read as a copy, so that a write into it would not reach the others.
-    """
-
-    members: WeakSet[LazyLogits] = field(default_factory=WeakSet)
-    is_watched: bool = False
-    is_copied: bool = False
-
-
-@dataclass(eq=False)
 class Projection:
     """A call of a head: what its logits are computed of, in the state that PyTorch had then.
 
     Attributes:
         x, weight, bias: the linear's arguments, as it got them.
         dtype: what autocast casts them to; None without autocast.
-        loss: computes the cross entropy of rows of x: takes these and a ``CrossEntropy``.
+        loss: computes the cross entropy of rows of x: takes this call, the rows and a ``CrossEntropy``; None if the
+            head has other weights by now.
         noted: is told that logits of this call were read, and by what.
         is_running: the model's forward has not returned, so that nobody has stepped or sharded weights.
-        arguments: x, weight and bias.
+        has_loss: a fused loss with a gradient was made of its logits.
     """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype | None
-    loss: Callable[[Tensor, CrossEntropy], Tensor]
+    loss: Callable[[Projection, Tensor, CrossEntropy], Tensor | None]
     noted: Callable[[str], None]
-    is_running: bool = False
+    is_running: bool = True
+    has_loss: bool = False
 
     def __post_init__(self) -> None:
         self.arguments = self.x, self.weight, self.bias
-        self._tensors = [tensor for tensor in self.arguments if tensor is not None]
-        self._versions = list(map(_version, self._tensors))
+        self.tensors = [tensor for tensor in self.arguments if tensor is not None]
+        self._members: list[ref[LazyTensor]] = []
+        self._versions = list(map(_version, self.tensors))
         # Autograd does not count writes through ``data``, nor any into tensors of inference mode.
         uncounted = [self.weight, *([self.x] if self.x.is_inference() else [])]
         self._samples = [(tensor, _sample(tensor)) for tensor in uncounted]
+
+    def add(self, lazy: LazyTensor) -> None:
+        """Note a lazy tensor that is made of this call."""
+        self._members.append(ref(lazy))
+
+    def members(self, kind: type[LazyTensor]) -> Iterator[Any]:
+        """The lazy tensors of a class that somebody still has, in the order in which they were made."""
+        return (lazy for lazy in [made() for made in self._members] if isinstance(lazy, kind))
 
     def compute(self) -> Tensor:
         """The logits.
@@ -133,16 +129,21 @@ class Projection:
         Raises:
             RuntimeError: if they would not, because hidden states or weights were written to or freed.
         """
-        changed = list(map(_version, self._tensors)) != self._versions
-        changed = changed or any(tensor.untyped_storage().nbytes() == 0 for tensor in self._tensors if tensor.numel())
+        changed = list(map(_version, self.tensors)) != self._versions
+        changed = changed or any(tensor.untyped_storage().nbytes() == 0 for tensor in self.tensors if tensor.numel())
         for tensor, sample in () if self.is_running else self._samples:
-            changed = changed or tensor.dtype != sample.dtype or not torch.equal(sample, _sample(tensor))
+            changed = changed or tensor.dtype != sample.dtype or not _same_bits(sample, _sample(tensor))
         if changed:
             raise RuntimeError(
                 "outputs.logits are computed when they are first read, and the weights have been written to or freed"
                 " since the forward, as by a step of the optimizer: read them before, or patch the model with"
                 " apply_fused_norm(model, loss=False)"
             )
+
+    def read_sums(self) -> None:
+        """Compute the sums of losses that are put off."""
+        for lazy in self.members(LazySum):
+            lazy.read("the model")
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,28 @@ class CrossEntropy:
 class LazyTensor(Tensor):
     """Base of tensors that are computed when they are read."""
 
+    _real: Tensor | None
+    _place: Any  # in autograd's graph, when it was made: whether it requires a gradient, and its node
+
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device) -> Any:
-        return Tensor._make_wrapper_subclass(
+        lazy = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
         )
+        torch._C._set_throw_on_mutable_data_ptr(lazy)  # for code in C++ that would read memory that is not there
+        return lazy
+
+    def _placed(self, projection: Projection) -> None:
+        self._real, self._place = None, self._place_now()
+        projection.add(self)
+
+    def _place_now(self) -> Any:
+        with plain_functions():
+            return self.requires_grad, self.grad_fn
+
+    def is_lazy(self) -> bool:
+        """Return whether it is not read, and code in C++ has not given it another place in autograd's graph."""
+        return self._real is None and self._place == self._place_now()
 
     def read(self, reader: str) -> Tensor:
         """The real tensor, in autograd's graph where this one is; ``reader`` is the name of what reads."""
@@ -206,18 +224,14 @@ class LazyLogits(LazyTensor):
     _projection: Projection
     _steps: tuple[Step, ...]
     _parent: LazyLogits | None
-    _family: Family
-    _real: Tensor | None
-    _version_read: int | None  # of the real one, when it was made
-    _was_read_apart: bool  # the real one was made of its parent's, and is no result of this one in the graph
-    _has_loss: bool  # a fused loss was made of these, or of what steps make of them
+    _hooks: OrderedDict[int, Any]
 
     @classmethod
     def from_projection(cls, projection: Projection) -> LazyLogits:
         """The logits of a call of a head."""
         x, weight = projection.x, projection.weight
         like = torch.empty((*x.shape[:-1], len(weight)), dtype=projection.dtype or x.dtype, device="meta")
-        in_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in projection._tensors)
+        in_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in projection.tensors)
         return cls._made(projection, (), None, like, in_graph)
 
     def then(self, step: Step) -> LazyLogits:
@@ -237,72 +251,39 @@ class LazyLogits(LazyTensor):
                 lazy: LazyLogits = _Lazy.apply(like, steps, projection.dtype, parent, *projection.arguments)
             else:
                 lazy = cls(like, projection.x.device)
-        lazy._projection, lazy._steps, lazy._parent = projection, steps, parent
-        lazy._real = lazy._version_read = None
-        lazy._was_read_apart = lazy._has_loss = False
-        lazy._family = Family() if parent is None else parent._family
-        lazy._family.members.add(lazy)
+        lazy._projection, lazy._steps, lazy._parent, lazy._hooks = projection, steps, parent, OrderedDict()
+        lazy._placed(projection)
         return lazy
 
     def read(self, reader: str) -> Tensor:
         if self._real is None:
-            with plain_functions():
-                in_graph = self.requires_grad
-            if self._parent is None:
-                self._projection.noted(reader)
-            # In the grad mode of the forward, whatever the reader's is.
-            is_in_inference = torch.is_inference_mode_enabled() and not in_graph
-            with torch.inference_mode(is_in_inference), torch.set_grad_enabled(in_graph):
-                if in_graph and (self._parent is None or (self._family.is_watched and not self.is_apart())):
-                    with plain_functions():
-                        self._real = _Read.apply(self)
-                else:
-                    self._real, self._was_read_apart = self._computed(reader), self._parent is not None
-            self._version_read = _version(self._real)
+            self._projection.noted(reader)
+            # All of them, as whoever has one may write into it, and others are views or copies of that.
+            for lazy in self._projection.members(LazyLogits):
+                lazy._compute()
+            for loss in self._projection.members(LazySum):
+                loss.read(reader)
+        assert self._real is not None
         return self._real
 
-    def was_written(self) -> bool:
-        """Return whether these or what they were made of have been written into since a read, as by way of a view."""
-        read = (lazy for lazy in self.with_ancestors() if lazy._real is not None)
-        return any(_version(lazy._real) != lazy._version_read for lazy in read)
-
-    def with_ancestors(self) -> Iterator[LazyLogits]:
-        """These logits, what they were made of, and so on."""
-        lazy: LazyLogits | None = self
-        while lazy is not None:
-            yield lazy
-            lazy = lazy._parent
-
-    def is_apart(self) -> bool:
-        """Return whether the real logits are, or would be, no result of these in autograd's graph."""
-        return any(lazy._was_read_apart for lazy in self.with_ancestors())
-
-    def in_graph(self, *, is_asked: bool = True) -> Tensor:
-        """The tensor that has the place of these logits in autograd's graph.
-
-        Args:
-            is_asked: somebody asks for the gradient.
-
-        Raises:
-            RuntimeError: if the gradient is asked for, and is divided between two places.
-        """
-        if not self.is_apart():
-            return self
-        if not is_asked:
-            return self if self._real is None else self._real
-        if self._has_loss:
-            raise RuntimeError(_TOO_LATE)
-        return self.read("autograd")
-
-    def _computed(self, reader: str) -> Tensor:
-        if self._parent is None:
-            return self._projection.compute()
-        parent = self._parent.read(reader)
-        result = self._steps[-1].run(parent)
-        if self._parent.was_written() and not _share_memory(result, parent):
-            # The step was taken before the write: none is taken afterwards.
-            result = _after(self._steps, self._projection.compute())
-        return result
+    def _compute(self) -> None:
+        """Compute the real logits, in the modes of the forward whatever the reader's are."""
+        if self._real is not None:
+            return
+        is_moved = not self.is_lazy()
+        in_graph = self._place[0] and not is_moved
+        with torch.inference_mode(self._projection.x.is_inference()), torch.set_grad_enabled(in_graph):
+            if self._parent is None:
+                real = self._projection.compute()
+            else:
+                assert self._parent._real is not None
+                real = self._steps[-1].run(self._parent._real)
+        if is_moved:
+            with torch.enable_grad(), plain_functions():
+                real = _Read.apply(self, real)
+        for hook in self._hooks.values() if real.requires_grad else ():
+            real.register_hook(hook)
+        self._real, self._parent = real, None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -313,26 +294,27 @@ class LazyLogits(LazyTensor):
         if name in ("__get__", "__set__", "__delete__"):
             name = func.__self__.__name__
         lead = args[0] if args else None
-        if isinstance(lead, LazyLogits):
-            if name in _OF_GRAPH or name in _OF_SHAPE:
-                is_asked = name in _ASKS and not (name == "register_hook" and _is_of_sharding(args[1]))
-                lead._family.is_watched |= is_asked
-                place = lead.in_graph(is_asked=is_asked) if name in _OF_GRAPH else lead
+        if isinstance(lead, LazyLogits) and lead.is_lazy():
+            # DistributedDataParallel asks for the node of all that a model returns, and copies that if it has one.
+            is_of_ddp = name == "grad_fn" and sys._getframe(1).f_globals.get("__name__") == _DDP
+            is_of_shape = name in _OF_SHAPE and (len(args) == 1 or name in ("size", "stride"))
+            if is_of_ddp or (is_of_shape and is_of_pytorch(func)):
                 with plain_functions():
-                    if name == "grad" and place is not lead and lead.retains_grad:  # by the engine
-                        raise RuntimeError(_TOO_LATE)
-                    return func(place, *args[1:], **kwargs)
-            is_lazy = lead._real is None and not lead.was_written()
-            if is_lazy and (step := step_of(lead, name, func, args[1:], kwargs)) is not None:
+                    return func(*args, **kwargs)
+            if name == "register_hook" and _is_of_sharding(args[1]):
+                handle = RemovableHandle(lead._hooks)
+                lead._hooks[handle.id] = args[1]
+                return handle
+            is_kept = lead._projection.is_running or name in ("float", "to")  # accelerate casts what a model returns
+            if is_kept and (step := step_of(lead, name, func, args[1:], kwargs)) is not None:
                 return lead if step.name == "same" else lead.then(step)
         if func is GENUINE["cross_entropy"]:
             loss = _cross_entropy(*args, **kwargs)
             if loss is not None:
                 return loss
-        elif func in _DIFFERENTIATES:
-            return _differentiated(func, args, kwargs)
-        if writes(name) or "out" in kwargs:
-            _read_families((args, kwargs), name)
+        inputs = kwargs.get("inputs", args[1:2]) if func in _DIFFERENTIATES else ()
+        if any(lazy._projection.has_loss for lazy in _logits_in(args[:1] if name in _OF_GRADIENT else inputs)):
+            raise RuntimeError(_TOO_LATE)
         with plain_functions():
             return func(*_real(args, name), **_real(kwargs, name))
 
@@ -345,7 +327,6 @@ class LazySum(LazyTensor):
 
     _logits: LazyLogits
     _how: CrossEntropy
-    _real: Tensor | None = None
 
     @classmethod
     def from_logits(cls, logits: LazyLogits, how: CrossEntropy) -> LazySum:
@@ -354,15 +335,21 @@ class LazySum(LazyTensor):
         with plain_functions():
             device, requires_grad = logits.device, logits.requires_grad
             if torch.is_grad_enabled() and requires_grad:
-                lazy: LazySum = _Loss.apply(like, logits, how, True, *logits._projection.arguments)
+                lazy: LazySum = _Sum.apply(like, logits, how, *logits._projection.arguments)
             else:
                 lazy = cls(like, device)
         lazy._logits, lazy._how = logits, how
+        lazy._placed(logits._projection)
         return lazy
 
     def read(self, reader: str) -> Tensor:
         if self._real is None:
-            self._real = _fused(self._logits, self._how)
+            is_moved = not self.is_lazy()
+            with torch.set_grad_enabled(self._place[0] and not is_moved):
+                self._real = _loss_of(self._logits, self._how)
+            if is_moved:
+                with torch.enable_grad(), plain_functions():
+                    self._real = _Read.apply(self, self._real)
         return self._real
 
     @classmethod
@@ -370,14 +357,12 @@ class LazySum(LazyTensor):
         name = getattr(func, "__name__", "")
         name = func.__self__.__name__ if name == "__get__" else name
         lead = args[0] if args else None
-        if isinstance(lead, LazySum) and lead._real is None:
+        if isinstance(lead, LazySum) and lead.is_lazy() and is_of_pytorch(func):
             if name in _OF_SHAPE and len(args) == 1:
                 with plain_functions():
                     return func(*args, **(kwargs or {}))
             if name in ("__truediv__", "div", "true_divide") and len(args) == 2 and not kwargs and _is_count(args[1]):
-                return _fused(lead._logits, replace(lead._how, num_items=args[1]))
-        if func in _DIFFERENTIATES:
-            return _differentiated(func, args, kwargs or {})
+                return _loss_of(lead._logits, replace(lead._how, num_items=args[1]))
         with plain_functions():
             return func(*_real(args, name), **_real(kwargs or {}, name))
 
@@ -393,14 +378,11 @@ class _Lazy(torch.autograd.Function):
         ctx: Any, like: Tensor, steps: tuple[Step, ...], dtype: Any, parent: LazyLogits | None, *arguments: Any
     ) -> Any:
         ctx.save_for_backward(*arguments)
-        ctx.set_materialize_grads(False)
         ctx.steps, ctx.dtype, ctx.is_first = steps, dtype, parent is None
         return LazyLogits(like, arguments[0].device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        if gradient is None:
-            return (None,) * 7
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, bias = ctx.saved_tensors
         if not ctx.is_first:
             before = (ctx.steps[:-1], ctx.dtype, x, weight, bias)
@@ -413,46 +395,30 @@ class _Lazy(torch.autograd.Function):
 
 
 class _Read(torch.autograd.Function):
-    """Real logits as a result of lazy ones."""
+    """A real tensor as a result of a lazy one, whose place in autograd's graph is no longer that of its making."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: LazyLogits) -> Any:
-        tensor = lazy._computed("a read")
-        if not tensor._is_view():
-            return tensor
-        lazy._family.is_copied = True
-        return tensor.clone()
+    def forward(ctx: Any, lazy: LazyTensor, real: Tensor) -> Any:
+        return real.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient
+        return gradient, None
 
 
-class _Loss(torch.autograd.Function):
-    """The fused loss, or a ``LazySum`` in its place, as a result of its lazy logits in autograd's graph.
-
-    The backward of the fused loss needs no gradient of logits, and none is made unless somebody has asked for it.
-    """
+class _Sum(torch.autograd.Function):
+    """A ``LazySum`` in autograd's graph, a result of its lazy logits."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, logits: LazyLogits, how: CrossEntropy, is_lazy: bool, *arguments: Any) -> Any:
+    def forward(ctx: Any, like: Tensor, logits: LazyLogits, how: CrossEntropy, *arguments: Any) -> Any:
         ctx.save_for_backward(*arguments)
-        ctx.set_materialize_grads(False)
-        ctx.steps, ctx.dtype, ctx.family = logits._steps, logits._projection.dtype, logits._family
-        for lazy in logits.with_ancestors():
-            lazy._has_loss = True
-        ctx.how, ctx.is_lazy = how, is_lazy
-        # A copy and no view: callers scale it, and add to it, in place.
-        return LazySum(loss, logits.device) if is_lazy else loss.clone()
+        ctx.steps, ctx.dtype, ctx.how = logits._steps, logits._projection.dtype, how
+        return LazySum(like, logits.device)
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor | None) -> Any:
-        with plain_functions():  # older PyTorch tells its engine alone of ``backward(inputs=...)``
-            is_watched = ctx.family.is_watched or any(lazy.retains_grad for lazy in ctx.family.members)
-        if dloss is None or not (ctx.is_lazy or is_watched):
-            return dloss, *(None,) * 6
-        dlogits = _gradient_of(ctx.how.loss_of, (ctx.steps, ctx.dtype, *ctx.saved_tensors), dloss)
-        return None, dlogits, *(None,) * 5
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        dlogits = _gradient_of(ctx.how.loss_of, (ctx.steps, ctx.dtype, *ctx.saved_tensors), gradient)
+        return None, dlogits, *(None,) * 4
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
@@ -462,10 +428,6 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype |
 
 def _after(steps: tuple[Step, ...], logits: Tensor) -> Tensor:
     return reduce(lambda logits, step: step.run(logits), steps, logits)
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _gradient_of(function: Callable[[Tensor], Tensor], made_by: tuple[Any, ...], gradient: Tensor) -> Tensor:
@@ -492,9 +454,9 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """The loss of lazy logits by the fused operator; None for a call that it cannot make."""
-    if not isinstance(logits, LazyLogits) or logits._real is not None or not isinstance(target, Tensor):
+    if not isinstance(logits, LazyLogits) or not isinstance(target, Tensor):
         return None
-    if logits.is_apart():
+    if not logits.is_lazy() or not logits._projection.is_running:
         return None
     if not (weight is size_average is reduce is None) or reduction not in ("mean", "sum"):
         return None
@@ -508,28 +470,25 @@ def _cross_entropy(
     how = CrossEntropy(target, reduction, ignore_index, float(label_smoothing))
     if transformation_by(logits._steps) is None:
         return None
-    return LazySum.from_logits(logits, how) if reduction == "sum" else _fused(logits, how)
+    return LazySum.from_logits(logits, how) if reduction == "sum" else _loss_of(logits, how)
 
 
-def _fused(logits: LazyLogits, how: CrossEntropy) -> Tensor:
-    """The loss of lazy logits by the fused operator."""
-    transformation, projection = transformation_by(logits._steps), logits._projection
-    assert transformation is not None
-    projection.check()
-    with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
-        # As it was for the head, whatever autocast is now.
-        with set_autocast(projection.x.device.type, projection.dtype):
-            loss = projection.loss(rows_by(logits._steps, projection.x), replace(how, **transformation))
-        if loss.requires_grad:
-            with plain_functions():
-                loss = _Loss.apply(loss, logits, how, False, *projection.arguments)
+def _loss_of(logits: LazyLogits, how: CrossEntropy) -> Tensor:
+    """The loss of logits by the fused operator, or by PyTorch if they were read or the operator cannot be called."""
+    loss = None
+    if logits.is_lazy():
+        transformation, projection = transformation_by(logits._steps), logits._projection
+        assert transformation is not None
+        projection.check()
+        is_trained = logits.requires_grad and torch.is_grad_enabled()
+        # Autocast is as it was for the head, whatever it is now.
+        with torch.set_grad_enabled(is_trained), set_autocast(projection.x.device.type, projection.dtype):
+            rows = rows_by(logits._steps, projection.x)
+            loss = projection.loss(projection, rows, replace(how, **transformation))
+    if loss is None:
+        return how.loss_of(logits.read("its loss"))
+    logits._projection.has_loss |= loss.requires_grad
     return loss
-
-
-def writes(name: str) -> bool:
-    """Return whether a function of this name, or who gets an attribute of it, may write into a tensor."""
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    return is_in_place or name in ("__setitem__", "__set__", "data") or name in _ASSIGNMENTS
 
 
 def _is_count(value: Any) -> bool:
@@ -541,35 +500,8 @@ def _is_count(value: Any) -> bool:
     )
 
 
-def _read_families(tree: Any, reader: str) -> None:
-    """Read all that is made of the lazy logits in a tree, which are about to be written to.
-
-    Raises:
-        RuntimeError: if the write would be seen in other logits of a model that is not patched, and not in these.
-    """
-
-    for value in tree_leaves(tree):
-        if isinstance(value, LazyLogits):
-            for member in list(value._family.members):
-                member.read(reader)
-            if value._family.is_copied:
-                raise RuntimeError(
-                    f"{reader} writes into logits, a view of which a hook or autograd.grad has asked a gradient of: "
-                    "write before, or patch the model with apply_fused_norm(model, loss=False)"
-                )
-
-
-def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call one of ``_DIFFERENTIATES``, whose ``inputs`` may be lazy logits: their gradients are asked for."""
-    arguments: dict[str, Any] = dict(signature(func).bind(*args, **kwargs).arguments)
-    inputs = arguments.pop("inputs", None)
-    for leaf in tree_leaves(inputs):  # the fused loss leaves their place in the graph out unless asked
-        if isinstance(leaf, LazyLogits):
-            leaf._family.is_watched = True
-    arguments = _real(arguments, func.__name__)
-    with plain_functions():
-        lead = (arguments.pop("self"),) if "self" in arguments else ()  # of a method
-        return func(*lead, **arguments, inputs=tree_map_only(LazyLogits, LazyLogits.in_graph, inputs))
+def _logits_in(tree: Any) -> list[LazyLogits]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, LazyLogits)]
 
 
 def _real(tree: Any, reader: str) -> Any:
@@ -587,7 +519,19 @@ def _version(tensor: Any) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one dtype and shape are equal, NaN too."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def _sample(tensor: Tensor) -> Tensor:
     """Some of a tensor's numbers, by which a step of an optimizer is noticed."""
     flat = tensor.detach().flatten()
     return flat[:: max(1, len(flat) // _SAMPLED)].clone()
+
+
+# A function that torch.compile traces is given real logits by these methods, which are none of its code.
+_frames: Any = torch._C._dynamo.eval_frame
+_SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+for _method in (LazyLogits.__torch_function__, LazySum.__torch_function__, LazyTensor.__torch_dispatch__):
+    _frames.set_code_exec_strategy(_method.__func__.__code__, _SKIPPED)  # type: ignore[attr-defined]

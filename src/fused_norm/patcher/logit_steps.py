@@ -7,10 +7,12 @@ the logits of which rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 plain_functions = torch._C.DisableTorchFunctionSubclass
 """The context in which functions see a lazy tensor as the empty tensor that it is to C++."""
@@ -35,8 +37,17 @@ class Step(NamedTuple):
     shape: torch.Size = torch.Size()
 
 
+def is_of_pytorch(func: Any) -> bool:
+    """Return whether a function is PyTorch's, whose name tells what it does; others have operators of such names."""
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        return str(func).startswith("aten.")
+    return not isinstance(func, FunctionType) or func.__code__.co_filename.startswith(torch.__path__[0])
+
+
 def step_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step | None:
     """Return the step that a function of lazy logits takes; None for a function that needs their values."""
+    if not is_of_pytorch(func):
+        return None
     if name in ("float", "to", "detach", "contiguous"):
         return _cast_of(lazy, name, args, kwargs)
     if name in ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide") and not kwargs:

@@ -23,9 +23,10 @@ from .class_swap import (
 from .fused_classes import fused_class, fused_loss_class
 from .hooks import name_of_function
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
-from .losses import FusedHead, FusedLoss, replaced_function, why_compiled_loss, why_seen
+from .loss_trial import trial_of
+from .losses import FusedHead, FusedLoss, replaced_function, why_compiled_loss, why_read, why_seen
 from .patch_report import Cause, Site
-from .probe import plain_pytorch
+from .probe import UnrecognisedError, plain_pytorch
 from .source import names_in
 
 _CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy"})
@@ -119,18 +120,33 @@ def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterato
 def _why_other_loss(module: Any, origin: Any, head: Any) -> str | None:
     """The reason why a model's loss is no cross entropy of its logits; None if it is one, as far as is surveyed.
 
-    A loss function is run on a few lazy logits. A forward that computes its loss itself is told by the names in it.
+    The end of the forward and a loss function of the model are run on a few lazy logits. If the forward cannot be, the
+    names in it tell.
     """
     names = names_in(origin)
+    dtype, trial = head.weight.dtype, None
+    try:
+        trial = trial_of(module, head)
+    except UnrecognisedError as error:
+        if "loss_function" not in names and not names & _CROSS_ENTROPIES:
+            return f"its forward names no cross entropy, and cannot be tried: {error}"
     function = getattr(module, "loss_function", None) if "loss_function" in names else None
-    if function is None:
-        if not names & _CROSS_ENTROPIES:
-            return "its forward computes no cross entropy"
-        dtype = head.weight.dtype
-        return None if dtype == torch.float32 or "float" in names else f"its forward computes its loss in {dtype}"
+    if function is not None and (reason := _why_other_function(function)) is not None:
+        return reason
+    if function is None and dtype != torch.float32 and "float" not in names and names & _CROSS_ENTROPIES:
+        return f"its forward computes its loss in {dtype}"
+    if trial is None or trial.has_loss:
+        return None
+    if trial.reader is not None:
+        return why_read(trial.reader)
+    return "its forward computes no cross entropy" if trial.is_called else "its forward does not call its head"
+
+
+def _why_other_function(function: Any) -> str | None:
+    """The reason why a loss function is no cross entropy of its logits alone, by a call with a few lazy ones."""
     losses: list[CrossEntropy] = []
 
-    def loss(x: Tensor, how: CrossEntropy) -> Tensor:
+    def loss(projection: Projection, x: Tensor, how: CrossEntropy) -> Tensor:
         losses.append(how)
         return x.new_zeros(())
 

@@ -7,31 +7,38 @@ way, or code that looks at the logits, gets real ones.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels import reference
 from ..kernels.autocast import autocast_dtype
-from ..kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
+from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.operator import dispatch_modes
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from .fused_norm_module import is_disabled, warn_once
 from .hooks import Fused, are_plain_calls, has_hooks, replaced_linear
-from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection, writes
+from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 from .running_code import RunningCode
 
 _CROSS_ENTROPY = RunningCode(functional.cross_entropy)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DYNAMO = f"{torch.__path__[0]}/_dynamo/eval_frame.py"
+"""The file through which compiled functions are called."""
+
+_COMPILED = (
+    "it reads outputs.logits, which torch.compile does not trace: give it outputs.logits.clone(), or patch the model"
+    " with apply_fused_norm(model, loss=False)"
+)
 
 
 class FusedLoss(Fused):
@@ -52,9 +59,7 @@ class FusedHead(Fused):
         if call is not None:
             reason = _why_real(self, x)
             if reason is None:
-                projection = Projection(
-                    x, self.weight, self.bias, autocast_dtype(x), call._loss, call._noted, is_running=True
-                )
+                projection = Projection(x, self.weight, self.bias, autocast_dtype(x), call._loss, call._noted)
                 call.projections.append(projection)
                 return LazyLogits.from_projection(projection)
             call.reason = reason
@@ -92,31 +97,48 @@ class LossCall:
     """A call of a language model that is to return a loss.
 
     Attributes:
+        origin: the model's own class.
         head: whose logits the loss is of.
-        labels: those that the model is given, with their number on its way to the host.
         is_fused: the operator has computed a loss.
         reason: why it has not, or None.
         projections: calls of the head while it runs.
     """
 
-    def __init__(self, head: FusedHead, labels: Tensor) -> None:
-        self.head = head
-        self.labels = labels if labels.is_meta else CountedLabels.from_labels(labels)
+    def __init__(self, origin: type[nn.Module], head: FusedHead) -> None:
+        self.origin, self.head = origin, head
         self.is_fused = False
         self.reason: str | None = None
         self.projections: list[Projection] = []
 
-    def _loss(self, x: Tensor, how: CrossEntropy) -> Tensor:
-        target, max_labels = how.target, None
-        if isinstance(target, CountedLabels):
-            max_labels = target.count() if how.ignore_index == IGNORED else None
-            target = target.as_subclass(Tensor)
+    def _loss(self, projection: Projection, x: Tensor, how: CrossEntropy) -> Tensor | None:
+        own = self.head._parameters
+        if own.get("weight") is not projection.weight or own.get("bias") is not projection.bias:
+            return None
         self.is_fused = True
-        return self.head.fused_norm_cross_entropy(x, replace(how, target=target), max_labels)
+        # The host waits here for the device: rows without a label are left out of the products.
+        count = int((how.target != how.ignore_index).sum())
+        return self.head.fused_norm_cross_entropy(x, how, count)
 
     def _noted(self, reader: str) -> None:
         if not self.is_fused and self.reason is None:
-            self.reason = f"its logits are read by {reader}, before its loss or for another loss than a cross entropy"
+            self.reason = why_read(reader)
+        if any(frame.f_code.co_filename == _DYNAMO for frame, _ in traceback.walk_stack(None)):
+            warn_once(self.origin, _COMPILED, "a compiled function in parts")
+
+    def returned(self, output: Any) -> Any:
+        """The output of the model's forward, in which no loss is put off any more.
+
+        Logits are read if the model returns the hidden states that they are made of, without a gradient: a write into
+        these is no error in stock.
+        """
+        for projection in self.projections:
+            projection.read_sums()
+            x, is_trained = projection.x, any(tensor.requires_grad for tensor in projection.tensors)
+            tensors = [leaf for leaf in tree_leaves(output) if type(leaf) is Tensor]
+            if not (is_trained and torch.is_grad_enabled()) and any(_share_memory(x, tensor) for tensor in tensors):
+                for logits in projection.members(LazyLogits):
+                    logits.read("hidden states")
+        return tree_map_only(LazySum, lambda loss: loss.read("the model"), output)
 
 
 class _Calls(threading.local):
@@ -129,82 +151,6 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-@dataclass
-class _Count:
-    """The number of labels, which all that are selected from them share.
-
-    Attributes:
-        number: on the host, once the ``event`` has happened.
-        event: None on a CPU.
-        is_known: nothing has been written into one of them.
-    """
-
-    number: Tensor
-    event: Any
-    is_known: bool = True
-
-
-class CountedLabels(Tensor):
-    """Labels whose number is known to the host soon: at most so many rows have one.
-
-    What selects some of them, and what puts ``IGNORED`` beside them, keeps the number; all else makes plain tensors. A
-    write into any of them makes the number unknown.
-    """
-
-    _count: _Count
-
-    @classmethod
-    def from_labels(cls, labels: Tensor) -> CountedLabels:
-        """The labels, with a count that was asked for; nobody waits for it here."""
-        counted, event = labels.as_subclass(cls), None
-        number = (labels != IGNORED).sum()
-        if labels.device.type != "cpu":
-            device = torch.get_device_module(labels.device)
-            number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
-            event = device.Event()
-            event.record(device.current_stream(labels.device))
-        counted._count = _Count(number, event)
-        return counted
-
-    def count(self) -> int | None:
-        """The number, waiting for it if it is not there yet; None if it is unknown."""
-        if self._count.event is not None:
-            self._count.event.synchronize()
-        return int(self._count.number) if self._count.is_known else None
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        """A plain tensor."""
-        return copy.deepcopy(self.as_subclass(Tensor), memo)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        lead = args[0] if args else None
-        if writes(func.__name__) or "out" in kwargs:
-            for labels in (*args, *kwargs.values()):
-                if isinstance(labels, CountedLabels):
-                    labels._count.is_known = False
-        elif isinstance(lead, CountedLabels) and type(result) is Tensor and _selects(func.__name__, args[1:], kwargs):
-            result = result.as_subclass(cls)
-            result._count = lead._count
-        return result
-
-
-def _selects(name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether a function of labels returns some of them, each at most once, and ``IGNORED`` beside them."""
-    if name == "pad":
-        return (kwargs.get("value", args[2] if len(args) > 2 else None)) == IGNORED
-    if name == "__getitem__":
-        parts = args[0] if isinstance(args[0], tuple) else (args[0],)
-        return all(
-            part is Ellipsis or type(part) in (int, slice) or (isinstance(part, Tensor) and part.dtype == torch.bool)
-            for part in parts
-        )
-    return name in ("contiguous", "view", "reshape", "flatten", "to", "long", "clone", "detach", "squeeze", "cuda")
-
-
 def fused_forward(origin: Any) -> Callable[..., Any]:
     """A forward of models of class ``origin`` that is their own; if it gets labels the head's logits are lazy."""
     names = tuple(inspect.signature(origin.forward).parameters)[1:]
@@ -215,46 +161,42 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
         labels = args[place] if len(args) > place else kwargs.get("labels")
         if labels is None or torch.compiler.is_compiling() or is_disabled() or not are_plain_calls(inside=type(self)):
             return origin.forward(self, *args, **kwargs)
+        head = self.get_output_embeddings()
+        if any(call.head is head for call in _calls.stack):  # such as BLIP-2's, which counts this loss as its own
+            return origin.forward(self, *args, **kwargs)
         reason = _why_real_logits(self, labels)
         if reason is not None:
             warn_once(origin, reason)
             return origin.forward(self, *args, **kwargs)
-        call = LossCall(self.get_output_embeddings(), labels)
-        if len(args) > place:
-            args = (*args[:place], call.labels, *args[place + 1 :])
-        else:
-            kwargs["labels"] = call.labels
+        call = LossCall(origin, self.get_output_embeddings())
         _calls.stack.append(call)
         try:
-            output = _with_real_sums(origin.forward(self, *args, **kwargs))
+            output = call.returned(origin.forward(self, *args, **kwargs))
         finally:
             _calls.stack.pop()
             for projection in call.projections:
                 projection.is_running = False
             call.projections.clear()
         if not call.is_fused:
-            warn_once(origin, call.reason)
+            warn_once(origin, call.reason or "its loss is no cross entropy of the logits of its head")
         return output
 
     return forward
 
 
-def _with_real_sums(output: Any) -> Any:
-    """A model's output, with a number in the place of a sum that nobody has divided by a number of items."""
-    if isinstance(output, tuple):
-        if any(isinstance(value, LazySum) for value in output):
-            return tuple(value.read("the model") if isinstance(value, LazySum) else value for value in output)
-    elif isinstance(output, dict):
-        for name, value in list(output.items()):
-            if isinstance(value, LazySum):
-                output[name] = value.read("the model")
-    return output
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def why_compiled_loss(model: Any) -> str | None:
     """The reason why the compiled loss function of a model gets real logits: a compiler traces no lazy ones."""
     is_compiled = hasattr(getattr(model, "loss_function", None), "_torchdynamo_orig_callable")
     return "its loss function is compiled" if is_compiled else None
+
+
+def why_read(reader: str) -> str:
+    """The reason why logits are real ones: something reads them."""
+    return f"its logits are read by {reader}, before its loss or for another loss than a cross entropy"
 
 
 def why_seen(head: Any) -> str | None:
@@ -292,6 +234,8 @@ def _why_real_logits(model: Any, labels: Any) -> str | None:
 
 def _why_real(head: FusedHead, x: Any) -> str | None:
     """The reason for real logits of these hidden states."""
+    if "weight" not in head._parameters:
+        return "its head computes its weight at each access"
     tensors = [x, head.weight, *([] if head.bias is None else [head.bias])]
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or not is_plain(tensor):

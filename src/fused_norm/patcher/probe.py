@@ -1,5 +1,8 @@
 """Finds out what code computes: runs it on small CPU tensors and compares it bit for bit with known formulas.
 
+Code of others may draw random numbers or change settings; whoever runs it does so within ``plain_pytorch``, which puts
+both back.
+
 Each kind of code (norms, rotary embeddings, activations) brings its cases and its formula to a ``Recognizer``. What
 code reaches may be replaced, so code that was recognised before is run again at each ``apply_fused_norm``.
 """
@@ -7,20 +10,26 @@ code reaches may be replaced, so code that was recognised before is run again at
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
+from torch.utils import _device
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .hooks import modes
 from .running_code import Identity
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_AUTOCAST = ("cpu", "cuda", "xpu")
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -41,10 +50,11 @@ _results_by_key: ContextVar[dict[Any, tuple[Any, str | None]] | None] = ContextV
 
 @contextlib.contextmanager
 def no_code_changes() -> Iterator[None]:
-    """Run code that is alike once, as none is replaced meanwhile."""
+    """Run code that is alike once, as none is replaced meanwhile, and keep the state of the process."""
     token = _results_by_key.set({})
     try:
-        yield
+        with process_state_kept():
+            yield
     finally:
         _results_by_key.reset(token)
 
@@ -100,11 +110,64 @@ def _key_of_value(value: Any) -> Any:
     return Identity(value)
 
 
+_FLAGS: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    *((partial(torch.is_autocast_enabled, on), partial(torch.set_autocast_enabled, on)) for on in _AUTOCAST),
+    *((partial(torch.get_autocast_dtype, on), partial(torch.set_autocast_dtype, on)) for on in _AUTOCAST),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *(
+        (partial(getattr, module, name), partial(setattr, module, name))
+        for module, name in (
+            (torch.backends.cudnn, "deterministic"),
+            (torch.backends.cudnn, "benchmark"),
+            (torch.utils.deterministic, "fill_uninitialized_memory"),
+        )
+    ),
+)
+"""Settings of the process, each as what reads it and what sets it."""
+
+
+@contextlib.contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Put random generators, settings of PyTorch and the filters of warnings back as they were before."""
+    flags = [(value(), value, put) for value, put in _FLAGS]
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), _device.CURRENT_DEVICE
+    function_modes = overrides._get_current_function_mode_stack()
+    seeds = vars(getattr(torch.cuda, "_lazy_seed_tracker", SimpleNamespace()))  # for devices that nobody has used yet
+    seeds_before, numpy = dict(seeds), sys.modules.get("numpy.random")
+    states = random.getstate(), numpy and numpy.get_state()
+    with _disable_current_modes():
+        generators = [torch.default_generator, *torch.cuda.default_generators, *torch.xpu.default_generators]
+        device_states = [generator.get_state() for generator in generators]
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        with _disable_current_modes():
+            for generator, state in zip(generators, device_states, strict=True):
+                generator.set_state(state)
+        random.setstate(states[0])
+        if numpy:
+            numpy.set_state(states[1])
+        seeds.update(seeds_before)
+        if overrides._get_current_function_mode_stack() != function_modes:  # the default device is one of them
+            for _ in overrides._get_current_function_mode_stack():
+                overrides._pop_mode()
+            for mode in function_modes:
+                overrides._push_mode(mode)
+            torch._GLOBAL_DEVICE_CONTEXT.device_context, _device.CURRENT_DEVICE = default
+        for before, value, put in flags:
+            if value() != before:
+                put(before)
+
+
 @contextlib.contextmanager
 def plain_pytorch(*, gradients: bool = False) -> Iterator[None]:
     """Run PyTorch on the CPU without autocast, without modes such as fake tensors, without warnings.
 
-    ``gradients``: whether autograd records.
+    What runs inside leaves the process as it was. ``gradients``: whether autograd records.
     """
     with (
         _disable_current_modes(),
@@ -112,7 +175,7 @@ def plain_pytorch(*, gradients: bool = False) -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.inference_mode(False),
         torch.set_grad_enabled(gradients),
-        warnings.catch_warnings(),
+        process_state_kept(),
     ):
         warnings.simplefilter("ignore")
         yield

@@ -72,6 +72,7 @@ class Gate(Match):
         product: the product. If both factors are calls of attributes, it is the product of two gates.
         factor: the factor that is the activation's result.
         call: the call of the activation.
+        linear: the call of a module of its own, whose result alone the activation is given; or None.
         halves: the statement that cuts one tensor into gate and up, or None.
         conditions: those on settings of the module under which the product is computed.
         consumer: the call of a module of its own, ``self.<name>(product)``, that alone reads the product; or None.
@@ -81,6 +82,7 @@ class Gate(Match):
     product: ast.BinOp
     factor: ast.expr
     call: ast.Call
+    linear: ast.Call | None
     halves: ast.Assign | None
     conditions: Conditions
     consumer: ast.Call | None
@@ -133,6 +135,9 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
                 rows[gate.product] = row.skipped(str(error))
             continue
         rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
+        linear = gate.linear and block.member(callee_name(gate.linear))
+        if getattr(linear, "out_features", None) == 1:  # such as that of a shared expert
+            rows[gate.product] = row = row.skipped("its gate is one number for each row, which broadcasts")
         if row.reason is None:
             consumer: Any = gate.consumer and block.member(callee_name(gate.consumer))
             parts = ("consumer",) if gate.halves is None and is_quantised(consumer) else ()
@@ -225,7 +230,8 @@ def _gate(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, factor: ast.e
         return None
     halves = _halves(flow, statement, product, call.args[0], other) if called_in is statement else None
     consumer = call_of_own(flow.parents[product], flow.own)
-    return Gate(act, product, factor, call, halves, flow.conditions(product, call), consumer)
+    linear = call_of_own(call.args[0], flow.own)
+    return Gate(act, product, factor, call, linear, halves, flow.conditions(product, call), consumer)
 
 
 def activation_of(node: ast.AST, flow: Dataflow) -> Callee | None:
