@@ -151,7 +151,13 @@ def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, projection: An
         loss: Tensor = right(call, projection, x, request)
         return loss
     head = call.head
-    args = request.target, torch.as_tensor(request.num_items), request.reduction, request.ignore_index, request.label_smoothing
+    args = (
+        request.target,
+        torch.as_tensor(request.num_items),
+        request.reduction,
+        request.ignore_index,
+        request.label_smoothing,
+    )
     logits = request.scale, request.cap, request.in_fp32
     return reference.linear_cross_entropy(x, head.weight, head.bias, *args, *logits)
 

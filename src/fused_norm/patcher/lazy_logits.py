@@ -479,11 +479,11 @@ def _loss_of(logits: LazyLogits, how: CrossEntropy) -> Tensor:
         transformation, projection = transformation_by(logits._steps), logits._projection
         assert transformation is not None
         projection.check()
-        with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
-            # As it was for the head, whatever autocast is now.
-            with set_autocast(projection.x.device.type, projection.dtype):
-                rows = rows_by(logits._steps, projection.x)
-                loss = projection.loss(projection, rows, replace(how, **transformation))
+        needs_gradient = logits.requires_grad and torch.is_grad_enabled()
+        # Autocast as it was for the head, whatever it is now.
+        with torch.set_grad_enabled(needs_gradient), set_autocast(projection.x.device.type, projection.dtype):
+            rows = rows_by(logits._steps, projection.x)
+            loss = projection.loss(projection, rows, replace(how, **transformation))
     if loss is None:
         return how.loss_of(logits.read("its loss"))
     logits._projection.has_loss |= loss.requires_grad
