@@ -191,7 +191,6 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.lazy_logits.Projection": "not looked at yet",
     "fused_norm.patcher.linear_inputs": "not looked at yet",
     "fused_norm.patcher.losses": "not looked at yet",
-    "fused_norm.patcher.losses.CountedLabels": "not looked at yet",
     "fused_norm.patcher.losses.FusedHead": "not looked at yet",
     "fused_norm.patcher.losses.LossCall": "not looked at yet",
     "fused_norm.patcher.native_code.native_code": "not looked at yet",
