@@ -23,6 +23,7 @@ NOT_SAID = {
     "… …: …",
     "  … …  …",
     "its stock code",
+    "a compiled function in parts",
     "a norm and its add one by one",
     "no … in",
     "LoRA layers as PEFT has them",

@@ -61,11 +61,11 @@ def of_a_leaf(model: Any, make: Callable[[Tensor], Tensor], *, no_grad: bool = F
     return gradients(model, entropy(leaf), leaf)
 
 
-def of_a_checkpoint(model: Any, loss: Callable[[Tensor], Tensor]) -> list[Any]:
+def of_a_checkpoint(model: Any) -> list[Any]:
     def cut(embeddings: Tensor) -> Tensor:
         return model(inputs_embeds=embeddings, labels=batch(model), use_cache=False).logits[:, :-1]
 
-    return gradients(model, loss(checkpoint(cut, model.get_input_embeddings()(batch(model)), use_reentrant=True)))
+    return gradients(model, entropy(checkpoint(cut, model.get_input_embeddings()(batch(model)), use_reentrant=True)))
 
 
 def kept_over_a_step(model: Any, keep: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -125,14 +125,11 @@ def read_in_inference_mode(model: Any) -> list[Any]:
 
 OUTCOMES: dict[str, Callable[[Any], list[Any]]] = {
     "a leaf of detached ones": lambda model: of_a_leaf(model, Tensor.detach),
-    "a parameter": lambda model: of_a_leaf(model, lambda logits: nn.Parameter(logits.detach())),
     "a teacher's as a leaf": lambda model: of_a_leaf(model, lambda logits: logits, no_grad=True),
     "scaled gradients": lambda model: gradients(model, entropy(ScaledGradient.apply(call(model).logits))),
-    "a checkpoint, and a loss": lambda model: of_a_checkpoint(model, entropy),
-    "a checkpoint, and a read": lambda model: of_a_checkpoint(model, lambda x: x.log_softmax(-1).square().mean()),
+    "a checkpoint": of_a_checkpoint,
     "detached, over a step": lambda model: kept_over_a_step(model, Tensor.detach),
     "rows, over a step": lambda model: kept_over_a_step(model, lambda x: x[:, :-1]),
-    "a shape, over a step": lambda model: kept_over_a_step(model, lambda x: x.view(-1, x.shape[-1])),
     "a sum of losses, over a step": lambda model: kept_over_a_step(model, lambda x: entropy(x, reduction="sum")),
     "a buffer of labels": with_a_buffer_of_labels,
     "fast weights": with_fast_weights,

@@ -480,9 +480,9 @@ def _loss_of(logits: LazyLogits, how: CrossEntropy) -> Tensor:
         transformation, projection = transformation_by(logits._steps), logits._projection
         assert transformation is not None
         projection.check()
-        is_trained = logits.requires_grad and torch.is_grad_enabled()
-        # Autocast is as it was for the head, whatever it is now.
-        with torch.set_grad_enabled(is_trained), set_autocast(projection.x.device.type, projection.dtype):
+        needs_gradient = logits.requires_grad and torch.is_grad_enabled()
+        # Autocast as it was for the head, whatever it is now.
+        with torch.set_grad_enabled(needs_gradient), set_autocast(projection.x.device.type, projection.dtype):
             rows = rows_by(logits._steps, projection.x)
             loss = projection.loss(projection, rows, replace(how, **transformation))
     if loss is None:
