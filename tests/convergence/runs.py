@@ -5,7 +5,7 @@ import json
 from unittest import mock
 
 from fused_norm.cli import main
-from fused_norm.convergence.suite import fused_for
+from fused_norm.convergence.suite import fused_for, run_baseline
 from fused_norm.model_configs import tiny_config
 
 from ..planted.faults import FAULTS
@@ -20,6 +20,19 @@ def config_of(folder, family="llama", **changes):
     """Write the config of a tiny model of one layer, whose dropout the suite has to turn off; return its path."""
     tiny_config(family, **{"num_hidden_layers": 1, "attention_dropout": 0.5} | changes).save_pretrained(folder / family)
     return str(folder / family)
+
+
+@contextlib.contextmanager
+def one_baseline():
+    """Train the stock run and its controls once for all commands inside, which are to make one comparison."""
+    baselines = []
+
+    def once(*arguments):
+        baselines[:] = baselines or [run_baseline(*arguments)]
+        return baselines[0]
+
+    with mock.patch("fused_norm.convergence.suite.run_baseline", once):
+        yield
 
 
 def converge(folder, *line, fault=None):

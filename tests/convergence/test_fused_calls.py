@@ -1,8 +1,10 @@
 """Calls of a fused model are held to stock code one by one; compiled code needs an operator for every site."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from fused_norm.convergence.fused_calls import sites_not_compiled
+from fused_norm.convergence.fused_calls import sites_not_compiled, sites_not_seen
 from fused_norm.patcher import Site
 
 from .runs import config_of, converge
@@ -48,6 +50,17 @@ def test_a_head_and_its_loss_are_held_to_the_stock_formula(tmp_path):
     assert row["calls"]["losses"].keys() == {f"{head}{way}" for way in WAYS}
     assert {f"{head}: gradient of x", f"{head}: gradient of lm_head.weight"} < row["calls"]["turned"].keys()
     assert not [name for name in row["calls"]["outputs"] if name.startswith(head)]
+
+
+def test_a_site_without_a_call_is_seen_only_where_it_may_be_idle_and_another_of_its_kind_is_not():
+    first, second, gate = (Site(*names, "Module") for names in (("a", "norm"), ("b", "norm"), ("c", "mlp")))
+    fused, stock = (
+        SimpleNamespace(path=at, weighted=[at], operators=[by]) for at, by in (("a", "rms_norm"), ("b", ""))
+    )
+    assert sites_not_seen([first, second], [fused]) == ("b (norm)",)
+    assert sites_not_seen([first, second], [fused], may_be_idle=True) == ()
+    assert sites_not_seen([first, second], [fused, stock], may_be_idle=True) == ("b (norm)",)
+    assert sites_not_seen([first, gate], [fused], may_be_idle=True) == ("c (mlp)",)
 
 
 ADD, NORM, ROPE, SANDWICH, HEADS = (

@@ -113,6 +113,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "causal_conv1d": {
         "two dimensions": (lambda: causal_conv1d(X[0], TAPS), "x must have 3 dimensions"),
         "channels first": (lambda: causal_conv1d(X.transpose(1, 2), TAPS), r"weight must have shape \(3, taps\)"),
+        "weight of a module": (lambda: causal_conv1d(X, TAPS[:, None]), r"taps\), not \(8, 1, 4\)"),
         "narrow bias": (lambda: causal_conv1d(X, TAPS, W[:1]), r"bias must have shape \(8,\), not \(1,\)"),
         "other dtype": (lambda: causal_conv1d(X, TAPS.bfloat16()), "weight is .*bfloat16 and x .*; cast it first"),
         "unknown activation": (lambda: causal_conv1d(X, TAPS, None, "gelu"), "one of silu, not 'gelu'"),

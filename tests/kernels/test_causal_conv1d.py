@@ -145,8 +145,22 @@ def test_other_numbers_of_taps_take_the_reference(device: str) -> None:
 
 @ACTIVATIONS
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_the_reference_has_the_bits_of_stock(dtype: torch.dtype, activation: str | None, device: str) -> None:
+def test_the_reference_has_the_bits_of_stock_and_its_backward_is_near_float64(
+    dtype: torch.dtype, activation: str | None, device: str
+) -> None:
+    operator = OPERATORS["causal_conv1d"]
     for taps, bias in ((4, True), (2, False)):
         inputs = draw_inputs(device, 2, 6, 5, taps=taps, bias=bias, dtype=dtype)
-        ours = run(lambda x, w, b: OPERATORS["causal_conv1d"].reference(x, w, b, activation), inputs)
+        ours = run(lambda x, w, b: operator.reference(x, w, b, activation), inputs)
         assert_same(run(by_stock(activation), inputs), ours)
+        leaves = [tensor.requires_grad_() for tensor in (inputs.x.clone(), inputs.w.clone())]
+        tensors = *leaves, inputs.b
+        by_reference = torch.autograd.grad(
+            causal_conv1d(*tensors, activation), leaves, inputs.dy, create_graph=True  # type: ignore[misc]
+        )  # fmt: skip
+        float64 = run(by_stock(activation), inputs.mapped(Tensor.double))
+        for grad, exact in zip(by_reference, (float64.dx, float64.dw), strict=True):
+            assert grad.requires_grad or activation is None
+            torch.testing.assert_close(
+                grad.double(), exact, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+            )

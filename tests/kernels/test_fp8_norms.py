@@ -348,3 +348,17 @@ def test_transforms_see_the_formula(device: str) -> None:
     expected = torch.func.grad(lambda x: rms_norm(x, w).sin().sum())(x)
     torch.testing.assert_close(torch.func.grad(loss)(x), expected)
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), expected)
+
+
+def test_kernels_raise_what_is_below_the_floor_by_less_than_fp32_tells(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch compares with the floor in fp64: of the two fp32 numbers around it, the lower one is raised to it."""
+    monkeypatch.setitem(FORMATS, "tensorwise", replace(FORMATS["tensorwise"], floor=1.5e-8))
+    floor = torch.tensor([1.5e-8], device=device)
+    for amax in (floor.view(torch.int32) + torch.arange(-3, 4, dtype=torch.int32, device=device)).view(FP32):
+        x, w = torch.ones(2, 16, device=device), amax.expand(16).contiguous()
+        ours = rms_norm_fp8(x, w, eps=1e-12, fp8_format="tensorwise")
+        expected = quantize(rms_norm(x, w, eps=1e-12), "tensorwise")
+        assert_same_bits(ours.scale, expected.scale)
+        assert_same_bits(ours.q, expected.q)

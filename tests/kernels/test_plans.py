@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_norm.kernels import MODES, rms_norm
+from fused_norm.kernels import MODES, causal_conv1d, rms_norm
 from fused_norm.kernels.plans import TABLES, table_of
 
 from .calls import every_call, launches_of
@@ -84,3 +84,11 @@ def test_a_device_takes_its_own_table_or_the_rules() -> None:
     assert table_of("NVIDIA GH200 480GB", "9.0")[0] is TABLES[0]
     assert "same architecture (9.0)" in table_of("NVIDIA GH200 480GB", "9.0")[1]
     assert "nothing was measured" in table_of("cpu", "")[1]
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_pieces_of_a_convolution_and_the_rows_behind_them_are_walked_through_in_fours(taps: int, device: str) -> None:
+    x, weight = (torch.randn(shape, device=device).requires_grad_() for shape in ((1, 9, 200), (200, taps)))
+    launches = launches_of(lambda: causal_conv1d(x, weight, None, "silu").sum().backward())
+    forward, backward = (launch.constants["ROWS"] for launch in launches if "conv" in launch.name)
+    assert forward % 4 == (backward + taps - 1) % 4 == 0

@@ -152,6 +152,13 @@ def test_whatever_reads_the_norm_or_its_input_reads_stocks(name: str, device: st
         compare(model, device, autocast=None)
 
 
+def test_what_is_read_behind_a_norm_hands_its_gradient_to_the_norms_backward(device: str) -> None:
+    model = build_model("residual = x; y = self.other(x); z = y[:]; return residual + z").to(device)
+    y = fused_copy(model, strict=False).layers[0](torch.randn(2, 3, WIDTH, device=device, requires_grad=True) * 1)
+    (residual, _), _ = y.grad_fn.next_functions
+    assert residual.name() == "RMSNormForConsumersBackward"
+
+
 @pytest.mark.parametrize("write", ["residual += 1", "residual.mul_(2)", "residual[:, 0] = 0"])
 def test_a_residual_that_is_written_into_behind_the_norm_is_stocks(write: str, device: str) -> None:
     model = build_model(f"residual = x; {AFTER}; {write}; return residual + h + x", dtype=BF16).to(device)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tools.mutants.command import RESULTS
 from tools.mutants.mutations import is_equal_code, mutants_of
+from tools.mutants.runner import Map
 
 FILE = Path("src/fused_norm/kernels/example.py")
 SOURCE = '''"""A text: x < 1."""
@@ -39,6 +40,14 @@ def test_every_kind_of_fault_is_made_and_texts_are_left_alone(tmp_path):
     mutant = faults["cast dropped: x.detach() -> x"]
     assert mutant.applied(SOURCE.encode()).decode() == SOURCE.replace("x.detach()", "x")
     assert not is_equal_code(mutant, SOURCE.encode())
+    cases = [f"t.py::a[{i}]" for i in range(5)]
+    slow, other = "t.py::slow", "t.py::of_another_line"
+    lines = {test: {"kernels/example.py": [4]} for test in (*cases, slow)} | {other: {"kernels/example.py": [7]}}
+    tests = Map()
+    tests.replace_file("t.py", dict.fromkeys((*cases, other), 0.1) | {slow: 9.0}, lines)
+    mutant = faults["comparison: x < y[1] -> (x >= y[1])"]
+    assert tests.tests_of(mutant, 6.0, [cases[4], "t.py::gone"]) == [cases[4], *cases[:3]]
+    assert tests.tests_of(mutant, None) == [*cases, slow]
 
 
 def test_stored_verdicts_are_of_faults_that_are_still_there():

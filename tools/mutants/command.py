@@ -72,8 +72,12 @@ def run(args: argparse.Namespace) -> int:
     def judge(tree: Path, mutant: Mutant | str) -> tuple[str, dict[str, Any]]:
         if isinstance(mutant, str):
             return mutant, {"verdict": GONE}
-        killer = before.get(mutant.name, {}).get("by")
-        return mutant.name, _judged(tree, mutant, tests, args.seconds, [killer] if killer else [])
+        old = before.get(mutant.name, {})
+        killer, was_caught = old.get("by"), old.get("verdict") == CAUGHT
+        said = _judged(tree, mutant, tests, args.seconds, [killer] if killer else [])
+        if was_caught and said["verdict"] == SURVIVED:  # It is lost only if no test at all catches it.
+            said = _judged(tree, mutant, tests, None)
+        return mutant.name, said
 
     verdicts = {}
     for name, said in _in_processes(judge, mutants, args.jobs):
@@ -107,7 +111,7 @@ def _map(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _judged(tree: Path, mutant: Mutant, tests: Map, seconds: float, first: Sequence[str]) -> dict[str, Any]:
+def _judged(tree: Path, mutant: Mutant, tests: Map, seconds: float | None, first: Sequence[str] = ()) -> dict[str, Any]:
     path, chosen = tree / mutant.file, tests.tests_of(mutant, seconds, first)
     said: dict[str, Any] = {"kind": mutant.kind, "line": mutant.line, "tests": len(chosen)}
     if not chosen:
@@ -115,7 +119,7 @@ def _judged(tree: Path, mutant: Mutant, tests: Map, seconds: float, first: Seque
     source = path.read_bytes()
     try:
         path.write_bytes(mutant.applied(source))
-        outcome = run_tests(tree, chosen, 30 + 5 * seconds)
+        outcome = run_tests(tree, chosen, 1200 if seconds is None else 30 + 5 * seconds)
     finally:
         path.write_bytes(source)
     if outcome.failed or outcome.code:

@@ -67,10 +67,10 @@ class Map:
                 reached[file].update(numbers)
         return reached
 
-    def tests_of(self, mutant: Mutant, budget: float, first: Sequence[str] = ()) -> list[str]:
-        """Return tests that run a mutant's statement, for ``budget`` seconds: those in ``first``, then the cheapest.
+    def tests_of(self, mutant: Mutant, budget: float | None, first: Sequence[str] = ()) -> list[str]:
+        """Return tests that run a mutant's statement: those in ``first``, then the cheapest.
 
-        Few cases of one test function are taken, because they see the same; all if one in ``first`` is gone.
+        Within ``budget`` seconds few cases of one test function are taken, because most see the same; None takes all.
         """
         file = str(Path(mutant.file).relative_to(PACKAGE))
         begin, end = mutant.statement
@@ -79,9 +79,9 @@ class Map:
         ]
         word = Path(file).stem.split("_")[0]
         running.sort(key=lambda test: (self.seconds[test] > 2, word not in test, self.seconds[test]))
-        gone = {test.split("[")[0] for test in first if test not in self.seconds}
+        if budget is None:
+            return running
         chosen = [test for test in first if test in self.seconds]
-        chosen += [test for test in running if test.split("[")[0] in gone]
         spent, cases = 0.0, Counter[str]()
         for test in running:
             name = test.split("[")[0]
