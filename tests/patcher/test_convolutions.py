@@ -78,7 +78,8 @@ def test_a_model_has_the_bits_of_stock_by_pytorchs_operators_and_is_near_by_kern
         assert noted == ["causal_conv1d"] * count
         if dtype == torch.float32 and not autocast:
             launches.clear()
-            assert_all_near(results(fused), expected, 1e-5)
+            # Stock's own gradients of a delta rule with random weights are 2.6e-5 from float64.
+            assert_all_near(results(fused), expected, 1e-4)
             assert launches == ["causal_conv1d"] * count
 
 
