@@ -371,8 +371,8 @@ def test_logits_that_were_written_into_or_read_have_pytorchs_loss(change: Callab
 
 ASKED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "a loss of capped logits": (
-        lambda logits: logits,
-        lambda logits: shifted_loss(torch.tanh(logits / 2) * 2, labels()),
+        lambda logits: torch.tanh(logits / 2) * 2,
+        lambda logits: shifted_loss(logits, labels()),
     ),
     "a sum of losses": (lambda logits: logits, lambda logits: shifted_loss(logits, labels(), reduction="sum")),
     "a read": (lambda logits: (logits * 0.5)[:, 1:], lambda logits: logits.sin().sum()),
@@ -450,9 +450,11 @@ def test_a_gradient_of_what_was_read_is_there_for_who_asks_later(change: Callabl
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_gradient_that_cannot_be_told_any_more_is_an_error(is_read: bool) -> None:
-    """The loss was made of the head's inputs, whoever asks later for the gradient of a part of its logits."""
-    derived = Head().lazy() * 0.5
-    value = shifted_loss(derived, labels()) + (derived.sin().sum() if is_read else 0)
+    """The loss was made of the head's inputs, whoever asks later for the gradient of a view of its logits."""
+    logits = Head().lazy()
+    derived = logits[:, 1:]
+    rows = functional.cross_entropy(derived.flatten(0, 1), labels()[:, 1:].flatten())
+    value = rows + (logits.sin().sum() if is_read else 0)
     for ask in (
         lambda: torch.autograd.grad(value, derived),
         lambda: torch.autograd.grad(value, [get_gradient_edge(derived)]),
@@ -461,8 +463,11 @@ def test_a_gradient_that_cannot_be_told_any_more_is_an_error(is_read: bool) -> N
         derived.retain_grad,
         lambda: derived.grad_fn,
     ):
-        with pytest.raises(RuntimeError, match=r"is asked for after the loss.*loss=False"):
+        with pytest.raises(RuntimeError, match=r"is asked for after their loss.*loss=False"):
             ask()
+    logits.detach().mul_(2)
+    with pytest.raises(RuntimeError, match=r"is asked for after their loss.*loss=False"):
+        logits.retain_grad()
 
 
 @pytest.mark.parametrize("of", ["a loss", "a read", "a hooked mean", "a hooked sum"])

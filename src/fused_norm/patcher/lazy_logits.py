@@ -54,8 +54,8 @@ _DDP = torch.nn.parallel.distributed.__name__
 _SAMPLED = 4096
 
 _TOO_LATE = (
-    "the gradient of what was made of the logits, or written into, is asked for after the loss: call its retain_grad()"
-    " or register_hook() before, or patch the model with apply_fused_norm(model, loss=False)"
+    "the gradient of a view of logits, or of logits that were written into, is asked for after their loss: call"
+    " retain_grad() or register_hook() before it, or patch the model with apply_fused_norm(model, loss=False)"
 )
 
 GENUINE: dict[str, Any] = {"linear": torch._C._nn.linear}
@@ -275,8 +275,8 @@ class LazyLogits(LazyTensor):
         """Compute the real logits, in the modes of the forward whatever the reader's are."""
         if self._real is not None:
             return
-        # Those of a loss have two gradients, the loss's too, whose sum is that of the lazy ones.
-        is_result = not self.is_lazy() or (self._has_loss and not self._steps)
+        # A loss has a gradient for the lazy ones, to which that of the real ones is added.
+        is_result = not self.is_lazy() or (self._has_loss and self._is_no_view())
         in_graph = self._place[0] and not is_result
         with torch.inference_mode(self._projection.x.is_inference()), torch.set_grad_enabled(in_graph):
             if self._parent is None:
@@ -286,10 +286,13 @@ class LazyLogits(LazyTensor):
                 real = self._steps[-1].run(self._parent._real)
         if is_result:
             with torch.enable_grad(), plain_functions():
-                real = _Read.apply(self, real)
+                real = _Read.apply(self, [real])
         for hook in self._hooks.values() if real.requires_grad else ():
             real.register_hook(hook)
         self._real, self._parent = real, None
+
+    def _is_no_view(self) -> bool:
+        return not self._steps or self._steps[-1].name in ("float", "mul", "div", "tanh")
 
     def ask(self, name: str) -> None:
         """Have the fused loss of these compute their gradient, for which the function of that name asks.
@@ -297,7 +300,7 @@ class LazyLogits(LazyTensor):
         Raises:
             RuntimeError: if that is not what is asked for.
         """
-        if self._steps or (self._real is not None and self._real._version):
+        if not self._is_no_view() or (self._real is not None and self._real._version):
             raise RuntimeError(_TOO_LATE)
         self._projection.asked.add(name)
 
@@ -363,7 +366,7 @@ class LazySum(LazyTensor):
                 self._real = _loss_of(self._logits, self._how)
             if is_moved:
                 with torch.enable_grad(), plain_functions():
-                    self._real = _Read.apply(self, self._real)
+                    self._real = _Read.apply(self, [self._real])
         return self._real
 
     @classmethod
@@ -414,11 +417,12 @@ class _Lazy(torch.autograd.Function):
 
 
 class _Read(torch.autograd.Function):
-    """A real tensor as a result of a lazy one, whose place in autograd's graph is no longer that of its making."""
+    """A real tensor as a result of a lazy one, which has a place of its own in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: LazyTensor, real: Tensor) -> Any:
-        return real.clone()
+    def forward(ctx: Any, lazy: LazyTensor, reals: list[Tensor]) -> Any:
+        (real,) = reals
+        return real.clone() if real._is_view() else real
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
