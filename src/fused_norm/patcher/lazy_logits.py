@@ -8,9 +8,9 @@ with the real ones. Once the model's forward has returned, all but a question fo
 accelerate makes, reads them.
 
 To C++ lazy logits are tensors without numbers that have a place in autograd's graph. Who differentiates there, as a
-``torch.autograd.Function`` of somebody's does, gets the right gradients, and the fused loss passes its gradient on there
-if somebody has asked for that of the logits. If code in C++ has given lazy logits another
-place, as that of such a function's result, no loss is made of the head's inputs any more.
+``torch.autograd.Function`` of somebody's does, gets the right gradients, and the fused loss passes its gradient on
+there if somebody has asked for that of the logits. If code in C++ has given lazy logits another place, as that of such
+a function's result, no loss is made of the head's inputs any more.
 """
 
 from __future__ import annotations
@@ -538,7 +538,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _differentiated(function: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a function that differentiates; logits of a loss are in autograd's graph where the lazy ones are."""
+    """The result of a function that differentiates; logits of a loss have the lazy ones' place in the graph."""
     args, kwargs = tree_map_only(LazySum, lambda loss: loss.read("autograd"), (args, kwargs))
     for lazy in tree_leaves(kwargs.get("inputs", args[1:2])):
         if isinstance(lazy, LazyLogits) and lazy._has_loss:
