@@ -383,8 +383,9 @@ ASKED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 @pytest.mark.parametrize(
     ("of", "way"),
     [
-        *((of, way) for of in ASKED for way in ("retain_grad", "register_hook")),
-        *(("a read", way) for way in ("autograd.grad", "by position", "edge", "node")),
+        *((of, way) for of in ASKED for way in ("retain_grad", "register_hook", "autograd.grad", "edge", "node")),
+        *((of, "by position") for of in ASKED),
+        *((of, "inputs") for of in ASKED if of != "a read"),
     ],
 )
 def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> None:
@@ -401,6 +402,9 @@ def test_a_gradient_of_the_logits_is_there_for_who_asks(of: str, way: str) -> No
             return list(torch.autograd.grad(*arguments))
         if way == "edge":
             return list(torch.autograd.grad(number(logits), [get_gradient_edge(logits)]))
+        if way == "inputs":
+            number(logits).backward(inputs=[logits])
+            return [logits.grad]
         if way == "node":
             value = number(logits)
             logits.grad_fn.register_prehook(lambda incoming: grads.extend(incoming))
@@ -446,20 +450,24 @@ def test_a_gradient_of_what_was_read_is_there_for_who_asks_later(change: Callabl
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_gradient_that_cannot_be_told_any_more_is_an_error(is_read: bool) -> None:
-    """The loss was made of the head's inputs, whoever asks later for the gradient of its logits."""
-    derived = Head().lazy() * 0.5
-    value = shifted_loss(derived, labels()) + (derived.sin().sum() if is_read else 0)
+    """The loss was made of the head's inputs, whoever asks later for the gradient of a view of its logits."""
+    logits = Head().lazy()
+    derived = logits[:, 1:]
+    rows = functional.cross_entropy(derived.flatten(0, 1), labels()[:, 1:].flatten())
+    value = rows + (logits.sin().sum() if is_read else 0)
     for ask in (
         lambda: torch.autograd.grad(value, derived),
         lambda: torch.autograd.grad(value, [get_gradient_edge(derived)]),
-        lambda: LazyLogits.__torch_function__(torch.autograd.grad, (), (value, [derived])),
         lambda: value.backward(inputs=[derived]),
         lambda: derived.register_hook(print),
         derived.retain_grad,
         lambda: derived.grad_fn,
     ):
-        with pytest.raises(RuntimeError, match=r"asked for, and the loss was made without them.*loss=False"):
+        with pytest.raises(RuntimeError, match=r"is asked for after their loss.*loss=False"):
             ask()
+    logits.detach().mul_(2)
+    with pytest.raises(RuntimeError, match=r"is asked for after their loss.*loss=False"):
+        logits.retain_grad()
 
 
 @pytest.mark.parametrize("of", ["a loss", "a read", "a hooked mean", "a hooked sum"])

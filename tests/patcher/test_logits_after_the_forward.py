@@ -85,6 +85,17 @@ def with_a_buffer_of_labels(model: Any) -> list[Tensor]:
     return [total + 0]
 
 
+def with_a_gradient_of_them(model: Any, *, is_read: bool) -> list[Any]:
+    output = call(model)
+    logits, hooked = output.logits, []
+    if is_read:
+        output.loss = output.loss + logits.float().square().mean()
+    logits.retain_grad()
+    logits.register_hook(lambda gradient: hooked.append(gradient) or 2 * gradient)
+    values = gradients(model, output.loss + logits.sin().sum() if is_read else output.loss, logits)
+    return [*values, *hooked, logits.detach()]
+
+
 def with_fast_weights(model: Any) -> list[Any]:
     fast = {name: (tensor.detach() * 1.5).requires_grad_() for name, tensor in model.named_parameters()}
     output = functional_call(model, fast, (), {"input_ids": batch(model), "labels": batch(model)})
@@ -132,6 +143,8 @@ OUTCOMES: dict[str, Callable[[Any], list[Any]]] = {
     "rows, over a step": lambda model: kept_over_a_step(model, lambda x: x[:, :-1]),
     "a sum of losses, over a step": lambda model: kept_over_a_step(model, lambda x: entropy(x, reduction="sum")),
     "a buffer of labels": with_a_buffer_of_labels,
+    "a gradient of unread ones": lambda model: with_a_gradient_of_them(model, is_read=False),
+    "a gradient of read ones": lambda model: with_a_gradient_of_them(model, is_read=True),
     "fast weights": with_fast_weights,
     "a parametrised head": with_a_parametrised_head,
     "NaN in the head": lambda model: with_nan(model, in_head=True),

@@ -8,8 +8,9 @@ with the real ones. Once the model's forward has returned, all but a question fo
 accelerate makes, reads them.
 
 To C++ lazy logits are tensors without numbers that have a place in autograd's graph. Who differentiates there, as a
-``torch.autograd.Function`` of somebody's does, gets the right gradients. If code in C++ has given lazy logits another
-place, as that of such a function's result, no loss is made of the head's inputs any more.
+``torch.autograd.Function`` of somebody's does, gets the right gradients, and the fused loss passes its gradient on
+there if somebody has asked for that of the logits. If code in C++ has given lazy logits another place, as that of such
+a function's result, no loss is made of the head's inputs any more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from types import FunctionType
 from typing import Any
@@ -40,8 +41,10 @@ _OF_SHAPE = frozenset({
 })  # fmt: skip
 """Functions and attributes of tensors that tell nothing of their numbers."""
 
-_OF_GRADIENT = frozenset({"grad_fn", "retain_grad", "register_hook"})
+_ASKS = frozenset({"grad_fn", "retain_grad", "register_hook"})
 """Those by which somebody asks for a gradient, or for the node that gets it."""
+
+_OF_GRADIENT = _ASKS | {"grad", "retains_grad"}
 
 _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """Functions that are asked for the gradients of ``inputs``."""
@@ -51,8 +54,8 @@ _DDP = torch.nn.parallel.distributed.__name__
 _SAMPLED = 4096
 
 _TOO_LATE = (
-    "the gradient of outputs.logits is asked for, and the loss was made without them: call their retain_grad() or"
-    " register_hook() before the loss, or patch the model with apply_fused_norm(model, loss=False)"
+    "the gradient of a view of logits, or of logits that were written into, is asked for after their loss: call"
+    " retain_grad() or register_hook() before it, or patch the model with apply_fused_norm(model, loss=False)"
 )
 
 GENUINE: dict[str, Any] = {"linear": torch._C._nn.linear}
@@ -85,7 +88,7 @@ class Projection:
             head has other weights by now.
         noted: is told that logits of this call were read, and by what.
         is_running: the model's forward has not returned, so that nobody has stepped or sharded weights.
-        has_loss: a fused loss with a gradient was made of its logits.
+        asked: by which functions somebody asks for the gradient that a fused loss gives its logits.
     """
 
     x: Tensor
@@ -95,7 +98,7 @@ class Projection:
     loss: Callable[[Projection, Tensor, CrossEntropy], Tensor | None]
     noted: Callable[[str], None]
     is_running: bool = True
-    has_loss: bool = False
+    asked: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.arguments = self.x, self.weight, self.bias
@@ -224,6 +227,7 @@ class LazyLogits(LazyTensor):
     _projection: Projection
     _steps: tuple[Step, ...]
     _parent: LazyLogits | None
+    _has_loss: bool  # a fused loss with a gradient was made of these, or of what steps make of them
     _hooks: OrderedDict[int, Any]
 
     @classmethod
@@ -251,7 +255,8 @@ class LazyLogits(LazyTensor):
                 lazy: LazyLogits = _Lazy.apply(like, steps, projection.dtype, parent, *projection.arguments)
             else:
                 lazy = cls(like, projection.x.device)
-        lazy._projection, lazy._steps, lazy._parent, lazy._hooks = projection, steps, parent, OrderedDict()
+        lazy._projection, lazy._steps, lazy._parent = projection, steps, parent
+        lazy._has_loss, lazy._hooks = False, OrderedDict()
         lazy._placed(projection)
         return lazy
 
@@ -270,20 +275,34 @@ class LazyLogits(LazyTensor):
         """Compute the real logits, in the modes of the forward whatever the reader's are."""
         if self._real is not None:
             return
-        is_moved = not self.is_lazy()
-        in_graph = self._place[0] and not is_moved
+        # A loss has a gradient for the lazy ones, to which that of the real ones is added.
+        is_result = not self.is_lazy() or (self._has_loss and self._is_no_view())
+        in_graph = self._place[0] and not is_result
         with torch.inference_mode(self._projection.x.is_inference()), torch.set_grad_enabled(in_graph):
             if self._parent is None:
                 real = self._projection.compute()
             else:
                 assert self._parent._real is not None
                 real = self._steps[-1].run(self._parent._real)
-        if is_moved:
+        if is_result:
             with torch.enable_grad(), plain_functions():
-                real = _Read.apply(self, real)
+                real = _Read.apply(self, [real])
         for hook in self._hooks.values() if real.requires_grad else ():
             real.register_hook(hook)
         self._real, self._parent = real, None
+
+    def _is_no_view(self) -> bool:
+        return not self._steps or self._steps[-1].name in ("float", "mul", "div", "tanh")
+
+    def ask(self, name: str) -> None:
+        """Have the fused loss of these compute their gradient, for which the function of that name asks.
+
+        Raises:
+            RuntimeError: if that is not what is asked for.
+        """
+        if not self._is_no_view() or (self._real is not None and self._real._version):
+            raise RuntimeError(_TOO_LATE)
+        self._projection.asked.add(name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -308,13 +327,17 @@ class LazyLogits(LazyTensor):
             is_kept = lead._projection.is_running or name in ("float", "to")  # accelerate casts what a model returns
             if is_kept and (step := step_of(lead, name, func, args[1:], kwargs)) is not None:
                 return lead if step.name == "same" else lead.then(step)
+        if isinstance(lead, LazyLogits) and lead._has_loss and name in _OF_GRADIENT:
+            if name in _ASKS:
+                lead.ask(name)
+            with plain_functions():
+                return func(*args, **kwargs)
         if func is GENUINE["cross_entropy"]:
             loss = _cross_entropy(*args, **kwargs)
             if loss is not None:
                 return loss
-        inputs = kwargs.get("inputs", args[1:2]) if func in _DIFFERENTIATES else ()
-        if any(lazy._projection.has_loss for lazy in _logits_in(args[:1] if name in _OF_GRADIENT else inputs)):
-            raise RuntimeError(_TOO_LATE)
+        if func in _DIFFERENTIATES:
+            return _differentiated(func, args, kwargs)
         with plain_functions():
             return func(*_real(args, name), **_real(kwargs, name))
 
@@ -331,13 +354,8 @@ class LazySum(LazyTensor):
     @classmethod
     def from_logits(cls, logits: LazyLogits, how: CrossEntropy) -> LazySum:
         """The sum of losses of logits."""
-        like = torch.empty((), dtype=torch.float32, device="meta")
-        with plain_functions():
-            device, requires_grad = logits.device, logits.requires_grad
-            if torch.is_grad_enabled() and requires_grad:
-                lazy: LazySum = _Sum.apply(like, logits, how, *logits._projection.arguments)
-            else:
-                lazy = cls(like, device)
+        with plain_functions(), torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
+            lazy: LazySum = _Loss.apply(None, logits, how, *logits._projection.arguments)
         lazy._logits, lazy._how = logits, how
         lazy._placed(logits._projection)
         return lazy
@@ -349,7 +367,7 @@ class LazySum(LazyTensor):
                 self._real = _loss_of(self._logits, self._how)
             if is_moved:
                 with torch.enable_grad(), plain_functions():
-                    self._real = _Read.apply(self, self._real)
+                    self._real = _Read.apply(self, [self._real])
         return self._real
 
     @classmethod
@@ -363,6 +381,8 @@ class LazySum(LazyTensor):
                     return func(*args, **(kwargs or {}))
             if name in ("__truediv__", "div", "true_divide") and len(args) == 2 and not kwargs and _is_count(args[1]):
                 return _loss_of(lead._logits, replace(lead._how, num_items=args[1]))
+        if func in _DIFFERENTIATES:
+            return _differentiated(func, args, kwargs or {})
         with plain_functions():
             return func(*_real(args, name), **_real(kwargs or {}, name))
 
@@ -378,11 +398,14 @@ class _Lazy(torch.autograd.Function):
         ctx: Any, like: Tensor, steps: tuple[Step, ...], dtype: Any, parent: LazyLogits | None, *arguments: Any
     ) -> Any:
         ctx.save_for_backward(*arguments)
+        ctx.set_materialize_grads(False)
         ctx.steps, ctx.dtype, ctx.is_first = steps, dtype, parent is None
         return LazyLogits(like, arguments[0].device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return (None,) * 7
         x, weight, bias = ctx.saved_tensors
         if not ctx.is_first:
             before = (ctx.steps[:-1], ctx.dtype, x, weight, bias)
@@ -395,29 +418,39 @@ class _Lazy(torch.autograd.Function):
 
 
 class _Read(torch.autograd.Function):
-    """A real tensor as a result of a lazy one, whose place in autograd's graph is no longer that of its making."""
+    """A real tensor as a result of a lazy one, which has a place of its own in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: LazyTensor, real: Tensor) -> Any:
-        return real.clone()
+    def forward(ctx: Any, lazy: LazyTensor, reals: list[Tensor]) -> Any:
+        (real,) = reals
+        return real.clone() if real._is_view() else real
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None
 
 
-class _Sum(torch.autograd.Function):
-    """A ``LazySum`` in autograd's graph, a result of its lazy logits."""
+class _Loss(torch.autograd.Function):
+    """The fused loss, or a ``LazySum`` if ``loss`` is None, as a result of its lazy logits in autograd's graph.
+
+    The backward of the fused loss needs no gradient of logits, and none is made unless somebody asks for it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, like: Tensor, logits: LazyLogits, how: CrossEntropy, *arguments: Any) -> Any:
+    def forward(ctx: Any, loss: Tensor | None, logits: LazyLogits, how: CrossEntropy, *arguments: Any) -> Any:
         ctx.save_for_backward(*arguments)
-        ctx.steps, ctx.dtype, ctx.how = logits._steps, logits._projection.dtype, how
-        return LazySum(like, logits.device)
+        ctx.set_materialize_grads(False)
+        ctx.steps, ctx.how, ctx.is_lazy = logits._steps, how, loss is None
+        ctx.dtype, ctx.asked = logits._projection.dtype, logits._projection.asked
+        if loss is None:
+            return LazySum(torch.empty((), dtype=torch.float32, device="meta"), logits.device)
+        return loss.clone()  # and no view: callers scale it, and add to it, in place
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        dlogits = _gradient_of(ctx.how.loss_of, (ctx.steps, ctx.dtype, *ctx.saved_tensors), gradient)
+    def backward(ctx: Any, dloss: Tensor | None) -> Any:
+        if dloss is None or not (ctx.is_lazy or ctx.asked):
+            return dloss, *(None,) * 5
+        dlogits = _gradient_of(ctx.how.loss_of, (ctx.steps, ctx.dtype, *ctx.saved_tensors), dloss)
         return None, dlogits, *(None,) * 4
 
 
@@ -487,7 +520,12 @@ def _loss_of(logits: LazyLogits, how: CrossEntropy) -> Tensor:
             loss = projection.loss(projection, rows, replace(how, **transformation))
     if loss is None:
         return how.loss_of(logits.read("its loss"))
-    logits._projection.has_loss |= loss.requires_grad
+    if loss.requires_grad:
+        with plain_functions():
+            loss = _Loss.apply(loss, logits, how, *logits._projection.arguments)
+        lazy: LazyLogits | None = logits
+        while lazy is not None:
+            lazy._has_loss, lazy = True, lazy._parent
     return loss
 
 
@@ -500,8 +538,17 @@ def _is_count(value: Any) -> bool:
     )
 
 
-def _logits_in(tree: Any) -> list[LazyLogits]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, LazyLogits)]
+def _differentiated(function: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a function that differentiates; logits of a loss have the lazy ones' place in the graph."""
+    args, kwargs = tree_map_only(LazySum, lambda loss: loss.read("autograd"), (args, kwargs))
+    for lazy in tree_leaves(kwargs.get("inputs", args[1:2])):
+        if isinstance(lazy, LazyLogits) and lazy._has_loss:
+            lazy.ask("autograd")
+    args, kwargs = tree_map_only(
+        LazyLogits, lambda lazy: lazy if lazy._has_loss else lazy.read("autograd"), (args, kwargs)
+    )
+    with plain_functions():
+        return function(*args, **kwargs)
 
 
 def _real(tree: Any, reader: str) -> Any:
