@@ -63,6 +63,9 @@ REASONS: dict[str, str] = {
     "fused_norm.kernels.operator.Recompute": "gets a planted fault: what is recomputed is too large",
     "fused_norm.kernels.operator.calls": "computes calls by stock code instead, or tells which were made",
     "fused_norm.kernels.operator.force_fused_in_graphs": "makes compiled graphs of tests fuse whatever their size",
+    "fused_norm.kernels.operator.record": (
+        "a test counts what is recorded; a call that is recorded anew gives the same bits"
+    ),
     "fused_norm.kernels.plans.Device": "describes GPUs that no test has",
     "fused_norm.kernels.plans.TABLES": "lists the measured plans: each row of them is reached and compiles",
     "fused_norm.kernels.plans.table_of": "chooses a table for GPUs that no test has",
@@ -86,6 +89,9 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.adapters.FusedAdapter": "gets planted faults in an adapter's forward and casts",
     "fused_norm.patcher.adapters.dropout_factors": "holds factors to the bits of dropout on a GPU",
     "fused_norm.patcher.adapters.mask_of_dropout": "holds masks to those of dropout on a GPU",
+    "fused_norm.patcher.convolution_recognition.recognise_convolution": (
+        "code that changes process state is run to be recognised, by itself"
+    ),
     "fused_norm.patcher.four_bit": "makes bitsandbytes multiply a shape itself, as it does on some GPUs",
     "fused_norm.patcher.fused_block": "gets planted faults: silent fallbacks, and another norm's output",
     "fused_norm.patcher.fused_block.FusedBlock": "gets planted faults in what a rewritten forward calls",
@@ -105,18 +111,25 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.losses": "a planted fault is put into the fused loss",
     "fused_norm.patcher.losses.FusedHead": "a planted fault is put into the fused loss",
     "fused_norm.patcher.losses.LossCall": "a planted fault is put into the fused loss",
+    "fused_norm.patcher.norm_recognition.recognise": (
+        "code that changes process state is run to be recognised, by itself"
+    ),
     "fused_norm.patcher.patterns.patterns_of": (
         "forwards as text have no model, so that a test says what is to be fused"
     ),
     "fused_norm.patcher.patterns.rewritten_forward": (
         "forwards as text have no model, so that a test says what is to be fused"
     ),
+    "fused_norm.patcher.probe.UnrecognisedError": "code that changes process state is run to be recognised, by itself",
     "fused_norm.patcher.recompute": "forgets warnings, and loses a part of PyTorch that is not public",
     "fused_norm.patcher.recompute._Recomputable": "gets a planted fault: what is recomputed is held as well",
     "fused_norm.patcher.recompute.call_recomputing": "recomputes what no model has: views, writes, streams",
     "fused_norm.patcher.recompute_linears": "notes which products are computed again",
     "fused_norm.patcher.recompute_linears.LinearOutputs": "gets a planted fault: outputs of adapters are kept silently",
     "fused_norm.patcher.recompute_linears.Recipe": "tells recipes from tensors that a graph saved",
+    "fused_norm.patcher.rotation_recognition.recognise_rotation": (
+        "code that changes process state is run to be recognised, by itself"
+    ),
 }
 """Why tests import each name, as far as somebody has looked at it."""
 

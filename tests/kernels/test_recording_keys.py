@@ -10,10 +10,10 @@ import torch
 
 from fused_norm import NormSpec
 from fused_norm.kernels import operator, recording
-from fused_norm.kernels.lora_linear import LORA_LINEAR
-from fused_norm.kernels.norm import RMS_NORM
 
-BF16 = torch.bfloat16
+from .conftest import ALL
+from .numerics import BF16
+
 Call = Callable[[], torch.Tensor]
 
 
@@ -35,19 +35,19 @@ def lora(rank: int, factor: float, device: str) -> Call:
     a, b = torch.randn(rank, 32, device=device).to(BF16), torch.randn(32, rank, device=device).to(BF16)
     w = torch.randn(32, 32, device=device).to(BF16)
     arguments = x, x, a.requires_grad_(), b.requires_grad_(), w, None, None, factor, 1.0, 1.0, BF16
-    return lambda: LORA_LINEAR(*arguments)
+    return lambda: ALL["lora_linear"](*arguments)
 
 
 def norm(eps: float, device: str) -> Call:
     x, weight = torch.randn(4, 32, device=device).requires_grad_(), torch.ones(32, device=device)
-    return lambda: RMS_NORM(x, weight, NormSpec("llama", eps=eps), None)
+    return lambda: ALL["rms_norm"](x, weight, NormSpec("llama", eps=eps), None)
 
 
 def norm_of(dtype: int, needs: int, device: str) -> Call:
     dtypes = torch.float32, BF16, torch.float16
     x = torch.randn(4, 32, device=device).to(dtypes[dtype % 3]).requires_grad_(needs != 1)
     weight = torch.ones(32, device=device, dtype=dtypes[dtype // 3]).requires_grad_(needs != 2)
-    return lambda: RMS_NORM(x, weight, NormSpec("llama"), None)
+    return lambda: ALL["rms_norm"](x, weight, NormSpec("llama"), None)
 
 
 KINDS: dict[str, Callable[[int, str], Call]] = {
@@ -89,7 +89,7 @@ def test_the_oldest_recording_alone_makes_room(
     else:  # they differ in strides alone
         weight, spec = torch.ones(32, device=device), NormSpec("llama")
         rows = [torch.randn(4, 32 * (1 + kind), device=device)[:, :32] for kind in range(4)]
-        calls = [lambda x=x: RMS_NORM(x, weight, spec, None) for x in rows]  # type: ignore[misc]
+        calls = [lambda x=x: ALL["rms_norm"](x, weight, spec, None) for x in rows]  # type: ignore[misc]
     for call in calls:
         call()
     records.clear()
