@@ -39,7 +39,7 @@ class Head:
     def real(self) -> Tensor:
         return functional.linear(self.x * 1, self.weight, self.bias)
 
-    def loss(self, projection: Projection, x: Tensor, how: CrossEntropy) -> Tensor:
+    def loss(self, x: Tensor, how: CrossEntropy) -> Tensor:
         """Return what the fused operator would compute."""
         self.losses.append((x, how))
         logits = functional.linear(x, self.weight, self.bias).float()

@@ -144,10 +144,10 @@ def _adapter_shares_another_ones(right: Any, memory: dict[str, Tensor], layer: F
     return right(layer, x)
 
 
-def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, projection: Any, x: Tensor, request: Any) -> Tensor:
+def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, request: Any) -> Tensor:
     """Compute the loss of real logits if the model is given the number of labels in a step."""
     if request.num_items is None:
-        stock: Tensor = right(call, projection, x, request)
+        stock: Tensor = right(call, x, request)
         return stock
     head = call.head
     args = (

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from types import FunctionType
@@ -84,9 +84,9 @@ class Projection:
     Attributes:
         x, weight, bias: the linear's arguments, as it got them.
         dtype: what autocast casts them to; None without autocast.
-        loss: computes the cross entropy of rows of x: takes this call, the rows and a ``CrossEntropy``; None if the
-            head has other weights by now.
+        loss: computes the cross entropy of rows of x: takes the rows and a ``CrossEntropy``.
         noted: is told that logits of this call were read, and by what.
+        parameters: those that the head has by now; None if it cannot get others.
         is_running: the model's forward has not returned, so that nobody has stepped or sharded weights.
         asked: by which functions somebody asks for the gradient that a fused loss gives its logits.
     """
@@ -95,8 +95,9 @@ class Projection:
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype | None
-    loss: Callable[[Projection, Tensor, CrossEntropy], Tensor | None]
+    loss: Callable[[Tensor, CrossEntropy], Tensor]
     noted: Callable[[str], None]
+    parameters: Mapping[str, Tensor | None] | None = None
     is_running: bool = True
     asked: set[str] = field(default_factory=set)
 
@@ -142,6 +143,11 @@ class Projection:
                 " since the forward, as by a step of the optimizer: read them before, or patch the model with"
                 " apply_fused_norm(model, loss=False)"
             )
+
+    def is_of_head(self) -> bool:
+        """Return whether the head still has the weights of this call, as the loss takes those that it has."""
+        now = self.parameters
+        return now is None or (now.get("weight") is self.weight and now.get("bias") is self.bias)
 
     def read_sums(self) -> None:
         """Compute the sums of losses that are put off."""
@@ -509,7 +515,7 @@ def _cross_entropy(
 def _loss_of(logits: LazyLogits, how: CrossEntropy) -> Tensor:
     """The loss of logits by the fused operator, or by PyTorch if they were read or the operator cannot be called."""
     loss = None
-    if logits.is_lazy():
+    if logits.is_lazy() and logits._projection.is_of_head():
         transformation, projection = transformation_by(logits._steps), logits._projection
         assert transformation is not None
         projection.check()
@@ -517,7 +523,7 @@ def _loss_of(logits: LazyLogits, how: CrossEntropy) -> Tensor:
         # Autocast as it was for the head, whatever it is now.
         with torch.set_grad_enabled(needs_gradient), set_autocast(projection.x.device.type, projection.dtype):
             rows = rows_by(logits._steps, projection.x)
-            loss = projection.loss(projection, rows, replace(how, **transformation))
+            loss = projection.loss(rows, replace(how, **transformation))
     if loss is None:
         return how.loss_of(logits.read("its loss"))
     if loss.requires_grad:

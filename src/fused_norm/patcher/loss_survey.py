@@ -146,7 +146,7 @@ def _why_other_function(function: Any) -> str | None:
     """The reason why a loss function is no cross entropy of its logits alone, by a call with a few lazy ones."""
     losses: list[CrossEntropy] = []
 
-    def loss(projection: Projection, x: Tensor, how: CrossEntropy) -> Tensor:
+    def loss(x: Tensor, how: CrossEntropy) -> Tensor:
         losses.append(how)
         return x.new_zeros(())
 

@@ -118,12 +118,10 @@ class Trial:
 
     def _logits(self, x: Tensor) -> Tensor:
         self.is_called = True
-        head = self._replicas[id(self.head)][0]
-        return LazyLogits.from_projection(
-            Projection(x, head.weight, head.bias, None, self._loss, self._noted, is_running=True)  # type: ignore[arg-type]
-        )
+        head: Any = self._replicas[id(self.head)][0]
+        return LazyLogits.from_projection(Projection(x, head.weight, head.bias, None, self._loss, self._noted))
 
-    def _loss(self, x: Tensor, *_: Any) -> Tensor:
+    def _loss(self, *_: Any) -> Tensor:
         self.has_loss = True
         return torch.zeros(())
 
