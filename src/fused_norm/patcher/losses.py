@@ -114,7 +114,7 @@ class LossCall:
     def _loss(self, x: Tensor, how: CrossEntropy) -> Tensor:
         self.is_fused = True
         # The host waits here for the device: rows without a label are left out of the products.
-        count = int((how.target != how.ignore_index).sum())
+        count = None if how.target.is_meta else int((how.target != how.ignore_index).sum())
         return self.head.fused_norm_cross_entropy(x, how, count)
 
     def _noted(self, reader: str) -> None:
