@@ -92,7 +92,8 @@ def row_and_calls(
     caplog.clear()
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, "fused_norm"):
         patch.setattr(LossCall, "_loss", lambda *args: (calls.append(1), real(*args))[1])
-        model(**{"input_ids": tokens(), "labels": tokens(), **inputs}).loss.backward()
+        ids = tokens(device=str(model.device))
+        model(**{"input_ids": ids, "labels": ids, **inputs}).loss.backward()
     row = row_of(report)
     lines = [line for line in caplog.messages if any(word in line for word in ("label", "logits", "loss"))]
     return row.reason or "", len(calls), lines
@@ -106,22 +107,26 @@ def test_a_bias_on_logits_is_a_reason_in_the_row(name: str) -> None:
     )
 
 
-def test_a_head_that_is_not_called_is_a_reason(caplog: pytest.LogCaptureFixture) -> None:
-    assert row_and_calls(mobile_bert(), caplog) == ("its forward does not call its head", 0, [])
+def test_a_head_that_is_not_called_is_a_reason(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert row_and_calls(mobile_bert().to(device), caplog) == ("its forward does not call its head", 0, [])
 
 
 @pytest.mark.parametrize("build", [distil_bert, lambda: Passing(transformers.LlamaConfig(**SIZES))])
-def test_a_loss_that_its_forward_does_not_name_is_fused(build: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert row_and_calls(build(), caplog) == ("", 1, [])
+def test_a_loss_that_its_forward_does_not_name_is_fused(
+    build: Any, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert row_and_calls(build().to(device), caplog) == ("", 1, [])
 
 
-def test_another_loss_is_kept_with_what_reads_the_logits(caplog: pytest.LogCaptureFixture) -> None:
-    reason, calls, lines = row_and_calls(Meaning(transformers.LlamaConfig(**SIZES)), caplog)
+def test_another_loss_is_kept_with_what_reads_the_logits(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    reason, calls, lines = row_and_calls(Meaning(transformers.LlamaConfig(**SIZES)).to(device), caplog)
     assert (calls, lines) == (0, [])
     assert reason == "its logits are read by mean, before its loss or for another loss than a cross entropy"
 
 
-def test_a_model_inside_a_model_logs_no_loss_as_stock_that_is_fused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_inside_a_model_logs_no_loss_as_stock_that_is_fused(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = transformers.Blip2Config(
         vision_config={**vision, "image_size": 16, "patch_size": 8},
@@ -130,20 +135,20 @@ def test_a_model_inside_a_model_logs_no_loss_as_stock_that_is_fused(caplog: pyte
         num_query_tokens=4,
         image_token_index=96,
     )
-    ids = tokens().clamp(max=90)
+    ids = tokens(device=device).clamp(max=90)
     ids[:, :4] = 96
-    model = transformers.Blip2ForConditionalGeneration(config)
-    assert row_and_calls(model, caplog, input_ids=ids, pixel_values=torch.randn(len(ids), 3, 16, 16)) == ("", 1, [])
+    model, pixels = transformers.Blip2ForConditionalGeneration(config).to(device), torch.randn(len(ids), 3, 16, 16)
+    assert row_and_calls(model, caplog, input_ids=ids, pixel_values=pixels.to(device)) == ("", 1, [])
 
 
-def test_a_call_whose_loss_is_not_fused_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = distil_bert()
+def test_a_call_whose_loss_is_not_fused_is_logged_once(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = distil_bert().to(device)
     apply_fused_norm(model, strict=False)
     model.mlm_loss_fct = nn.Identity()  # as a trainer gives a model its own loss
     model.mlm_loss_fct.forward = lambda logits, labels: labels.float().mean()
     with caplog.at_level(logging.WARNING, "fused_norm"):
         for _ in range(2):
-            model(input_ids=tokens(), labels=tokens())
+            model(input_ids=tokens(device=device), labels=tokens(device=device))
     lines = [line for line in caplog.messages if "loss" in line]
     assert lines == [
         "DistilBertForMaskedLM runs its stock code: its loss is no cross entropy of the logits of its head"
