@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from ..options import FuseOptions, RecomputeLevel
+from ..options import FuseOptions
 from ..spec import Kind
 from .adapters import is_lora_layer, is_quantised_lora_layer, why_unfused
 from .class_swap import (
     ClassChange,
+    Fused,
     forward_override_reason,
     has_derived_class,
     has_to_change,
@@ -26,6 +27,9 @@ from .norm_recognition import looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
 from .source import member_of
 
+Surveyed = tuple[Site, type[nn.Module] | None]
+"""The row of a module, and the class that it is to have; None if it keeps the class it has."""
+
 
 @dataclass(frozen=True)
 class SurveyedModel:
@@ -34,10 +38,11 @@ class SurveyedModel:
     Attributes:
         modules: by their first path.
         paths: the first path of each, by identity.
-        norm_sites: the rows of norms.
+        norm_sites: the rows of norms, by their paths.
         options: the caller's.
         blocks: the modules whose forward may be rewritten, as far as somebody has asked for them.
         changes: the modules that are to have another class, by identity: one change for each.
+        loss_sites: the rows of heads, by their paths.
     """
 
     modules: dict[str, nn.Module]
@@ -46,6 +51,14 @@ class SurveyedModel:
     options: FuseOptions
     blocks: dict[str, Block] = field(default_factory=dict)
     changes: dict[int, ClassChange] = field(default_factory=dict)
+    loss_sites: dict[str, Site] = field(default_factory=dict)
+    _planned: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, model: nn.Module, options: FuseOptions) -> SurveyedModel:
+        """A model of which nothing is known yet."""
+        modules = dict(model.named_modules())
+        return cls(modules, {id(module): path for path, module in modules.items()}, {}, options)
 
     def plan(self, module: nn.Module, new: type[nn.Module] | None) -> None:
         """Plan the class of a module, in place of one that was planned before; None: it keeps the class it has.
@@ -53,9 +66,22 @@ class SurveyedModel:
         Raises:
             FusedNormError: if other code has built on the fused class that it has.
         """
+        self._planned.add(id(module))
         self.changes.pop(id(module), None)
         if new is not None and has_to_change(module, new):
             self.changes[id(module)] = module, new
+
+    def planned(self, module: nn.Module, surveyed: Surveyed) -> Site:
+        """Plan the class of a module that was surveyed, and return its row."""
+        row, new = surveyed
+        self.plan(module, new)
+        return row
+
+    def plan_the_others(self) -> None:
+        """Plan the stock class of what is fused and has no plan; what other code has built on stays as it is."""
+        for module in self.modules.values():
+            if isinstance(module, Fused) and id(module) not in self._planned and not has_derived_class(module):
+                self.plan(module, stock_class(module))
 
     def block(self, path: str) -> Block:
         """The module at this path, which is the first of its paths, as one whose forward may be rewritten."""
@@ -76,7 +102,8 @@ class Block:
         sites: the rows of what may be fused in its forward.
         rewrites: the matches in its forward that are to be fused, added to by those that decide on them.
         consumers_row: the row on how its linears read a norm that is passed to it; None if no norm is.
-        layer: the row on its recomputing; None if it is no layer with something fused in it, or the option is off.
+        recompute_row: the row on its recomputing; None if it is no layer with something fused in it, or the option is
+            off.
     """
 
     def __init__(self, path: str, model: SurveyedModel) -> None:
@@ -87,7 +114,7 @@ class Block:
         self.sites: list[Site] = []
         self.rewrites: list[Rewrite] = []
         self.consumers_row: Site | None = None
-        self.layer: Site | None = None
+        self.recompute_row: Site | None = None
         self._model = model
         self._applied: tuple[Rewrite, ...] = ()
         if isinstance(self.module, FusedBlock) and are_plain_calls(inside=type(self.module)):
@@ -128,9 +155,9 @@ class Block:
         return reason is None
 
     @property
-    def recompute(self) -> RecomputeLevel:
-        """The level of ``recompute`` that it is to have."""
-        return self._model.options.recompute if self.layer is not None and self.layer.reason is None else False
+    def recomputes(self) -> bool:
+        """Whether it is to recompute outputs of fused operators in its backward."""
+        return self.recompute_row is not None and self.recompute_row.reason is None
 
     def keep(self, reason: str, cause: Cause) -> None:
         """Leave its forward as it is, and say in its rows why."""
