@@ -86,12 +86,12 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         surveyed.norm_sites[path] = surveyed.planned(norm, _survey_norm(path, norm, surveyed))
     _check_castings(surveyed)
     holders = _holders(surveyed)
-    decided = [surveyed.block(path) for path in dict.fromkeys([*holders, *blocks])]
-    for block in decided:
-        _decide_block(block, is_layer=block.path in holders and block.path.rpartition(".")[2].isdigit())
+    decided = dict.fromkeys([*holders, *blocks])
+    for path in decided:
+        _decide_block(surveyed.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
     for block in surveyed.blocks.values():  # some have no site of their own, and read a norm that is passed to them
         _compile(block, surveyed)
-    rows = [*surveyed.norm_sites.values(), *(row for block in decided for row in block.sites)]
+    rows = [*surveyed.norm_sites.values(), *(row for path in decided for row in surveyed.block(path).sites)]
     rows += [surveyed.planned(module, _survey_experts(path, module, surveyed)) for path, module in experts.items()]
     for adapter in adapters.values():  # it reads the weight of its linear
         linears.pop(surveyed.paths.get(id(adapter._modules.get("base_layer")), ""), None)
