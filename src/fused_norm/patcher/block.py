@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,7 +99,8 @@ class Block:
         module: itself.
         origin: its class in the stock model.
         override_reason: why a change of its class would have no effect, as other code replaced its forward; or None.
-        is_sealed: whether other code has derived a class from its fused one.
+        is_sealed: whether other code has derived a class from its fused one, as FSDP does; it stays as it is.
+        sealed_parts: what is fused in it then (``fused_parts``).
         sites: the rows of what may be fused in its forward.
         rewrites: the matches in its forward that are to be fused, added to by those that decide on them.
         consumers_row: the row on how its linears read a norm that is passed to it; None if no norm is.
@@ -111,21 +113,12 @@ class Block:
         self.origin: Any = stock_class(self.module)
         self.override_reason = forward_override_reason(self.module)
         self.is_sealed = isinstance(self.module, FusedBlock) and has_derived_class(self.module)
+        self.sealed_parts: Collection[tuple[str, str]] = ()
         self.sites: list[Site] = []
         self.rewrites: list[Rewrite] = []
         self.consumers_row: Site | None = None
         self.recompute_row: Site | None = None
         self._model = model
-        self._applied: tuple[Rewrite, ...] = ()
-        if isinstance(self.module, FusedBlock) and are_plain_calls(inside=type(self.module)):
-            self._applied = self.module.fused_norm_rewrites
-
-    def applied_parts(self, pattern: str, index: int) -> tuple[str, ...] | None:
-        """The parts of a match that are fused now; None if it is not."""
-        for rewrite in self._applied:
-            if (rewrite.pattern, rewrite.index) == (pattern, index):
-                return rewrite.parts
-        return None
 
     def member(self, name: str) -> Any:
         """An attribute, or with ``name.0`` a module in a list that is one; None if there is none."""
@@ -145,7 +138,7 @@ class Block:
         """Decide whether the ``linears`` that read argument ``index`` get inputs of their own; it gets a row."""
         rewrite = Rewrite("inputs", index, linears)
         reason = self.override_reason or obstacle
-        if self.is_sealed and self.applied_parts("inputs", index) is None:
+        if self.is_sealed and not self.module.fused_norm_linears:
             reason = reason or "other code has built on its class since that was patched"
         if not self._model.options.selects(self.path, self.module):
             reason = "not selected by modules"
@@ -188,11 +181,11 @@ class Block:
             return False
         return all(not part._parameters if part._modules else looks_like_norm(part) for part in norm.modules())
 
-    def norm_row(self, name: str, kind: Kind, already: bool, option: Kind | None = None) -> Site:
+    def norm_row(self, name: str, kind: Kind, option: Kind | None = None) -> Site:
         """The row of a site that takes in the norm of this name: fused unless something prevents it.
 
-        It has the first path of a norm that several modules share. ``already``: it is fused now; ``option``: the kind
-        of sites whose option decides, if it is another one.
+        It has the first path of a norm that several modules share. ``option``: the kind of sites whose option decides,
+        if it is another one.
 
         Raises:
             FusedNormError: if it is not to be fused any more and other code has built on the fused class.
@@ -209,19 +202,23 @@ class Block:
             return row.skipped(f"its norm is kept: {site.reason}", site.cause)
         if has_hooks(norm) or is_called_around(norm, with_residual=kind not in ("sandwich", "rope")):
             return row.skipped("hooks or other code stand on its norm", "overridden")
-        return self._unless_prevented(row, option or kind, norm, already)
+        part = (kind, name) if kind in ("residual", "sandwich") else ("rope", "") if option == "rope" else ("", name)
+        return self._unless_prevented(row, option or kind, norm, part)
 
-    def own_row(self, kind: Kind, already: bool) -> Site:
+    def own_row(self, kind: Kind) -> Site:
         """The row of a site of the module itself, without a norm: fused unless something prevents it.
 
         Raises:
             FusedNormError: as ``norm_row``.
         """
-        return self._unless_prevented(Site(self.path, kind, self.origin.__name__), kind, self.module, already)
+        return self._unless_prevented(Site(self.path, kind, self.origin.__name__), kind, self.module, (kind, ""))
 
-    def _unless_prevented(self, row: Site, option: Kind, selected: nn.Module, already: bool) -> Site:
-        """``row``, kept if other code has the module or the options leave the ``selected`` one out."""
-        if self.is_sealed and not already:
+    def _unless_prevented(self, row: Site, option: Kind, selected: nn.Module, part: tuple[str, str]) -> Site:
+        """``row``, kept if other code has the module or the options leave the ``selected`` one out.
+
+        ``part``: what would be fused, which in a sealed module is what is fused.
+        """
+        if self.is_sealed and part not in self.sealed_parts:
             reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
             return row.skipped(reason, "overridden")
         if self.override_reason is not None:

@@ -36,7 +36,7 @@ from .hooks import are_plain_calls, replaced_forward, replaced_linear
 from .loss_survey import head_of, survey_loss
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Cause, Site
-from .patterns import decide_helpers, patterns_of
+from .patterns import decide_helpers, fused_parts, patterns_of
 from .patterns.convolutions import CONVOLUTION_NAME
 from .patterns.gates import ACTIVATION_FUNCTION, SIGMOID
 from .patterns.heads import QK_NAME
@@ -252,6 +252,9 @@ def _decide_block(block: Block, *, is_layer: bool) -> None:
     problem: SourceError | None = None
     block.sites += decide_helpers(block)
     try:
+        module = block.module
+        if block.is_sealed and isinstance(module, FusedBlock) and are_plain_calls(inside=type(module)):
+            block.sealed_parts = fused_parts(block.origin, module.fused_norm_rewrites)
         block.sites += patterns_of(block.origin).decide(block)
     except SourceError as error:
         problem = error

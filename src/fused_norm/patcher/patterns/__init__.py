@@ -29,6 +29,9 @@ from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_mis
 from .heads import Heads, find_heads
 from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations
 
+_OWN_KINDS = {"rotations": "rope", "gates": "mlp", "convolutions": "conv"}
+"""The kinds of sites that are a module's own, without a norm, by their pattern."""
+
 
 @dataclass
 class Patterns:
@@ -156,6 +159,21 @@ def functions_of(
         with contextlib.suppress(UnrecognisedError):
             rotations.append(recognise_rotation(global_of(layer, name), arguments))
     return tuple(rotations), tuple(dict.fromkeys(convolutions))
+
+
+def fused_parts(layer: Any, rewrites: tuple[Rewrite, ...]) -> set[tuple[str, str]]:
+    """What ``rewrites`` fuse: the parts of each, with the attribute of the module, which is empty for the layer's own.
+
+    A part is the kind of its site if it has a row, as a norm of heads alone has not.
+    """
+    patterns, kinds = patterns_of(layer), {"norm": "residual", "inner": "sandwich"}
+    fused: set[tuple[str, str]] = set()
+    for rewrite in rewrites:
+        match = getattr(patterns, rewrite.pattern)[rewrite.index]
+        fused |= {(kinds.get(part, part), name) for part, name in match.bypassed(rewrite.parts)}
+        own = "rope" if "rotation" in rewrite.parts else _OWN_KINDS.get(rewrite.pattern)
+        fused |= set() if own is None else {(own, "")}
+    return fused
 
 
 def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
