@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from .patterns.convolutions import CONVOLUTION_NAME
 from .patterns.gates import ACTIVATION_FUNCTION, SIGMOID
 from .patterns.heads import QK_NAME
 from .patterns.rotations import ROTATION_NAME
-from .probe import UnrecognisedError, no_code_changes
+from .probe import UnrecognisedError, found_once, no_code_changes
 from .recompute import COMPILED
 from .source import SourceError, WrappedError, global_of, helpers_of, names_in
 
@@ -297,7 +297,7 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
     own_names = replaced or not override  # those of a forward that another has replaced tell nothing
     kinds: dict[Kind, object] = {
         "residual": is_layer,
-        "rope": heads or fused & {"heads", "rotations"} or (own_names and _names_rotation(block.origin)),
+        "rope": heads or fused & {"heads", "rotations"} or (own_names and _names_of(block.origin).rotates),
         "mlp": "gates" in fused or (replaced and _names_activation(module)),
         "conv": "convolutions" in fused or (own_names and _convolves(module)),
     }
@@ -311,43 +311,59 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
 
 def _may_rotate_or_gate(module: nn.Module) -> bool:
     """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
-    return (
-        isinstance(module, FusedBlock)
-        or _names_rotation(type(module))
-        or _convolves(module)
-        or _names_activation(module, SIGMOID)
-    )
+    if isinstance(module, FusedBlock):
+        return True
+    names = _names_of(stock_class(module))
+    return names.rotates or SIGMOID in names.used or _names_activation(module) or _convolves(module)
 
 
-def _names_rotation(origin: Any) -> bool:
-    """Return whether a forward, or a method that it calls, uses the name of a rotary embedding of its file."""
-    methods = (helper for helper in helpers_of(origin).values() if helper.is_method)
-    return any(
+class _Names(NamedTuple):
+    """The names that the forward of a class uses, or a method or function that it calls.
+
+    Attributes:
+        used: all of them.
+        rotates: one is that of a rotary embedding of its file; functions that it calls do not count.
+        gates: one is that of an activation function.
+        convolves: one in the forward is that of a function for causal convolutions.
+    """
+
+    used: frozenset[str]
+    rotates: bool
+    gates: bool
+    convolves: bool
+
+
+def _names_of(origin: Any) -> _Names:
+    """The names of a class, which are read once in a survey: it lives as long as that."""
+    return found_once(partial(_read_names, origin), _read_names, id(origin))
+
+
+def _read_names(origin: Any) -> _Names:
+    helpers, own = helpers_of(origin).values(), names_in(origin)
+    methods = (helper for helper in helpers if helper.is_method)
+    rotates = any(
         ROTATION_NAME.search(name) and global_of(forward, name) is not None
         for forward in (origin, *methods)
         for name in names_in(forward)
     )
+    used, convolves = own.union(*map(names_in, helpers)), any(map(CONVOLUTION_NAME.search, own))
+    return _Names(used, rotates, any(map(ACTIVATION_FUNCTION.search, used)), convolves)
 
 
 def _convolves(module: nn.Module) -> bool:
     """Return whether a module holds a causal convolution, or its forward uses the name of a function for one."""
-    holds_one = any(map(is_causal_convolution, module._modules.values()))
-    return holds_one or any(map(CONVOLUTION_NAME.search, names_in(stock_class(module))))
+    return _names_of(stock_class(module)).convolves or any(map(is_causal_convolution, module._modules.values()))
 
 
-def _names_activation(module: nn.Module, *extra: str) -> bool:
-    """Return whether a module's forward uses the name of an activation that it holds, or of a function.
-
-    So it does if a method or a function that it calls does. ``extra``: names that count too.
-    """
-    origin = stock_class(module)
-    names = names_in(origin).union(*map(names_in, helpers_of(origin).values()))
-    if any(map(ACTIVATION_FUNCTION.search, names)) or not names.isdisjoint(extra):
+def _names_activation(module: nn.Module) -> bool:
+    """Return whether a module's code uses the name of an activation function, or of an activation that it holds."""
+    names = _names_of(stock_class(module))
+    if names.gates:
         return True
     functions = (FunctionType, BuiltinFunctionType)
     members: dict[str, Any] = {name: f for name, f in vars(module).items() if isinstance(f, functions)}
     members |= {name: child for name, child in module._modules.items() if child is not None}
-    return any(name in names and looks_like_activation(name, member) for name, member in members.items())
+    return any(name in names.used and looks_like_activation(name, member) for name, member in members.items())
 
 
 def _decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Site]:
