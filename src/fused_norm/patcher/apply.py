@@ -73,14 +73,14 @@ def apply_fused_norm(
     options = FuseOptions(*kinds, modules, casting, consumers, recompute, strict, readers)
     _check_is_module(model)
     rows, changes = survey(model, options)
-    parts = list(_known_parts(model))
-    others = [row for part in parts for row in _replaced_in(part, rows)]
+    parts = list(_known_parts(model, rows))
+    others = [row for part in parts for row in _replaced_in(part)]
     places = {(site.kind, site.path) for site in others}
     rows = [*(row for row in rows if (row.kind, row.path) not in places), *others]
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     report = PatchReport(type(model).__name__, model_type, tuple(rows), recompute)
     if options.strict:
-        _check(report, [lack for part in parts for lack in _lacking(part, rows)])
+        _check(report, [lack for part in parts for lack in _lacking(part)])
     _change(changes)
     logger.info("%s", report.summary())
     return report
@@ -127,22 +127,30 @@ class _Part(NamedTuple):
     Attributes:
         path: its own.
         modules: all in it, by their first paths.
+        rows: those of its modules.
         counts: of the sites that it should have.
     """
 
     path: str
     modules: dict[str, nn.Module]
+    rows: list[Site]
     counts: Mapping[Kind, int]
 
-    def rows(self, sites: Sequence[Site], kind: Kind) -> list[Site]:
-        """Those of ``sites`` that are sites of this kind in it; where an MLP is counted, experts are one."""
-        kinds = ("mlp", "experts") if kind == "mlp" else (kind,)
-        return [row for row in sites if row.kind in kinds and row.path in self.modules]
+    def rows_of(self, kind: Kind) -> list[Site]:
+        """Its rows of a kind; where an MLP is counted, experts are one."""
+        return [row for row in self.rows if row.kind == kind or (kind == "mlp" and row.kind == "experts")]
 
 
-def _known_parts(model: nn.Module) -> Iterator[_Part]:
+def _known_parts(model: nn.Module, rows: Sequence[Site]) -> Iterator[_Part]:
     """The parts of the decoders of known families in ``model``."""
     paths = {module: path for path, module in model.named_modules()}
+    rows_at: dict[str, list[Site]] = {}
+    for row in rows:
+        rows_at.setdefault(row.path, []).append(row)
+
+    def part(path: str, modules: dict[str, nn.Module], counts: Mapping[Kind, int]) -> _Part:
+        return _Part(path, modules, [row for inside in modules for row in rows_at.get(inside, ())], counts)
+
     for decoder in paths:
         family = FAMILIES.get(getattr(getattr(decoder, "config", None), "model_type", ""))
         layers = None if family is None else getattr(decoder, family.layers, None)
@@ -151,18 +159,18 @@ def _known_parts(model: nn.Module) -> Iterator[_Part]:
         outside = {paths[module]: module for module in decoder.modules()}
         for index, layer in enumerate(layers):
             inside = {paths[module]: module for module in layer.modules()}
-            outside = {path: module for path, module in outside.items() if path not in inside}
-            yield _Part(paths[layer], inside, family.layer(index, decoder.config).layer_sites)
-        yield _Part(paths[decoder], outside, {"norm": family.decoder_norms})
+            for path in inside:
+                outside.pop(path, None)
+            yield part(paths[layer], inside, family.layer(index, decoder.config).layer_sites)
+        yield part(paths[decoder], outside, {"norm": family.decoder_norms})
 
 
-def _replaced_in(part: _Part, rows: Sequence[Site]) -> Iterator[Site]:
+def _replaced_in(part: _Part) -> Iterator[Site]:
     """A row for an attention or MLP of a layer whose code others have replaced, so that nothing is fused in it."""
     file = stock_class(part.modules[part.path]).__module__
-    own = [row for row in rows if not row.in_helper]
     names: Mapping[Kind, re.Pattern[str]] = {"rope": _ATTENTION, "mlp": _MLP}
     for kind, name in names.items():
-        sites = part.rows(own, kind)
+        sites = [row for row in part.rows_of(kind) if not row.in_helper]
         for path, module in part.modules.items():
             if len(sites) >= part.counts.get(kind, 0):
                 break
@@ -173,16 +181,18 @@ def _replaced_in(part: _Part, rows: Sequence[Site]) -> Iterator[Site]:
             if reason is None and origin.__module__ != file:
                 reason = f"its class was replaced, by {origin.__module__}.{origin.__qualname__}"
             if reason is not None:
-                sites.append(Site(path, kind, origin.__name__, reason=reason, cause="overridden"))
-                yield sites[-1]
+                row = Site(path, kind, origin.__name__, reason=reason, cause="overridden")
+                sites.append(row)
+                part.rows.append(row)
+                yield row
 
 
-def _lacking(part: _Part, rows: Sequence[Site]) -> Iterator[str]:
+def _lacking(part: _Part) -> Iterator[str]:
     """What a part of a model lacks of the sites of its family, in words."""
     for kind, count in part.counts.items():
-        sites = part.rows(rows, kind)
+        sites = part.rows_of(kind)
         if kind in ("residual", "sandwich"):  # kept for their layer's sake, all have the row of the layer
-            sites = [row for row in rows if (row.kind, row.path) == ("residual", part.path)] * count or sites
+            sites = [row for row in part.rows_of("residual") if row.path == part.path] * count or sites
         unrecognised = [row for row in sites if row.cause == "unrecognised"]
         if len(sites) - len(unrecognised) < count:
             yield from dict.fromkeys(f"{row.path} ({kind}): {row.reason}" for row in unrecognised)

@@ -77,9 +77,9 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     adapters = {
         path: module for path, module in modules.items() if is_lora_layer(module) or is_quantised_lora_layer(module)
     }
-    losses = {path: module for path, module in modules.items() if head_of(module, surveyed) is not None}
-    heads = [head_of(module, surveyed) for module in losses.values()]
-    selectable = norms | blocks | experts | linears | adapters | {surveyed.paths[id(head)]: head for head in heads}
+    heads = {path: head for path, module in modules.items() if (head := head_of(module, surveyed)) is not None}
+    head_paths = {surveyed.paths[id(head)]: head for head in heads.values()}
+    selectable = norms | blocks | experts | linears | adapters | head_paths
     _check_patterns(surveyed, norms, selectable, next(iter(norms | blocks), None))
 
     for path, norm in norms.items():
@@ -100,8 +100,9 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         for path, module in (linears | adapters).items()
     ]
     recomputed = _decide_recompute(surveyed, rows)
-    for path, module in losses.items():
-        surveyed.loss_sites[surveyed.paths[id(head_of(module, surveyed))]] = survey_loss(path, module, surveyed)
+    for path in heads:
+        row = survey_loss(path, modules[path], surveyed)
+        surveyed.loss_sites[row.path] = row
     rows += surveyed.loss_sites.values()
     surveyed.plan_the_others()
     consumers = [block.consumers_row for block in surveyed.blocks.values() if block.consumers_row is not None]
@@ -263,19 +264,21 @@ def _decide_block(block: Block, *, is_layer: bool) -> None:
 
 def _compile(block: Block, model: SurveyedModel) -> None:
     """Compile the forward of a module with its rewrites and plan its class; its rows say why it cannot be."""
-    module, new = block.module, None
-    if block.override_reason is None and not block.is_sealed:
-        if block.rewrites:
-            try:
-                new = fused_block_class(block.origin, tuple(block.rewrites))
-            except SourceError as error:
-                block.keep(str(error), "unrecognised")
+    module: Any = block.module
+    stays, new = block.override_reason is not None or block.is_sealed, None
+    if not stays and isinstance(module, FusedBlock):  # another fused class is not from here
+        new = block.origin
+    if not stays and block.rewrites:
+        try:
+            fused = fused_block_class(block.origin, tuple(block.rewrites))
+        except SourceError as error:
+            block.keep(str(error), "unrecognised")
+        else:
+            if override := fused_override_reason(fused):
+                block.keep(override, "overridden")
             else:
-                if override := fused_override_reason(new):
-                    block.keep(override, "overridden")
-        if not block.rewrites:
-            new = block.origin
-    if isinstance(module, FusedBlock) or block.rewrites:  # another fused class is not from here
+                new = fused
+    if new is not None or isinstance(module, FusedBlock):
         model.plan(module, new)
 
 
