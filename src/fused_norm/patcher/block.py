@@ -202,8 +202,9 @@ class Block:
             return row.skipped(f"its norm is kept: {site.reason}", site.cause)
         if has_hooks(norm) or is_called_around(norm, with_residual=kind not in ("sandwich", "rope")):
             return row.skipped("hooks or other code stand on its norm", "overridden")
-        part = (kind, name) if kind in ("residual", "sandwich") else ("rope", "") if option == "rope" else ("", name)
-        return self._unless_prevented(row, option or kind, norm, part)
+        decisive = option or kind
+        part = (decisive if decisive in ("residual", "sandwich", "rope") else "", name)
+        return self._unless_prevented(row, decisive, norm, part)
 
     def own_row(self, kind: Kind) -> Site:
         """The row of a site of the module itself, without a norm: fused unless something prevents it.

@@ -162,17 +162,20 @@ def functions_of(
 
 
 def fused_parts(layer: Any, rewrites: tuple[Rewrite, ...]) -> set[tuple[str, str]]:
-    """What ``rewrites`` fuse: the parts of each, with the attribute of the module, which is empty for the layer's own.
+    """What ``rewrites`` fuse: the kinds of sites, each with the attribute of its norm, which is empty without one.
 
-    A part is the kind of its site if it has a row, as a norm of heads alone has not.
+    A norm that has no site in the forward, as one of heads alone, has an empty kind.
     """
     patterns, kinds = patterns_of(layer), {"norm": "residual", "inner": "sandwich"}
     fused: set[tuple[str, str]] = set()
     for rewrite in rewrites:
+        if rewrite.pattern in _OWN_KINDS:
+            fused.add((_OWN_KINDS[rewrite.pattern], ""))
+            continue
         match = getattr(patterns, rewrite.pattern)[rewrite.index]
-        fused |= {(kinds.get(part, part), name) for part, name in match.bypassed(rewrite.parts)}
-        own = "rope" if "rotation" in rewrite.parts else _OWN_KINDS.get(rewrite.pattern)
-        fused |= set() if own is None else {(own, "")}
+        for part, name in match.bypassed(rewrite.parts):
+            fused.add((kinds.get(part, part), name))
+            fused |= {("rope", name)} if "rotation" in rewrite.parts else set()
     return fused
 
 
