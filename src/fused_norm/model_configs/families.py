@@ -63,7 +63,6 @@ class Family:
         attention_reads_rotated: attention reads queries and keys as they are rotated, in the dtype that it reads. It
             does not if queries are scaled after that, or if queries and keys are rotated one at a time.
         decoder_norms: the number of norms of a decoder besides those of its layers.
-        layers: the attribute of a decoder that is the list of its layers.
     """
 
     model_type: str
@@ -79,7 +78,6 @@ class Family:
     joins_residual: bool = True
     attention_reads_rotated: bool = True
     decoder_norms: int = 1
-    layers: str = "layers"
 
     def describes(self, config: Any) -> bool:
         """Whether the sites of a model of this config are those of the row."""
