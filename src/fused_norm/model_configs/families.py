@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from ..spec import KINDS, GatedNormSpec, Kind, NormSpec
+from ..spec import KINDS, Kind, NormSpec
 
 
 @dataclass(frozen=True)
@@ -47,71 +47,37 @@ class Family:
     Attributes:
         model_type: ``config.model_type`` of the text model.
         spec: what the norms of the tiny model compute. Other models of the family may have another eps.
-        specs: what other norms compute, by their paths in a decoder layer.
         tiny: config arguments of a model that trains in seconds on a CPU and still has what the family has.
         shapes: published models that are measured, smallest first.
-        layer_norms: the norms of a decoder layer, in the order of their use.
-        residual_norms: those of them that take the sum of a residual add within the layer.
-        sandwich_norms: those of them whose result is added to the residual.
-        qk_norms: the norms of queries and keys in the attention, which rotates what they return.
+        layer_sites: the number of sites of each kind in a decoder layer; a module with experts counts as an MLP.
+        newer_sites: as ``layer_sites``, but a model of an older release of transformers may lack them.
         dense_layers: the layers of the tiny model that have one MLP; the others have experts. None
             is all.
-        more_sites: the path within a decoder layer, and the kind, of each site that no other attribute names.
-        newer_sites: as ``more_sites``, but a model of an older release of transformers may lack them.
         layers_of_type: what is other in decoder layers of a type in ``config.layer_types``: attributes of this class.
         last_layers: the attribute of a config that is a number of decoder layers at the end, and what is other in
             these; None if nothing is.
-        attention: the path within a decoder layer of what rotates queries and keys; None if nothing does.
-        mlp: the path within a decoder layer of its MLP, with a gate, or of what holds its experts; None if it has
-            neither, or experts that no gate is fused in.
         variant: attributes of a config that must be set, or not, as in the tiny model's. Models of other configs have
             other sites, of which the table says nothing.
         joins_residual: the gradient of the residual connection around the attention is added in the backward of a
             layer's first norm. It is not if that norm is behind the attention, nor if the layer writes in place.
         attention_reads_rotated: attention reads queries and keys as they are rotated, in the dtype that it reads. It
             does not if queries are scaled after that, or if queries and keys are rotated one at a time.
-        decoder_norms: the norms of a decoder besides those of its layers and the one after the last of them.
-        layers: the attribute of a decoder that is the list of its layers.
-        final_norm: the attribute of a decoder that is the norm after its last layer.
+        decoder_norms: the number of norms of a decoder besides those of its layers.
     """
 
     model_type: str
     spec: NormSpec
     tiny: Mapping[str, Any]
     shapes: tuple[Shape, ...] = ()
-    specs: Mapping[str, NormSpec] = field(default_factory=dict)
-    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    residual_norms: tuple[str, ...] = ("post_attention_layernorm",)
-    sandwich_norms: tuple[str, ...] = ()
-    qk_norms: tuple[str, ...] = ()
+    layer_sites: Mapping[Kind, int] = field(default_factory=lambda: _LLAMA_LAYER)
+    newer_sites: Mapping[Kind, int] = field(default_factory=dict)
     dense_layers: tuple[int, ...] | None = None
-    more_sites: tuple[tuple[str, Kind], ...] = ()
-    newer_sites: tuple[tuple[str, Kind], ...] = ()
     layers_of_type: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     last_layers: tuple[str, Mapping[str, Any]] | None = None
-    attention: str | None = "self_attn"
-    mlp: str | None = "mlp"
     variant: tuple[str, ...] = ()
     joins_residual: bool = True
     attention_reads_rotated: bool = True
-    decoder_norms: tuple[str, ...] = ()
-    layers: str = "layers"
-    final_norm: str = "norm"
-
-    @property
-    def layer_sites(self) -> tuple[tuple[str, Kind], ...]:
-        """The path within a decoder layer, and the kind, of each of its sites; of ``layer`` if layers differ."""
-        rotations: list[tuple[str, Kind]] = [] if self.attention is None else [(self.attention, "rope")]
-        mlps: list[tuple[str, Kind]] = [] if self.mlp is None else [(self.mlp, "mlp")]
-        return (
-            *((name, "norm") for name in self.layer_norms),
-            *((f"{self.attention}.{name}", "qk") for name in self.qk_norms),
-            *rotations,
-            *((name, "residual") for name in self.residual_norms),
-            *((name, "sandwich") for name in self.sandwich_norms),
-            *mlps,
-            *self.more_sites,
-        )
+    decoder_norms: int = 1
 
     def describes(self, config: Any) -> bool:
         """Whether the sites of a model of this config are those of the row."""
@@ -127,10 +93,6 @@ class Family:
             other |= what if index >= config.num_hidden_layers - getattr(config, count) else {}
         return replace(self, **other) if other else self
 
-    def spec_of(self, path: str) -> NormSpec:
-        """What the norm at this path within a decoder layer computes."""
-        return self.specs.get(path, self.spec)
-
     def sites(self, num_hidden_layers: int | None = None) -> dict[Kind, int]:
         """The number of sites of each kind in a causal language model of this family, final norm and head included.
 
@@ -138,12 +100,11 @@ class Family:
             num_hidden_layers: decoder layers; those of the tiny model when None.
         """
         sizes = self.tiny_arguments({} if num_hidden_layers is None else {"num_hidden_layers": num_hidden_layers})
-        config, counts = SimpleNamespace(**sizes), Counter[Kind](("loss", "norm"))
-        counts["norm"] += len(self.decoder_norms)
+        config, counts = SimpleNamespace(**sizes), Counter[Kind]({"loss": 1, "norm": self.decoder_norms})
         for index in range(config.num_hidden_layers):
             layer, is_dense = self.layer(index, config), self.dense_layers is None or index in self.dense_layers
-            kinds = [kind for _, kind in (*layer.layer_sites, *layer.newer_sites)]
-            counts.update("experts" if kind == "mlp" and not is_dense else kind for kind in kinds)
+            for kind, count in (*layer.layer_sites.items(), *layer.newer_sites.items()):
+                counts["experts" if kind == "mlp" and not is_dense else kind] += count
         return {kind: counts[kind] for kind in KINDS if kind in counts}
 
     def tiny_arguments(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,28 +123,19 @@ class Family:
 # A vocabulary of bytes, with room for special tokens.
 _VOCAB = 264
 
-_QK_NORMS = ("q_norm", "k_norm")
-_FOUR_NORMS: Mapping[str, Any] = MappingProxyType(
-    {
-        "layer_norms": (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
-        "residual_norms": ("pre_feedforward_layernorm",),
-        "sandwich_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
-    }
-)
+_QK_NORMS: Mapping[Kind, int] = MappingProxyType({"qk": 2})
+_LLAMA_LAYER: Mapping[Kind, int] = MappingProxyType({"norm": 2, "rope": 1, "residual": 1, "mlp": 1})
+_FOUR_NORMS: Mapping[Kind, int] = MappingProxyType({**_LLAMA_LAYER, "norm": 4, "sandwich": 2})
 """A layer that also normalises what its attention and its MLP return."""
 
+_GEMMA_4_LAYER: Mapping[Kind, int] = MappingProxyType(
+    {"norm": 5, "qk": 1, "rope": 1, "residual": 1, "sandwich": 3, "mlp": 2}
+)
 _OLMO: Mapping[str, Any] = MappingProxyType(
     {
         "spec": NormSpec("gemma", eps=1e-6, casts_weight=False),
-        "layer_norms": _FOUR_NORMS["sandwich_norms"],
-        "residual_norms": (),
-        "sandwich_norms": _FOUR_NORMS["sandwich_norms"],
-        "qk_norms": _QK_NORMS,
+        # It normalises only what its attention and its MLP return.
+        "layer_sites": {**_QK_NORMS, "norm": 2, "rope": 1, "sandwich": 2, "mlp": 1},
         "joins_residual": False,
     }
 )
@@ -200,15 +152,8 @@ _OLMO_SIZES: Mapping[str, Any] = MappingProxyType(
 
 _GEMMA_SPEC = NormSpec("gemma", zero_centered=True, eps=1e-6)
 
-_EXPERTS: tuple[str, Kind] = ("mlp.experts", "experts")
-
 _LINEAR_ATTENTION: Mapping[str, Any] = MappingProxyType(
-    {
-        "attention": None,
-        "qk_norms": (),
-        "more_sites": (("linear_attn.norm", "norm"),),
-        "newer_sites": (("linear_attn", "conv"),),
-    }
+    {"layer_sites": {"norm": 3, "residual": 1, "mlp": 1}, "newer_sites": {"conv": 1}}
 )
 """A gated delta net: no rotation, and a norm with a gate."""
 
@@ -261,7 +206,7 @@ _FAMILIES = (
     Family(
         model_type="qwen3",
         spec=NormSpec("llama", eps=1e-6),
-        qk_norms=_QK_NORMS,
+        layer_sites={**_LLAMA_LAYER, **_QK_NORMS},
         tiny=_tiny(head_dim=24, intermediate_size=136, tie_word_embeddings=True),
         shapes=(
             Shape("Qwen/Qwen3-0.6B", 1024, 28, 16, 8, 128, 3072, 151936, True),
@@ -275,7 +220,7 @@ _FAMILIES = (
     Family(
         model_type="qwen3_moe",
         spec=NormSpec("llama", eps=1e-6),
-        qk_norms=_QK_NORMS,
+        layer_sites={**_LLAMA_LAYER, **_QK_NORMS},
         # The released models have experts in every layer; here the first layer is dense, to cover both.
         dense_layers=(0,),
         tiny=_tiny(
@@ -304,7 +249,7 @@ _FAMILIES = (
     Family(
         model_type="gemma2",
         spec=_GEMMA_SPEC,
-        **_FOUR_NORMS,
+        layer_sites=_FOUR_NORMS,
         # Soft-capping needs eager attention: scaled_dot_product_attention has none.
         tiny=_tiny(
             head_dim=20,
@@ -325,8 +270,7 @@ _FAMILIES = (
     Family(
         model_type="gemma3_text",
         spec=_GEMMA_SPEC,
-        **_FOUR_NORMS,
-        qk_norms=_QK_NORMS,
+        layer_sites={**_FOUR_NORMS, **_QK_NORMS},
         # Every third layer is full: sliding, sliding, full. The released models have every sixth.
         tiny=_tiny(
             num_hidden_layers=3,
@@ -346,19 +290,13 @@ _FAMILIES = (
     Family(
         model_type="gemma4_text",
         spec=NormSpec("gemma", eps=1e-6),
-        specs={"self_attn.v_norm": NormSpec("llama", weighted=False, eps=1e-6)},
-        layer_norms=(*_FOUR_NORMS["layer_norms"], "post_per_layer_input_norm"),
-        residual_norms=_FOUR_NORMS["residual_norms"],
-        sandwich_norms=(*_FOUR_NORMS["sandwich_norms"], "post_per_layer_input_norm"),
-        qk_norms=_QK_NORMS,
         # Queries and keys are rotated one at a time, and the layer has a gate for its per-layer input.
-        more_sites=(("self_attn.v_norm", "norm"), ("self_attn", "rope"), ("", "mlp")),
-        # The last layers take the keys and values of others.
-        last_layers=("num_kv_shared_layers", {"qk_norms": ("q_norm",), "more_sites": (("", "mlp"),)}),
+        layer_sites={**_GEMMA_4_LAYER, "norm": 6, "qk": 2, "rope": 2},
+        last_layers=("num_kv_shared_layers", {"layer_sites": _GEMMA_4_LAYER}),  # they take keys and values of others
         variant=("hidden_size_per_layer_input", "enable_moe_block"),
         joins_residual=False,  # its layers scale what they return in place
         attention_reads_rotated=False,
-        decoder_norms=("per_layer_projection_norm",),
+        decoder_norms=2,
         tiny=_tiny(
             num_hidden_layers=4,
             head_dim=20,
@@ -387,8 +325,7 @@ _FAMILIES = (
     Family(
         model_type="glm4",
         spec=NormSpec("llama", eps=1e-5),
-        layer_norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-        sandwich_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+        layer_sites=_FOUR_NORMS,
         tiny=_tiny(head_dim=20, intermediate_size=136, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1),
     ),
     Family(
@@ -400,8 +337,8 @@ _FAMILIES = (
     Family(
         model_type="gpt_oss",
         spec=NormSpec("gemma", eps=1e-5),
-        mlp=None,
-        newer_sites=(_EXPERTS,),
+        layer_sites={"norm": 2, "rope": 1, "residual": 1},
+        newer_sites={"experts": 1},
         tiny=_tiny(
             head_dim=20,
             intermediate_size=40,
@@ -417,19 +354,16 @@ _FAMILIES = (
     Family(
         model_type="qwen3_5_text",
         spec=_GEMMA_SPEC,
-        specs={"linear_attn.norm": GatedNormSpec("llama", eps=1e-6)},
-        qk_norms=_QK_NORMS,
+        layer_sites={**_LLAMA_LAYER, **_QK_NORMS},
         layers_of_type={"linear_attention": _LINEAR_ATTENTION},  # of the released models' layers, three out of four
         tiny=_tiny(**_DELTA_NET_SIZES, intermediate_size=136),
     ),
     Family(
         model_type="qwen3_5_moe_text",
         spec=_GEMMA_SPEC,
-        specs={"linear_attn.norm": GatedNormSpec("llama", eps=1e-6)},
-        qk_norms=_QK_NORMS,
-        mlp="mlp.shared_expert",
-        newer_sites=(_EXPERTS,),
-        layers_of_type={"linear_attention": {**_LINEAR_ATTENTION, "newer_sites": (("linear_attn", "conv"), _EXPERTS)}},
+        layer_sites={**_LLAMA_LAYER, **_QK_NORMS},  # the MLP is the expert that all tokens share
+        newer_sites={"experts": 1},
+        layers_of_type={"linear_attention": {**_LINEAR_ATTENTION, "newer_sites": {"conv": 1, "experts": 1}}},
         tiny=_tiny(
             **_DELTA_NET_SIZES,
             moe_intermediate_size=40,

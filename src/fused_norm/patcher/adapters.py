@@ -160,6 +160,8 @@ def is_lora_layer(module: nn.Module) -> bool:
 def is_quantised_lora_layer(module: nn.Module) -> bool:
     """Return whether a module is PEFT's LoRA layer around a linear of bitsandbytes, fused or not."""
     layers, origin = sys.modules.get("peft.tuners.lora.bnb"), stock_class(module)
+    if layers is None:
+        return False
     is_known = any(origin is getattr(layers, name, None) for name in ("Linear4bit", "Linear8bitLt"))
     return is_known and _is_recent(module)
 

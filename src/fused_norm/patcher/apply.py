@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..model_configs import FAMILIES, Family
+from ..model_configs import FAMILIES
 from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, class_override_reason, original_class, stock_class
-from .patch_report import PatchReport, RowKind, Site
+from .patch_report import PatchReport, Site
 from .survey import survey
 
 logger = logging.getLogger("fused_norm")
 
 _LISTED = 5
+_ATTENTION = re.compile("attn|attention")
+_MLP = re.compile("mlp|expert|feed_forward")
+"""The last names of modules of known families that rotate queries and keys, or hold a gate."""
 
 
 def apply_fused_norm(
@@ -71,14 +73,14 @@ def apply_fused_norm(
     options = FuseOptions(*kinds, modules, casting, consumers, recompute, strict, readers)
     _check_is_module(model)
     rows, changes = survey(model, options)
-    expected = list(_expected_sites(model))
-    others = list(_sites_of_others(model, rows, expected))
+    parts = list(_known_parts(model, rows))
+    others = [row for part in parts for row in _replaced_in(part)]
     places = {(site.kind, site.path) for site in others}
-    rows = [row for row in rows if (row.kind, row.path) not in places]
+    rows = [*(row for row in rows if (row.kind, row.path) not in places), *others]
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    report = PatchReport(type(model).__name__, model_type, (*rows, *others), recompute)
+    report = PatchReport(type(model).__name__, model_type, tuple(rows), recompute)
     if options.strict:
-        _check(model, report, expected)
+        _check(report, [lack for part in parts for lack in _lacking(part)])
     _change(changes)
     logger.info("%s", report.summary())
     return report
@@ -107,95 +109,95 @@ def _check_is_module(model: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
 
 
-def _check(model: nn.Module, report: PatchReport, expected: Sequence[_Expected]) -> None:
+def _check(report: PatchReport, lacking: list[str]) -> None:
     """Raise FusedNormError if nothing is fused, or a known family lacks a site."""
     if not report.fused:
-        raise FusedNormError(f"nothing to fuse in {type(model).__name__}; pass strict=False to go on\n{report}")
-    rows = {(site.kind, site.path): site for site in (*report.fused, *report.kept)}
-    missing = [
-        f"{place} ({kind}): {problem}"
-        for place, path, kind, family, _ in expected
-        if (problem := _problem(path, kind, family, rows)) is not None
-    ]
-    if missing:
-        more = f"\n  and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+        raise FusedNormError(f"nothing to fuse in {report.model}; pass strict=False to go on\n{report}")
+    if lacking:
+        more = f"\n  and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
         raise FusedNormError(
-            f"{type(model).__name__} lacks sites that its family is known to have; "
-            "pass strict=False to fuse the others\n  " + "\n  ".join(missing[:_LISTED]) + more
+            f"{report.model} lacks sites that its family is known to have; "
+            "pass strict=False to fuse the others\n  " + "\n  ".join(lacking[:_LISTED]) + more
         )
 
 
-def _sites_of_others(model: nn.Module, sites: Sequence[Site], expected: Sequence[_Expected]) -> Iterator[Site]:
-    """A row for every attention and MLP of a known family whose code others have replaced, so that nothing is fused."""
-    own = [site for site in sites if not site.in_helper]
-    seen = {(site.kind, path) for site in own for path in accumulate(site.path.split("."), "{}.{}".format)}
-    for _, path, kind, _, layers in expected:
-        if kind not in ("rope", "mlp") or path is None or (kind, path) in seen:
-            continue
-        seen.add((kind, path))
-        origin = stock_class(model.get_submodule(path))
-        reason = class_override_reason(origin)
-        if reason is None and origin.__module__ != stock_class(layers[0]).__module__:
-            reason = f"its class was replaced, by {origin.__module__}.{origin.__qualname__}"
-        if reason is not None:
-            yield Site(path, kind, origin.__name__, reason=reason, cause="overridden")
+class _Part(NamedTuple):
+    """A layer of a decoder of a known family, or the decoder without its layers.
 
-
-_Expected = tuple[str, str | None, Kind, Family, nn.ModuleList]
-
-
-def _expected_sites(model: nn.Module) -> Iterator[_Expected]:
-    """Every site that the decoders of known families in ``model`` should have: its place, path, kind, family, layers.
-
-    A module that is shared is reported at the first of its places, which is the path; it is None if no module is.
+    Attributes:
+        path: its own.
+        modules: all in it, by their first paths.
+        rows: those of its modules.
+        counts: of the sites that it should have.
     """
-    modules = dict(model.named_modules())
-    paths = {id(module): path for path, module in modules.items()}
-    for prefix, decoder in modules.items():
+
+    path: str
+    modules: dict[str, nn.Module]
+    rows: list[Site]
+    counts: Mapping[Kind, int]
+
+    def rows_of(self, kind: Kind) -> list[Site]:
+        """Its rows of a kind; where an MLP is counted, experts are one."""
+        return [row for row in self.rows if row.kind == kind or (kind == "mlp" and row.kind == "experts")]
+
+
+def _known_parts(model: nn.Module, rows: Sequence[Site]) -> Iterator[_Part]:
+    """The parts of the decoders of known families in ``model``."""
+    paths = {module: path for path, module in model.named_modules()}
+    rows_at: dict[str, list[Site]] = {}
+    for row in rows:
+        rows_at.setdefault(row.path, []).append(row)
+
+    def part(path: str, modules: dict[str, nn.Module], counts: Mapping[Kind, int]) -> _Part:
+        return _Part(path, modules, [row for inside in modules for row in rows_at.get(inside, ())], counts)
+
+    for decoder in paths:
         family = FAMILIES.get(getattr(getattr(decoder, "config", None), "model_type", ""))
-        layers = None if family is None else getattr(decoder, family.layers, None)
+        layers = decoder._modules.get("layers")
         if family is None or not isinstance(layers, nn.ModuleList) or not family.describes(decoder.config):
             continue
-        sites: list[tuple[str, Kind, Family]] = []
-        for index in range(len(layers)):
-            layer = family.layer(index, decoder.config)
-            for name, kind in layer.layer_sites:
-                place = f"{family.layers}.{index}.{name}".removesuffix(".")
-                sites.append((place, kind, replace(layer, spec=layer.spec_of(name))))
-        sites += [(name, "norm", family) for name in (*family.decoder_norms, family.final_norm)]
-        for name, kind, layer in sites:
-            try:
-                path = paths[id(decoder.get_submodule(name))]
-            except AttributeError:
-                path = None
-            yield f"{prefix}.{name}" if prefix else name, path, kind, layer, layers
+        outside = {paths[module]: module for module in decoder.modules()}
+        for index, layer in enumerate(layers):
+            inside = {paths[module]: module for module in layer.modules()}
+            for path in inside:
+                outside.pop(path, None)
+            yield part(paths[layer], inside, family.layer(index, decoder.config).layer_sites)
+        yield part(paths[decoder], outside, {"norm": family.decoder_norms})
 
 
-def _problem(path: str | None, kind: Kind, family: Family, rows: Mapping[tuple[RowKind, str], Site]) -> str | None:
-    """The problem with a site that a family has at this path, which is absent or computes something else; or None."""
-    if path is None:
-        return "not found"
-    kinds: tuple[Kind, ...] = (kind, "experts") if kind == "mlp" else (kind,)
-    site = next((rows[other, path] for other in kinds if (other, path) in rows), None)
-    if site is None:
-        inside_wrapper = (row for row in rows.values() if row.kind in kinds and row.path.startswith(f"{path}."))
-        site = next(inside_wrapper, None)
-    if site is None and kind in ("residual", "sandwich"):  # kept for its layer's sake, it has the layer's row
-        kept = (row for row in rows.values() if row.reason is not None)
-        site = next((row for row in kept if row.path == path.rpartition(".")[0]), None)
-    if site is None:
-        return "not found"
-    if site.cause == "unrecognised":
-        return site.reason
-    spec = family.spec
-    if site.spec and (
-        type(site.spec),
-        site.replaced or site.spec.casting,
-        site.spec.zero_centered,
-        site.spec.weighted,
-    ) != (type(spec), spec.casting, spec.zero_centered, spec.weighted):
-        return f"computes {site.spec}, not what {family.model_type} does"
-    return None
+def _replaced_in(part: _Part) -> Iterator[Site]:
+    """A row for an attention or MLP of a layer whose code others have replaced, so that nothing is fused in it."""
+    file = stock_class(part.modules[part.path]).__module__
+    names: Mapping[Kind, re.Pattern[str]] = {"rope": _ATTENTION, "mlp": _MLP}
+    for kind, name in names.items():
+        sites = [row for row in part.rows_of(kind) if not row.in_helper]
+        for path, module in part.modules.items():
+            if len(sites) >= part.counts.get(kind, 0):
+                break
+            if not name.search(path.rpartition(".")[2]) or any(f"{row.path}.".startswith(f"{path}.") for row in sites):
+                continue
+            origin = stock_class(module)
+            reason = class_override_reason(origin)
+            if reason is None and origin.__module__ != file:
+                reason = f"its class was replaced, by {origin.__module__}.{origin.__qualname__}"
+            if reason is not None:
+                row = Site(path, kind, origin.__name__, reason=reason, cause="overridden")
+                sites.append(row)
+                part.rows.append(row)
+                yield row
+
+
+def _lacking(part: _Part) -> Iterator[str]:
+    """What a part of a model lacks of the sites of its family, in words."""
+    for kind, count in part.counts.items():
+        sites = part.rows_of(kind)
+        if kind in ("residual", "sandwich"):  # kept for their layer's sake, all have the row of the layer
+            sites = [row for row in part.rows_of("residual") if row.path == part.path] * count or sites
+        unrecognised = [row for row in sites if row.cause == "unrecognised"]
+        if len(sites) - len(unrecognised) < count:
+            yield from dict.fromkeys(f"{row.path} ({kind}): {row.reason}" for row in unrecognised)
+            if len(sites) < count:
+                yield f"{part.path} ({kind}): {len(sites)} of {count} found"
 
 
 def _change(changes: list[ClassChange]) -> None:

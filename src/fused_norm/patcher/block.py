@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from ..options import FuseOptions, RecomputeLevel
+from ..options import FuseOptions
 from ..spec import Kind
 from .adapters import is_lora_layer, is_quantised_lora_layer, why_unfused
 from .class_swap import (
     ClassChange,
+    Fused,
     forward_override_reason,
     has_derived_class,
     has_to_change,
@@ -26,6 +28,9 @@ from .norm_recognition import looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
 from .source import member_of
 
+Surveyed = tuple[Site, type[nn.Module] | None]
+"""The row of a module, and the class that it is to have; None if it keeps the class it has."""
+
 
 @dataclass(frozen=True)
 class SurveyedModel:
@@ -34,10 +39,11 @@ class SurveyedModel:
     Attributes:
         modules: by their first path.
         paths: the first path of each, by identity.
-        norm_sites: the rows of norms.
+        norm_sites: the rows of norms, by their paths.
         options: the caller's.
         blocks: the modules whose forward may be rewritten, as far as somebody has asked for them.
         changes: the modules that are to have another class, by identity: one change for each.
+        loss_sites: the rows of heads, by their paths.
     """
 
     modules: dict[str, nn.Module]
@@ -46,6 +52,14 @@ class SurveyedModel:
     options: FuseOptions
     blocks: dict[str, Block] = field(default_factory=dict)
     changes: dict[int, ClassChange] = field(default_factory=dict)
+    loss_sites: dict[str, Site] = field(default_factory=dict)
+    _planned: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, model: nn.Module, options: FuseOptions) -> SurveyedModel:
+        """A model of which nothing is known yet."""
+        modules = dict(model.named_modules())
+        return cls(modules, {id(module): path for path, module in modules.items()}, {}, options)
 
     def plan(self, module: nn.Module, new: type[nn.Module] | None) -> None:
         """Plan the class of a module, in place of one that was planned before; None: it keeps the class it has.
@@ -53,9 +67,22 @@ class SurveyedModel:
         Raises:
             FusedNormError: if other code has built on the fused class that it has.
         """
+        self._planned.add(id(module))
         self.changes.pop(id(module), None)
         if new is not None and has_to_change(module, new):
             self.changes[id(module)] = module, new
+
+    def planned(self, module: nn.Module, surveyed: Surveyed) -> Site:
+        """Plan the class of a module that was surveyed, and return its row."""
+        row, new = surveyed
+        self.plan(module, new)
+        return row
+
+    def plan_the_others(self) -> None:
+        """Plan the stock class of what is fused and has no plan; what other code has built on stays as it is."""
+        for module in self.modules.values():
+            if isinstance(module, Fused) and id(module) not in self._planned and not has_derived_class(module):
+                self.plan(module, stock_class(module))
 
     def block(self, path: str) -> Block:
         """The module at this path, which is the first of its paths, as one whose forward may be rewritten."""
@@ -72,11 +99,13 @@ class Block:
         module: itself.
         origin: its class in the stock model.
         override_reason: why a change of its class would have no effect, as other code replaced its forward; or None.
-        is_sealed: whether other code has derived a class from its fused one.
+        is_sealed: whether other code has derived a class from its fused one, as FSDP does; it stays as it is.
+        sealed_parts: what is fused in it then (``fused_parts``).
         sites: the rows of what may be fused in its forward.
         rewrites: the matches in its forward that are to be fused, added to by those that decide on them.
         consumers_row: the row on how its linears read a norm that is passed to it; None if no norm is.
-        layer: the row on its recomputing; None if it is no layer with something fused in it, or the option is off.
+        recompute_row: the row on its recomputing; None if it is no layer with something fused in it, or the option is
+            off.
     """
 
     def __init__(self, path: str, model: SurveyedModel) -> None:
@@ -84,21 +113,12 @@ class Block:
         self.origin: Any = stock_class(self.module)
         self.override_reason = forward_override_reason(self.module)
         self.is_sealed = isinstance(self.module, FusedBlock) and has_derived_class(self.module)
+        self.sealed_parts: Collection[tuple[str, str]] = ()
         self.sites: list[Site] = []
         self.rewrites: list[Rewrite] = []
         self.consumers_row: Site | None = None
-        self.layer: Site | None = None
+        self.recompute_row: Site | None = None
         self._model = model
-        self._applied: tuple[Rewrite, ...] = ()
-        if isinstance(self.module, FusedBlock) and are_plain_calls(inside=type(self.module)):
-            self._applied = self.module.fused_norm_rewrites
-
-    def applied_parts(self, pattern: str, index: int) -> tuple[str, ...] | None:
-        """The parts of a match that are fused now; None if it is not."""
-        for rewrite in self._applied:
-            if (rewrite.pattern, rewrite.index) == (pattern, index):
-                return rewrite.parts
-        return None
 
     def member(self, name: str) -> Any:
         """An attribute, or with ``name.0`` a module in a list that is one; None if there is none."""
@@ -118,7 +138,7 @@ class Block:
         """Decide whether the ``linears`` that read argument ``index`` get inputs of their own; it gets a row."""
         rewrite = Rewrite("inputs", index, linears)
         reason = self.override_reason or obstacle
-        if self.is_sealed and self.applied_parts("inputs", index) is None:
+        if self.is_sealed and not self.module.fused_norm_linears:
             reason = reason or "other code has built on its class since that was patched"
         if not self._model.options.selects(self.path, self.module):
             reason = "not selected by modules"
@@ -128,9 +148,9 @@ class Block:
         return reason is None
 
     @property
-    def recompute(self) -> RecomputeLevel:
-        """The level of ``recompute`` that it is to have."""
-        return self._model.options.recompute if self.layer is not None and self.layer.reason is None else False
+    def recomputes(self) -> bool:
+        """Whether it is to recompute outputs of fused operators in its backward."""
+        return self.recompute_row is not None and self.recompute_row.reason is None
 
     def keep(self, reason: str, cause: Cause) -> None:
         """Leave its forward as it is, and say in its rows why."""
@@ -161,11 +181,11 @@ class Block:
             return False
         return all(not part._parameters if part._modules else looks_like_norm(part) for part in norm.modules())
 
-    def norm_row(self, name: str, kind: Kind, already: bool, option: Kind | None = None) -> Site:
+    def norm_row(self, name: str, kind: Kind, option: Kind | None = None) -> Site:
         """The row of a site that takes in the norm of this name: fused unless something prevents it.
 
-        It has the first path of a norm that several modules share. ``already``: it is fused now; ``option``: the kind
-        of sites whose option decides, if it is another one.
+        It has the first path of a norm that several modules share. ``option``: the kind of sites whose option decides,
+        if it is another one.
 
         Raises:
             FusedNormError: if it is not to be fused any more and other code has built on the fused class.
@@ -182,19 +202,24 @@ class Block:
             return row.skipped(f"its norm is kept: {site.reason}", site.cause)
         if has_hooks(norm) or is_called_around(norm, with_residual=kind not in ("sandwich", "rope")):
             return row.skipped("hooks or other code stand on its norm", "overridden")
-        return self._unless_prevented(row, option or kind, norm, already)
+        decisive = option or kind
+        part = (decisive if decisive in ("residual", "sandwich", "rope") else "", name)
+        return self._unless_prevented(row, decisive, norm, part)
 
-    def own_row(self, kind: Kind, already: bool) -> Site:
+    def own_row(self, kind: Kind) -> Site:
         """The row of a site of the module itself, without a norm: fused unless something prevents it.
 
         Raises:
             FusedNormError: as ``norm_row``.
         """
-        return self._unless_prevented(Site(self.path, kind, self.origin.__name__), kind, self.module, already)
+        return self._unless_prevented(Site(self.path, kind, self.origin.__name__), kind, self.module, (kind, ""))
 
-    def _unless_prevented(self, row: Site, option: Kind, selected: nn.Module, already: bool) -> Site:
-        """``row``, kept if other code has the module or the options leave the ``selected`` one out."""
-        if self.is_sealed and not already:
+    def _unless_prevented(self, row: Site, option: Kind, selected: nn.Module, part: tuple[str, str]) -> Site:
+        """``row``, kept if other code has the module or the options leave the ``selected`` one out.
+
+        ``part``: what would be fused, which in a sealed module is what is fused.
+        """
+        if self.is_sealed and part not in self.sealed_parts:
             reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
             return row.skipped(reason, "overridden")
         if self.override_reason is not None:

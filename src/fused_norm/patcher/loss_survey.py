@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from .class_swap import (
     class_override_reason,
     forward_override_reason,
     fused_override_reason,
-    has_derived_class,
     stock_class,
 )
 from .fused_classes import fused_class, fused_loss_class
 from .hooks import name_of_function
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
 from .loss_trial import trial_of
-from .losses import FusedHead, FusedLoss, replaced_function, why_compiled_loss, why_read, why_seen
+from .losses import FusedHead, replaced_function, why_compiled_loss, why_read, why_seen
 from .patch_report import Cause, Site
 from .probe import UnrecognisedError, plain_pytorch
 from .source import names_in
@@ -33,58 +32,43 @@ _CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy"})
 """Names by which forwards compute a loss of their own."""
 
 
-def survey_losses(surveyed: SurveyedModel, heads: Sequence[tuple[Any, Any]]) -> list[Site]:
-    """The rows of heads of language models; the classes of both are planned, but for models that have a plan.
+def survey_loss(path: str, module: Any, model: SurveyedModel) -> Site:
+    """The row of the head of the language model at ``path``; the classes that fuse both are planned.
 
-    ``heads``: the language models, each with its head.
+    A head that several models share has one row, that of the outermost one.
 
     Raises:
         FusedNormError: if a head is to be stock again and other code has built on its fused class.
     """
-    rows: dict[int, Site] = {}
-    fused = set()
-    for module, head in heads:
-        block = surveyed.blocks.get(surveyed.paths[id(module)])
-        row = rows.get(id(head))
-        if row is None:
-            path = surveyed.paths[id(head)]
-            row = Site(path, "loss", stock_class(module).__name__)
-            for reason, cause in _reasons(path, head, module, surveyed.options):
-                if reason is not None:  # the first one counts, and others may ask what is not there
-                    row = row.skipped(reason, cause)
-                    break
-        if row.reason is None and block is not None and (block.rewrites or block.recompute):
-            row = row.skipped("its model recomputes as a whole, or is rewritten for other sites")
-        rows[id(head)] = row
-        if row.reason is None:
-            surveyed.plan(module, fused_loss_class(stock_class(module)))
-            surveyed.plan(head, fused_class(FusedHead, stock_class(head)))
-            fused |= {id(head), id(module)}
-    for module in surveyed.modules.values():
-        is_fused = isinstance(module, FusedLoss | FusedHead) and not has_derived_class(module)
-        if is_fused and id(module) not in fused and id(module) not in surveyed.changes:
-            surveyed.plan(module, stock_class(module))
-    return list(rows.values())
+    head = head_of(module, model)
+    head_path, origin, block = model.paths[id(head)], stock_class(module), model.blocks.get(path)
+    row = model.loss_sites.get(head_path)
+    if row is None:
+        row = Site(head_path, "loss", origin.__name__)
+        for reason, cause in _reasons(head_path, head, module, model.options):
+            if reason is not None:  # the first one counts, and others may ask what is not there
+                row = row.skipped(reason, cause)
+                break
+    if row.reason is None and block is not None and (block.rewrites or block.recomputes):
+        row = row.skipped("its model recomputes as a whole, or is rewritten for other sites")
+    if row.reason is None:
+        model.plan(module, fused_loss_class(origin))
+        model.plan(head, fused_class(FusedHead, stock_class(head)))
+    return row
 
 
-def language_models(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """The modules in ``model`` whose forward takes labels, or passes on what may be labels, each with its head.
-
-    The outermost come first.
-    """
-    module: Any
-    for module in model.modules():
-        origin: Any = stock_class(module)
-        if not hasattr(origin, "get_output_embeddings"):
-            continue
-        if not any("labels" in _parameters(base) for base in origin.__mro__ if "forward" in vars(base)):
-            continue
-        try:
-            head = module.get_output_embeddings()
-        except (AttributeError, NotImplementedError):
-            head = None
-        if isinstance(head, nn.Module):
-            yield module, head
+def head_of(module: Any, model: SurveyedModel) -> Any:
+    """The head of a language model: a module whose forward takes labels, or passes on what may be labels; or None."""
+    origin: Any = stock_class(module)
+    if not hasattr(origin, "get_output_embeddings"):
+        return None
+    if not any("labels" in _parameters(base) for base in origin.__mro__ if "forward" in vars(base)):
+        return None
+    try:
+        head = module.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) and id(head) in model.paths else None
 
 
 def _parameters(origin: Any) -> tuple[str, ...]:

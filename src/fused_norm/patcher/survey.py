@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
 from .activation_recognition import looks_like_activation
 from .adapters import FusedAdapter, is_lora_layer, is_quantised, is_quantised_lora_layer, name_of, why_unfused
-from .block import Block, SurveyedModel, why_left_out
+from .block import Block, Surveyed, SurveyedModel, why_left_out
 from .class_swap import (
     ClassChange,
     class_override_reason,
@@ -33,15 +33,15 @@ from .fused_classes import fused_block_class, fused_class
 from .fused_experts import FusedExperts, is_experts, other_implementation, recognise_experts
 from .fused_norm_module import FusedGatedNorm, FusedNorm
 from .hooks import are_plain_calls, replaced_forward, replaced_linear
-from .loss_survey import language_models, survey_losses
+from .loss_survey import head_of, survey_loss
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Cause, Site
-from .patterns import decide_helpers, patterns_of
+from .patterns import decide_helpers, fused_parts, patterns_of
 from .patterns.convolutions import CONVOLUTION_NAME
 from .patterns.gates import ACTIVATION_FUNCTION, SIGMOID
 from .patterns.heads import QK_NAME
 from .patterns.rotations import ROTATION_NAME
-from .probe import UnrecognisedError, no_code_changes
+from .probe import UnrecognisedError, found_once, no_code_changes
 from .recompute import COMPILED
 from .source import SourceError, WrappedError, global_of, helpers_of, names_in
 
@@ -61,9 +61,8 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         FusedNormError: if a pattern of ``options.modules`` selects nothing; if a site is to be stock again and
             other code has built on its fused class.
     """
-    everywhere = dict(model.named_modules(remove_duplicate=False))
-    modules = dict(model.named_modules())  # by their first paths
-    paths = {id(module): path for path, module in modules.items()}
+    surveyed = SurveyedModel.of(model, options)
+    modules = surveyed.modules
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
     experts = {path: module for path, module in modules.items() if is_experts(module)}
     blocks = {
@@ -74,20 +73,53 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         and not isinstance(module, torch.jit.ScriptModule)
         and _may_rotate_or_gate(module)
     }
+    linears = {path: module for path, module in modules.items() if is_linear_4bit(module)}
     adapters = {
         path: module for path, module in modules.items() if is_lora_layer(module) or is_quantised_lora_layer(module)
     }
-    inside = {id(layer._modules.get("base_layer")) for layer in adapters.values()}
-    linears = {path: module for path, module in modules.items() if is_linear_4bit(module)}
-    heads = [(module, head) for module, head in language_models(model) if id(head) in paths]
-    selectable = norms | blocks | experts | linears | adapters | {paths[id(head)]: head for _, head in heads}
-    count, name = len(norms), type(model).__name__
+    heads = {path: head for path, module in modules.items() if (head := head_of(module, surveyed)) is not None}
+    head_paths = {surveyed.paths[id(head)]: head for head in heads.values()}
+    selectable = norms | blocks | experts | linears | adapters | head_paths
+    _check_patterns(surveyed, norms, selectable, next(iter(norms | blocks), None))
+
+    for path, norm in norms.items():
+        surveyed.norm_sites[path] = surveyed.planned(norm, _survey_norm(path, norm, surveyed))
+    _check_castings(surveyed)
+    holders = _holders(surveyed)
+    decided = dict.fromkeys([*holders, *blocks])
+    for path in decided:
+        _decide_block(surveyed.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
+    for block in surveyed.blocks.values():  # some have no site of their own, and read a norm that is passed to them
+        _compile(block, surveyed)
+    rows = [*surveyed.norm_sites.values(), *(row for path in decided for row in surveyed.block(path).sites)]
+    rows += [surveyed.planned(module, _survey_experts(path, module, surveyed)) for path, module in experts.items()]
+    for adapter in adapters.values():  # it reads the weight of its linear
+        linears.pop(surveyed.paths.get(id(adapter._modules.get("base_layer")), ""), None)
+    rows += [
+        surveyed.planned(module, _survey_linear(path, module, surveyed))
+        for path, module in (linears | adapters).items()
+    ]
+    recomputed = _decide_recompute(surveyed, rows)
+    for path in heads:
+        row = survey_loss(path, modules[path], surveyed)
+        surveyed.loss_sites[row.path] = row
+    rows += surveyed.loss_sites.values()
+    surveyed.plan_the_others()
+    consumers = [block.consumers_row for block in surveyed.blocks.values() if block.consumers_row is not None]
+    return [*rows, *recomputed, *consumers], [*surveyed.changes.values()]
+
+
+def _check_patterns(
+    model: SurveyedModel, norms: Mapping[str, nn.Module], selectable: Mapping[str, nn.Module], example: str | None
+) -> None:
+    """Raise FusedNormError if a pattern of the options ``modules`` or ``casting`` selects nothing."""
+    options, count, name = model.options, len(norms), type(model.modules[""]).__name__
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
         if not any(named.selects(path, module) for path, module in selectable.items()):
             raise FusedNormError(
                 f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention, MLP, LoRA layer or"
-                f" head; one of their paths is {next(iter(norms | blocks), None)}"
+                f" head; one of their paths is {example}"
             )
     for pattern in options.casting or ():
         if not any(replace(options, casting={pattern: "llama"}).casting_at(path) for path in norms):
@@ -95,42 +127,21 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
                 f"casting={{{pattern!r}: ...}} selects none of the {count} norms of {name};"
                 f" one of their paths is {next(iter(norms), None)}"
             )
-    surveyed = SurveyedModel(modules, paths, {}, options)
-    for path, module in norms.items():
-        surveyed.norm_sites[path] = site = _survey_norm(path, module, surveyed)
+
+
+def _check_castings(model: SurveyedModel) -> None:
+    """Raise FusedNormError if the option ``casting`` names a norm that stays stock, or one with a gate."""
+    for path, site in model.norm_sites.items():
         gated = isinstance(site.spec, GatedNormSpec)
-        if options.casting_at(path) is not None and (gated or site.reason is not None):
+        if model.options.casting_at(path) is not None and (gated or site.reason is not None):
             refused = f"casting gives {path} other rounding points, but it stays stock: {site.reason}"
             if gated:
                 refused = f"casting gives {path} other rounding points, which a norm with a gate does not take"
             raise FusedNormError(refused)
-    holders = _holders(everywhere, surveyed)
-    decided = dict.fromkeys([*holders, *blocks])
-    for path in decided:
-        _decide_block(surveyed.block(path), is_layer=path in holders and path.rpartition(".")[2].isdigit())
-    expert_rows = [_survey_experts(path, module, surveyed) for path, module in experts.items()]
-    linear_rows = []
-    for path, linear in (linears | adapters).items():
-        if id(linear) in inside:  # its LoRA layer reads its weight
-            surveyed.plan(linear, stock_class(linear))
-        else:
-            linear_rows.append(_survey_linear(path, linear, surveyed))
-
-    def rows() -> list[Site]:
-        in_blocks = [row for path in decided for row in surveyed.block(path).sites]
-        return [*surveyed.norm_sites.values(), *in_blocks, *expert_rows, *linear_rows]
-
-    layers = _decide_recompute(surveyed, rows())
-    # A forward that cannot be rewritten after all may have had all that is fused in a layer.
-    while not all(_plan_block(block, surveyed) for block in surveyed.blocks.values()):
-        layers = _decide_recompute(surveyed, rows())
-    losses = survey_losses(surveyed, heads)
-    about_blocks = [layer.layer for layer in layers] + [block.consumers_row for block in surveyed.blocks.values()]
-    return [*rows(), *losses, *(row for row in about_blocks if row is not None)], [*surveyed.changes.values()]
 
 
-def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
-    """The row of a norm; its class is planned."""
+def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Surveyed:
+    """The row of a norm, and its class."""
     origin: Any = stock_class(norm)
     names = itertools.takewhile(lambda name: not name.isdigit(), reversed(path.split(".")))  # up to a layer's index
     kind: Kind = "qk" if any(map(QK_NAME.fullmatch, names)) else "norm"
@@ -140,22 +151,21 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
         reason = (
             override or class_override_reason(origin) or "the forward of its class has changed since it was patched"
         )
-        return site.skipped(reason, "overridden")
+        return site.skipped(reason, "overridden"), None
     try:
         recognised = _recognise(norm, origin)
     except UnrecognisedError as error:
-        model.plan(norm, None if override else origin)
         replaced = class_override_reason(origin)
-        return site.skipped(replaced, "overridden") if replaced else site.skipped(str(error))
+        site = site.skipped(replaced, "overridden") if replaced else site.skipped(str(error))
+        return site, None if override else origin
     stock = recognised.spec.casting
     casting = model.options.casting_at(path) or stock
     spec = replace(recognised.spec, casting=casting)
     site = replace(site, spec=spec, replaced=None if casting == stock else stock)
     if override:  # it may call the forward that it found: the class stays
-        return site.skipped(override, "overridden")
+        return site.skipped(override, "overridden"), None
     if unwanted := why_left_out(kind, path, norm, model.options):
-        model.plan(norm, origin)
-        return site.skipped(unwanted, "option")
+        return site.skipped(unwanted, "option"), origin
     if isinstance(norm, FusedNorm) and replace(norm.fused_norm_spec, eps=spec.eps) == spec:
         spec = norm.fused_norm_spec  # eps is read at each call
     fused = fused_class(
@@ -166,52 +176,43 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Site:
         fused_norm_eps_name=recognised.eps_name,
     )
     if override := fused_override_reason(fused):
-        return site.skipped(override, "overridden")
-    model.plan(norm, fused)
-    return site
+        return site.skipped(override, "overridden"), None
+    return site, fused
 
 
-def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel) -> Site:
-    """The row of a module of experts; its class is planned."""
+def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel) -> Surveyed:
+    """The row of a module of experts, and its class."""
     origin = stock_class(experts)
     row = Site(path, "experts", origin.__name__)
     if override := forward_override_reason(experts) or class_override_reason(origin):
-        return row.skipped(override, "overridden")
+        return row.skipped(override, "overridden"), None
     if unwanted := why_left_out("experts", path, experts, model.options):
-        model.plan(experts, origin)
-        return row.skipped(unwanted, "option")
+        return row.skipped(unwanted, "option"), origin
     if other := other_implementation(experts, origin):
-        model.plan(experts, origin)
-        return row.skipped(other, "overridden")
+        return row.skipped(other, "overridden"), origin
     try:
         gate = recognise_experts(experts, origin)
     except UnrecognisedError as error:
-        model.plan(experts, origin)
-        return row.skipped(str(error))
+        return row.skipped(str(error)), origin
     fused = fused_class(FusedExperts, origin, fused_norm_gate=gate)
     if override := fused_override_reason(fused):
-        return row.skipped(override, "overridden")
-    model.plan(experts, fused)
-    return replace(row, activation=str(gate))
+        return row.skipped(override, "overridden"), None
+    return replace(row, activation=str(gate)), fused
 
 
-def _survey_linear(path: str, linear: nn.Module, model: SurveyedModel) -> Site:
-    """The row of a 4-bit linear or a LoRA layer, which asks at each call what kernels take; its class is planned."""
+def _survey_linear(path: str, linear: nn.Module, model: SurveyedModel) -> Surveyed:
+    """The row of a 4-bit linear or a LoRA layer, which asks at each call what kernels take, and its class."""
     origin, is_adapter = stock_class(linear), not is_linear_4bit(linear)
     kind: Kind = "adapter" if is_adapter else "linear"
     row = Site(path, kind, name_of(origin))
     if override := forward_override_reason(linear) or replaced_forward(origin) or replaced_linear():
-        return row.skipped(override, "overridden")
+        return row.skipped(override, "overridden"), None
     if unwanted := why_left_out(kind, path, linear, model.options):
-        row = row.skipped(unwanted, "option")
-    elif reason := why_unfused(linear) if is_adapter else why_linear_is_stock(linear):
-        row = row.skipped(reason)
-    new = origin
-    if row.reason is None:
-        base = FusedAdapter if is_adapter else FusedLinear4bit
-        new = fused_class(base, origin, fused_norm_is_quantised=is_quantised(linear))
-    model.plan(linear, new)
-    return row
+        return row.skipped(unwanted, "option"), origin
+    if reason := why_unfused(linear) if is_adapter else why_linear_is_stock(linear):
+        return row.skipped(reason), origin
+    base = FusedAdapter if is_adapter else FusedLinear4bit
+    return row, fused_class(base, origin, fused_norm_is_quantised=is_quantised(linear))
 
 
 def _recognise(norm: nn.Module, origin: Any) -> Recognised:
@@ -228,11 +229,12 @@ def _recognise(norm: nn.Module, origin: Any) -> Recognised:
     return recognise(norm)
 
 
-def _holders(modules: Mapping[str, nn.Module], surveyed: SurveyedModel) -> dict[str, None]:
+def _holders(surveyed: SurveyedModel) -> dict[str, None]:
     """The paths of modules that hold a norm, recognised or others' by now, directly or in up to two wrappers.
 
-    ``modules``: those of the model by all of their paths. A norm with a gate does not count: no add is fused with it.
+    A norm with a gate does not count: no add is fused with it.
     """
+    modules = dict(surveyed.modules[""].named_modules(remove_duplicate=False))
     holders: dict[str, None] = {}
     for path, module in modules.items():
         site = surveyed.norm_sites.get(surveyed.paths[id(module)])
@@ -251,43 +253,33 @@ def _decide_block(block: Block, *, is_layer: bool) -> None:
     problem: SourceError | None = None
     block.sites += decide_helpers(block)
     try:
+        module = block.module
+        if block.is_sealed and isinstance(module, FusedBlock) and are_plain_calls(inside=type(module)):
+            block.sealed_parts = fused_parts(block.origin, module.fused_norm_rewrites)
         block.sites += patterns_of(block.origin).decide(block)
     except SourceError as error:
         problem = error
     block.sites += _without_patterns(block, block.sites, is_layer=is_layer, error=problem)
 
 
-def _plan_block(block: Block, model: SurveyedModel) -> bool:
-    """Plan the class of a module whose rewrites and recomputing are decided.
-
-    Returns:
-        False if its forward cannot be rewritten. Its rows say why, and other modules may have to be planned again.
-
-    Raises:
-        FusedNormError: if its class is to change and other code has built on the fused one.
-    """
-    module, rewrites, recompute = block.module, tuple(block.rewrites), block.recompute
-    new = None
-    if block.override_reason is not None or block.is_sealed:
-        if isinstance(module, FusedBlock) and module.fused_norm_recompute and not recompute:
-            rewrites = module.fused_norm_rewrites
-            new = fused_block_class(block.origin, rewrites) if rewrites else block.origin
-    elif rewrites or recompute:
+def _compile(block: Block, model: SurveyedModel) -> None:
+    """Compile the forward of a module with its rewrites and plan its class; its rows say why it cannot be."""
+    module: Any = block.module
+    stays, new = block.override_reason is not None or block.is_sealed, None
+    if not stays and isinstance(module, FusedBlock):  # another fused class is not from here
+        new = block.origin
+    if not stays and block.rewrites:
         try:
-            new = fused_block_class(block.origin, rewrites, recompute)
+            fused = fused_block_class(block.origin, tuple(block.rewrites))
         except SourceError as error:
             block.keep(str(error), "unrecognised")
-            return False
-        if override := fused_override_reason(new):
-            if block.layer is None or not recompute:
+        else:
+            if override := fused_override_reason(fused):
                 block.keep(override, "overridden")
-                return False
-            block.layer = block.layer.skipped(override, None)
-            return _plan_block(block, model)
-    elif isinstance(module, FusedBlock):  # another class is not from here
-        new = block.origin
-    model.plan(module, new)
-    return True
+            else:
+                new = fused
+    if new is not None or isinstance(module, FusedBlock):
+        model.plan(module, new)
 
 
 def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, error: SourceError | None) -> list[Site]:
@@ -308,7 +300,7 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
     own_names = replaced or not override  # those of a forward that another has replaced tell nothing
     kinds: dict[Kind, object] = {
         "residual": is_layer,
-        "rope": heads or fused & {"heads", "rotations"} or (own_names and _names_rotation(block.origin)),
+        "rope": heads or fused & {"heads", "rotations"} or (own_names and _names_of(block.origin).rotates),
         "mlp": "gates" in fused or (replaced and _names_activation(module)),
         "conv": "convolutions" in fused or (own_names and _convolves(module)),
     }
@@ -322,55 +314,70 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
 
 def _may_rotate_or_gate(module: nn.Module) -> bool:
     """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
-    return (
-        isinstance(module, FusedBlock)
-        or _names_rotation(type(module))
-        or _convolves(module)
-        or _names_activation(module, SIGMOID)
-    )
+    if isinstance(module, FusedBlock):
+        return True
+    names = _names_of(stock_class(module))
+    return names.rotates or SIGMOID in names.used or _names_activation(module) or _convolves(module)
 
 
-def _names_rotation(origin: Any) -> bool:
-    """Return whether a forward, or a method that it calls, uses the name of a rotary embedding of its file."""
-    methods = (helper for helper in helpers_of(origin).values() if helper.is_method)
-    return any(
+class _Names(NamedTuple):
+    """The names that the forward of a class uses, or a method or function that it calls.
+
+    Attributes:
+        used: all of them.
+        rotates: one is that of a rotary embedding of its file; functions that it calls do not count.
+        gates: one is that of an activation function.
+        convolves: one in the forward is that of a function for causal convolutions.
+    """
+
+    used: frozenset[str]
+    rotates: bool
+    gates: bool
+    convolves: bool
+
+
+def _names_of(origin: Any) -> _Names:
+    """The names of a class, which are read once in a survey: it lives as long as that."""
+    return found_once(partial(_read_names, origin), _read_names, id(origin))
+
+
+def _read_names(origin: Any) -> _Names:
+    helpers, own = helpers_of(origin).values(), names_in(origin)
+    methods = (helper for helper in helpers if helper.is_method)
+    rotates = any(
         ROTATION_NAME.search(name) and global_of(forward, name) is not None
         for forward in (origin, *methods)
         for name in names_in(forward)
     )
+    used, convolves = own.union(*map(names_in, helpers)), any(map(CONVOLUTION_NAME.search, own))
+    return _Names(used, rotates, any(map(ACTIVATION_FUNCTION.search, used)), convolves)
 
 
 def _convolves(module: nn.Module) -> bool:
     """Return whether a module holds a causal convolution, or its forward uses the name of a function for one."""
-    holds_one = any(map(is_causal_convolution, module._modules.values()))
-    return holds_one or any(map(CONVOLUTION_NAME.search, names_in(stock_class(module))))
+    return _names_of(stock_class(module)).convolves or any(map(is_causal_convolution, module._modules.values()))
 
 
-def _names_activation(module: nn.Module, *extra: str) -> bool:
-    """Return whether a module's forward uses the name of an activation that it holds, or of a function.
-
-    So it does if a method or a function that it calls does. ``extra``: names that count too.
-    """
-    origin = stock_class(module)
-    names = names_in(origin).union(*map(names_in, helpers_of(origin).values()))
-    if any(map(ACTIVATION_FUNCTION.search, names)) or not names.isdisjoint(extra):
+def _names_activation(module: nn.Module) -> bool:
+    """Return whether a module's code uses the name of an activation function, or of an activation that it holds."""
+    names = _names_of(stock_class(module))
+    if names.gates:
         return True
     functions = (FunctionType, BuiltinFunctionType)
     members: dict[str, Any] = {name: f for name, f in vars(module).items() if isinstance(f, functions)}
     members |= {name: child for name, child in module._modules.items() if child is not None}
-    return any(name in names and looks_like_activation(name, member) for name, member in members.items())
+    return any(name in names.used and looks_like_activation(name, member) for name, member in members.items())
 
 
-def _decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Block]:
-    """The layers in which something is fused, each with its row on recomputing; none if that option is off.
+def _decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Site]:
+    """The rows of the layers in which something is fused, none if the option is off; their classes are planned anew.
 
-    Args:
-        model: the layers of it that are to recompute outputs are told so.
-        sites: the rows of all sites that are decided.
+    ``sites``: the rows of all that is in layers, as they are reported.
+
+    Raises:
+        FusedNormError: if a layer is to recompute no more and other code has built on its fused class.
     """
     level = model.options.recompute
-    for block in model.blocks.values():
-        block.layer = None
     layers = [model.block(path) for path in _layers(model, sites)] if level else []
     wholes = compiled_modules(model.modules[""]) if layers else []
     compiled = [layer.path for layer in layers if any(_is_within(layer.path, whole) for whole in wholes)]
@@ -382,16 +389,33 @@ def _decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Block
         several = repr(level), len(parts), parts[0]
         logger.warning("recompute=%s does nothing in %s parts of layers, %s the first: %s", *several, COMPILED)
     for layer in layers:
-        reason = layer.override_reason
-        if reason is None and layer.is_sealed:
-            if not layer.module.fused_norm_recompute:
-                reason = "other code has built on its class since it was patched; remove_fused_norm before sharding"
-        elif reason is None and layer.path in compiled:
-            reason = COMPILED
-        elif reason is None and getattr(layer.module, "gradient_checkpointing", False):
-            reason = "gradient checkpointing is on in this layer, and keeps less"
-        layer.layer = Site(layer.path, "recompute", layer.origin.__name__, reason=reason)
-    return layers
+        layer.recompute_row = _survey_recompute(layer, model, is_compiled=layer.path in compiled)
+    for block in model.blocks.values():
+        module: Any = block.module
+        stays = block.override_reason is not None or block.is_sealed
+        if stays and isinstance(module, FusedBlock) and module.fused_norm_recompute and not block.recomputes:
+            rewrites = module.fused_norm_rewrites
+            model.plan(module, fused_block_class(block.origin, rewrites) if rewrites else block.origin)
+    return [layer.recompute_row for layer in layers if layer.recompute_row is not None]
+
+
+def _survey_recompute(layer: Block, model: SurveyedModel, *, is_compiled: bool) -> Site:
+    """The row on recomputing in a layer with something fused in it; its class is planned."""
+    row = Site(layer.path, "recompute", layer.origin.__name__, reason=layer.override_reason)
+    if row.reason is not None:
+        return row
+    if layer.is_sealed:
+        reason = "other code has built on its class since it was patched; remove_fused_norm before sharding"
+        return row if layer.module.fused_norm_recompute else row.skipped(reason, None)
+    if is_compiled:
+        return row.skipped(COMPILED, None)
+    if getattr(layer.module, "gradient_checkpointing", False):
+        return row.skipped("gradient checkpointing is on in this layer, and keeps less", None)
+    new = fused_block_class(layer.origin, tuple(layer.rewrites), model.options.recompute)
+    if override := fused_override_reason(new):
+        return row.skipped(override, None)
+    model.plan(layer.module, new)
+    return row
 
 
 def compiled_modules(model: nn.Module) -> list[str]:

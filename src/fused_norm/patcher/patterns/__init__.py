@@ -29,6 +29,9 @@ from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_mis
 from .heads import Heads, find_heads
 from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations
 
+_OWN_KINDS = {"rotations": "rope", "gates": "mlp", "convolutions": "conv"}
+"""The kinds of sites that are a module's own, without a norm, by their pattern."""
+
 
 @dataclass
 class Patterns:
@@ -156,6 +159,24 @@ def functions_of(
         with contextlib.suppress(UnrecognisedError):
             rotations.append(recognise_rotation(global_of(layer, name), arguments))
     return tuple(rotations), tuple(dict.fromkeys(convolutions))
+
+
+def fused_parts(layer: Any, rewrites: tuple[Rewrite, ...]) -> set[tuple[str, str]]:
+    """What ``rewrites`` fuse: the kinds of sites, each with the attribute of its norm, which is empty without one.
+
+    A norm that has no site in the forward, as one of heads alone, has an empty kind.
+    """
+    patterns, kinds = patterns_of(layer), {"norm": "residual", "inner": "sandwich"}
+    fused: set[tuple[str, str]] = set()
+    for rewrite in rewrites:
+        if rewrite.pattern in _OWN_KINDS:
+            fused.add((_OWN_KINDS[rewrite.pattern], ""))
+            continue
+        match = getattr(patterns, rewrite.pattern)[rewrite.index]
+        for part, name in match.bypassed(rewrite.parts):
+            fused.add((kinds.get(part, part), name))
+            fused |= {("rope", name)} if "rotation" in rewrite.parts else set()
+    return fused
 
 
 def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:

@@ -133,21 +133,20 @@ class Add(Match):
         """
         if _adds_number(self.attributes, block):
             return
-        done = block.applied_parts("adds", index) or ()
         norm, inner, before = self.names
         dropout = before is not None and isinstance(block.member(inner or ""), nn.Dropout)
         name, part = (before, ("inner", "dropout")) if dropout else (inner, ("inner",))
         parts: tuple[str, ...] = ()
         after = None
         if norm is not None and block.holds_norm(norm):
-            after = block.norm_row(norm, "residual", "norm" in done)
+            after = block.norm_row(norm, "residual")
             parts += ("norm",) if after.reason is None else ()
             if all(may_hold(conditions, block.module) for conditions in self.conditions):
                 yield after
             if self.consumer is not None and after.reason is None and self.consumer.decide(block):
                 parts += ("consumers",)
         if name is not None and block.holds_norm(name):
-            row = block.norm_row(name, "sandwich", "inner" in done)
+            row = block.norm_row(name, "sandwich")
             if after is not None and after.reason is None and not alike(row, after):
                 row = row.skipped("it differs from the norm after the add in more than the weight")
             parts += part if row.reason is None else ()
@@ -216,7 +215,7 @@ def decide_missed_add(missed: Missed, block: Block) -> Iterator[Site]:
     if missed.function is not None and norms and not returns_sum(global_of(block.origin, missed.function)):
         return
     for norm in norms:
-        row = block.norm_row(norm, "residual", already=False)
+        row = block.norm_row(norm, "residual")
         yield row.skipped(f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten")
 
 

@@ -162,16 +162,10 @@ class ConsumedNorm(Match):
 
         ``taken``: the calls of norms that are part of another rewrite.
         """
-        done = block.applied_parts("consumed_norms", index)
         norm = callee_name(self.call)
-        if (
-            self.call in taken
-            or block.override_reason is not None
-            or (block.is_sealed and done is None)
-            or not block.wants_consumers
-        ):
+        if self.call in taken or block.override_reason is not None or not block.wants_consumers:
             return
-        if not block.holds_norm(norm) or block.norm_row(norm, "norm", done is not None).reason is not None:
+        if not block.holds_norm(norm) or block.norm_row(norm, "norm").reason is not None:
             return
         parts: tuple[str, ...] = ("consumers",) if self.consumer is not None and self.consumer.decide(block) else ()
         parts += ("input",) if self.later else ()

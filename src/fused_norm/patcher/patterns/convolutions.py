@@ -102,7 +102,7 @@ def decide_convolutions(convolutions: Sequence[Convolution], block: Block) -> It
     for index, convolution in enumerate(convolutions):
         if not convolution.is_site(block):
             continue
-        row = block.own_row("conv", block.applied_parts("convolutions", index) is not None)
+        row = block.own_row("conv")
         watched = [] if convolution.callee.is_function else [convolution.callee.resolve(block)]
         watched += [] if convolution.act is None else [convolution.act.resolve(block)]
         if any(isinstance(part, nn.Module) and not are_plain_calls(part) for part in watched):
@@ -125,7 +125,7 @@ def decide_missed_convolutions(
         with suppress(UnrecognisedError):
             if convolution.is_site(block):
                 convolution.recognised(block, function)
-                yield block.own_row("conv", already=False).skipped(f"its convolution {reason}", in_helper=True)
+                yield block.own_row("conv").skipped(f"its convolution {reason}", in_helper=True)
                 return
 
 

@@ -125,7 +125,7 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
         earlier = rows.get(gate.product)
         if earlier is not None and earlier.activation is not None:
             continue
-        row, act = block.own_row("mlp", block.applied_parts("gates", index) is not None), gate.act.resolve(block)
+        row, act = block.own_row("mlp"), gate.act.resolve(block)
         if isinstance(act, nn.Module) and not are_plain_calls(act):
             row = row.skipped("hooks or other code stand on its activation", "overridden")
         try:
@@ -152,7 +152,7 @@ def decide_missed_gates(missed: Sequence[Missed], block: Block, function: Any, r
     for product in missed:
         if not may_hold(product.conditions, block.module):
             continue
-        row = block.own_row("mlp", already=False)
+        row = block.own_row("mlp")
         if product.callee.is_written_out:
             yield row.skipped(f"its activation, {shorten(product.callee.name, 80)}, is written out")
             continue

@@ -88,23 +88,22 @@ class Heads(Match):
 
         ``taken``: the calls of norms that are part of another rewrite.
         """
-        done = block.applied_parts("heads", index)
         if not taken.isdisjoint(self.calls):
             return None
-        if not all(map(block.holds_norm, self.names)) or self._row("qk", block, done is not None).reason is not None:
+        if not all(map(block.holds_norm, self.names)) or self._row("qk", block).reason is not None:
             return None
         row = None
         if self.rotate is not None:
-            row = self._row("rope", block, "rotation" in (done or ()))
+            row = self._row("rope", block)
             row = unless_unrecognised(row, self.rotate, 4, block)
         fused = row is not None and row.reason is None
         parts = () if self.attention is None else self.attention.parts(block)
         block.rewrites.append(Rewrite("heads", index, ("rotation", *parts) if fused else ()))
         return row if fused else None
 
-    def _row(self, option: Kind, block: Block, already: bool) -> Site:
+    def _row(self, option: Kind, block: Block) -> Site:
         """The row of the attention, from those of its norms."""
-        rows = [block.norm_row(name, "rope", already, option) for name in self.names]
+        rows = [block.norm_row(name, "rope", option) for name in self.names]
         row = replace(next((row for row in rows if row.reason is not None), rows[0]), path=block.path)
         weights = [getattr(block.member(name), "weight", None) for name in self.names]
         q_shape, k_shape = (getattr(weight, "ds_shape", getattr(weight, "shape", None)) for weight in weights)

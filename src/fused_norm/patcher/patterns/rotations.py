@@ -92,7 +92,7 @@ def decide_rotations(
     for index, rotation in enumerate(rotations):
         row = None if rotation.heads is None else with_norms[rotation.heads]
         if row is None:
-            row = block.own_row("rope", block.applied_parts("rotations", index) is not None)
+            row = block.own_row("rope")
             row = unless_unrecognised(row, rotation.rotate, rotation.arguments, block)
             parts = () if rotation.attention is None else rotation.attention.parts(block)
             block.rewrites += [Rewrite("rotations", index, parts)] if row.reason is None else []
@@ -108,7 +108,7 @@ def decide_missed_rotations(
         with suppress(UnrecognisedError):
             if rotation.arguments and may_hold(rotation.conditions, block.module):
                 recognise_rotation(global_of(function, rotation.rotate), rotation.arguments)
-                row = block.own_row("rope", already=False)
+                row = block.own_row("rope")
                 yield row.skipped(f"its {rotation.rotate} {reason}", in_helper=True)
 
 
