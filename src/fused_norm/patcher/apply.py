@@ -127,8 +127,7 @@ def _check(model: nn.Module, report: PatchReport, expected: Sequence[_Expected])
 
 def _sites_of_others(model: nn.Module, sites: Sequence[Site], expected: Sequence[_Expected]) -> Iterator[Site]:
     """A row for every attention and MLP of a known family whose code others have replaced, so that nothing is fused."""
-    own = [site for site in sites if not site.in_helper]
-    seen = {(site.kind, path) for site in own for path in accumulate(site.path.split("."), "{}.{}".format)}
+    seen = {(site.kind, path) for site in sites for path in accumulate(site.path.split("."), "{}.{}".format)}
     for _, path, kind, _, layers in expected:
         if kind not in ("rope", "mlp") or path is None or (kind, path) in seen:
             continue

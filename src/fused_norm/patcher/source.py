@@ -258,38 +258,6 @@ def names_in(layer: Any) -> frozenset[str]:
     return frozenset(function.__code__.co_names)
 
 
-@dataclass(frozen=True)
-class Helper:
-    """A method or a function that a forward calls; its source is read in the place of a class.
-
-    Attributes:
-        forward: itself.
-        is_method: its first argument is the instance.
-    """
-
-    forward: FunctionType
-    is_method: bool
-
-
-def helpers_of(layer: Any) -> dict[str, Helper]:
-    """Return what a forward uses by name: methods of its class, functions of their file, and what these use in turn.
-
-    The order is the same in every process, and so is that of rows in the report.
-    """
-    helpers: dict[str, Helper] = {}
-    users: list[Any] = [layer]
-    for user in users:  # grows meanwhile
-        for name in sorted(names_in(user)):
-            if name in helpers or hasattr(nn.Module, name):
-                continue
-            is_method = isinstance(getattr(layer, name, None), FunctionType)
-            function = getattr(layer, name) if is_method else global_of(user, name)
-            if is_method or (isinstance(function, FunctionType) and function.__module__ == layer.__module__):
-                helpers[name] = Helper(function, is_method)
-                users.append(helpers[name])
-    return helpers
-
-
 def namespace_of(layer: Any) -> dict[str, Any]:
     """The globals of a class's forward.
 
@@ -319,17 +287,6 @@ def member_of(module: nn.Module, name: str) -> Any:
     for part in rest:
         value = value._modules.get(part) if isinstance(value, nn.Module) else None
     return value
-
-
-def returns_sum(value: Any) -> bool:
-    """Return whether a value is a function that ends with the return of an add, by its source."""
-    if not isinstance(value, FunctionType):
-        return False
-    try:
-        last = source_of(Helper(value, is_method=False)).definition.body[-1]
-    except SourceError:
-        return False
-    return isinstance(last, ast.Return) and isinstance(last.value, ast.BinOp) and isinstance(last.value.op, ast.Add)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -36,14 +36,14 @@ from .hooks import are_plain_calls, replaced_forward, replaced_linear
 from .loss_survey import language_models, survey_losses
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Cause, Site
-from .patterns import decide_helpers, patterns_of
+from .patterns import patterns_of
 from .patterns.convolutions import CONVOLUTION_NAME
-from .patterns.gates import ACTIVATION_FUNCTION, SIGMOID
+from .patterns.gates import ACTIVATION_FUNCTION
 from .patterns.heads import QK_NAME
 from .patterns.rotations import ROTATION_NAME
 from .probe import UnrecognisedError, no_code_changes
 from .recompute import COMPILED
-from .source import SourceError, WrappedError, global_of, helpers_of, names_in
+from .source import SourceError, WrappedError, global_of, names_in
 
 logger = logging.getLogger("fused_norm")
 
@@ -249,7 +249,6 @@ def _holders(modules: Mapping[str, nn.Module], surveyed: SurveyedModel) -> dict[
 def _decide_block(block: Block, *, is_layer: bool) -> None:
     """Find the sites of a module; those to be fused are among its rewrites, and those of blocks it hands norms to."""
     problem: SourceError | None = None
-    block.sites += decide_helpers(block)
     try:
         block.sites += patterns_of(block.origin).decide(block)
     except SourceError as error:
@@ -326,18 +325,13 @@ def _may_rotate_or_gate(module: nn.Module) -> bool:
         isinstance(module, FusedBlock)
         or _names_rotation(type(module))
         or _convolves(module)
-        or _names_activation(module, SIGMOID)
+        or _names_activation(module)
     )
 
 
 def _names_rotation(origin: Any) -> bool:
-    """Return whether a forward, or a method that it calls, uses the name of a rotary embedding of its file."""
-    methods = (helper for helper in helpers_of(origin).values() if helper.is_method)
-    return any(
-        ROTATION_NAME.search(name) and global_of(forward, name) is not None
-        for forward in (origin, *methods)
-        for name in names_in(forward)
-    )
+    """Return whether a forward uses the name of a rotary embedding of its file."""
+    return any(ROTATION_NAME.search(name) and global_of(origin, name) is not None for name in names_in(origin))
 
 
 def _convolves(module: nn.Module) -> bool:
@@ -346,14 +340,10 @@ def _convolves(module: nn.Module) -> bool:
     return holds_one or any(map(CONVOLUTION_NAME.search, names_in(stock_class(module))))
 
 
-def _names_activation(module: nn.Module, *extra: str) -> bool:
-    """Return whether a module's forward uses the name of an activation that it holds, or of a function.
-
-    So it does if a method or a function that it calls does. ``extra``: names that count too.
-    """
-    origin = stock_class(module)
-    names = names_in(origin).union(*map(names_in, helpers_of(origin).values()))
-    if any(map(ACTIVATION_FUNCTION.search, names)) or not names.isdisjoint(extra):
+def _names_activation(module: nn.Module) -> bool:
+    """Return whether a module's forward uses the name of an activation that it holds, or of a function."""
+    names = names_in(stock_class(module))
+    if any(map(ACTIVATION_FUNCTION.search, names)):
         return True
     functions = (FunctionType, BuiltinFunctionType)
     members: dict[str, Any] = {name: f for name, f in vars(module).items() if isinstance(f, functions)}

@@ -19,15 +19,15 @@ from ..fused_block import Rewrite
 from ..patch_report import Site
 from ..probe import UnrecognisedError
 from ..rotation_recognition import Rotation, recognise_rotation
-from ..source import Helper, SourceError, cached_by_forward, compiled, global_of, helpers_of, source_of
-from .adds import Add, decide_missed_add, find_adds, find_missed_adds
+from ..source import cached_by_forward, compiled, global_of, source_of
+from .adds import Add, find_adds
 from .attentions import find_attentions
-from .calls import Callee, EditedForward, Missed
+from .calls import Callee, EditedForward
 from .consumers import ConsumedNorm, Inputs, find_consumed_norms, find_inputs
-from .convolutions import Convolution, decide_convolutions, decide_missed_convolutions, find_convolutions
-from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
+from .convolutions import Convolution, decide_convolutions, find_convolutions
+from .gates import Gate, decide_gates, find_gates
 from .heads import Heads, find_heads
-from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations
+from .rotations import RotationCall, decide_rotations, find_rotations
 
 
 @dataclass
@@ -42,7 +42,6 @@ class Patterns:
         rotations: calls of rotary embeddings.
         gates: products of something with what may be an activation.
         convolutions: calls of causal convolutions.
-        missed_adds, missed_gates: those that are written in a way that is not rewritten.
     """
 
     adds: list[Add]
@@ -52,20 +51,16 @@ class Patterns:
     rotations: list[RotationCall]
     gates: list[Gate]
     convolutions: list[Convolution]
-    missed_adds: list[Missed]
-    missed_gates: list[Missed]
 
     def decide(self, block: Block) -> Iterator[Site]:
         """The rows of all of them in a module with this forward; it adds those to be fused to the block's rewrites."""
         for index, add in enumerate(self.adds):
             yield from add.decide(block, index)
-        for missed in self.missed_adds:
-            yield from decide_missed_add(missed, block)
         with_norms = [heads.decide(block, index, self._taken(block)) for index, heads in enumerate(self.heads)]
         for index, norm in enumerate(self.consumed_norms):
             norm.decide(block, index, self._taken(block))
         yield from decide_rotations(self.rotations, with_norms, block)
-        yield from decide_gates(self.gates, self.missed_gates, block)
+        yield from decide_gates(self.gates, block)
         yield from decide_convolutions(self.convolutions, block)
 
     def _taken(self, block: Block) -> set[ast.Call]:
@@ -92,30 +87,8 @@ def patterns_of(layer: Any) -> Patterns:
     rotated = {pair.rotation[1]: index for index, pair in enumerate(heads) if pair.rotation is not None}
     rotations = find_rotations(flow, rotated, attentions)
     consumed_norms = find_consumed_norms(flow, [add.after.call for add in adds if add.after is not None])
-    missed = find_missed_adds(flow, adds), find_missed_gates(flow, gates)
     convolutions = find_convolutions(flow)
-    return Patterns(adds, consumed_norms, find_inputs(layer), heads, rotations, gates, convolutions, *missed)
-
-
-@cached_by_forward
-def _missed_in(helper: Helper) -> tuple[list[RotationCall], list[Convolution], list[Missed]]:
-    """The rotations and convolutions in a method, and products with what may be an activation in it or a function."""
-    flow = flow_of(helper)
-    gates = find_missed_gates(flow, [])
-    if helper.is_method:
-        return find_rotations(flow, {}, {}), find_convolutions(flow), gates
-    return [], [], [replace(gate, conditions=()) for gate in gates]  # a function has no settings of a module
-
-
-def decide_helpers(block: Block) -> Iterator[Site]:
-    """The rows of what methods and functions compute that a module's forward calls; they are not rewritten."""
-    for name, helper in helpers_of(block.origin).items():
-        with contextlib.suppress(SourceError):
-            rotations, convolutions, gates = _missed_in(helper)
-            reason = f"is in {name}, which its forward calls, and which is not rewritten"
-            yield from decide_missed_rotations(rotations, block, helper, reason)
-            yield from decide_missed_gates(gates, block, helper, reason)
-            yield from decide_missed_convolutions(convolutions, block, helper, reason)
+    return Patterns(adds, consumed_norms, find_inputs(layer), heads, rotations, gates, convolutions)
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:

@@ -37,11 +37,9 @@ from __future__ import annotations
 
 import ast
 import copy
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
-from textwrap import shorten
 from typing import Any
 
 from torch import nn
@@ -50,17 +48,10 @@ from ..block import Block, alike
 from ..dataflow import Conditions, Dataflow, computed, computes_nothing, may_hold, mentions
 from ..fused_block import Rewrite
 from ..patch_report import Site
-from ..source import global_of, returns_sum
-from .calls import Callee, EditedForward, Match, Missed, call_of_own, callee_name, is_name, operands_of
+from .calls import EditedForward, Match, call_of_own, callee_name, is_name
 from .consumers import Consumer, consumer_of
 
 _Y = "_fused_norm_y"
-
-_SAME_TENSOR = ("contiguous", "float", "to", "type", "type_as")
-"""Methods that may return the tensor that they are called on."""
-
-_ADD = ("add", "add_")
-"""Methods and functions of PyTorch that add."""
 
 
 @dataclass(repr=False)
@@ -204,22 +195,6 @@ class Add(Match):
         return forward.code(source, NORM=norm, RESIDUAL=self.residual, BRANCH=branch, **nodes)
 
 
-def decide_missed_add(missed: Missed, block: Block) -> Iterator[Site]:
-    """The rows of an add that reaches a norm in a way that is not fused; none if it never does."""
-    norms, (holder, _, number) = [missed.callee.name], missed.callee.name.partition(".")
-    if number == "*" or number.startswith("-"):  # any of a list, or one counted from its end
-        norms = [f"{holder}.{name}" for name in getattr(block.member(holder), "_modules", ())]
-        norms = norms if number == "*" else norms[int(number) :][:1]
-    norms = [norm for norm in norms if block.holds_norm(norm)]
-    if not may_hold(missed.conditions, block.module) or _adds_number(missed.attributes, block):
-        return
-    if missed.function is not None and norms and not returns_sum(global_of(block.origin, missed.function)):
-        return
-    for norm in norms:
-        row = block.norm_row(norm, "residual", already=False)
-        yield row.skipped(f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten")
-
-
 def _adds_number(attributes: tuple[str, ...], block: Block) -> bool:
     return any(isinstance(block.member(name), (int, float)) for name in attributes)
 
@@ -231,45 +206,6 @@ def find_adds(flow: Dataflow) -> list[Add]:
         add = _add_in(flow, statement, [add.after for add in adds if add.after is not None])
         adds += [] if add is None else [add]
     return adds
-
-
-def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[Missed]:
-    """The adds that reach a norm with which they are not fused, even if all of ``adds`` are; each once."""
-    fused = {add.after.call: set(ast.walk(add.statement)) for add in adds if add.after is not None}
-    missed = []
-    for call in flow.calls:
-        norm, argument = _norm_called(flow, call)
-        if norm is None:
-            continue
-        for origin in flow.origins(argument, _SAME_TENSOR):
-            function: str | None = None
-            operands = operands_of(origin, ast.Add, _ADD, flow)
-            match origin:
-                case ast.Call(ast.Name("sum"), [ast.Tuple() | ast.List()]):
-                    operands = [origin]
-                case ast.Call(ast.Name(function)):  # which may add
-                    operands = [origin]
-            if operands and origin not in fused.get(call, ()) and not any(map(flow.is_number, operands)):
-                attributes = tuple(operand.attr for operand in operands if flow.is_own(operand))
-                conditions = flow.conditions(origin, call)
-                missed.append(Missed(ast.unparse(origin), Callee(norm), conditions, function, attributes))
-    return list(dict.fromkeys(missed))
-
-
-def _norm_called(flow: Dataflow, call: ast.Call) -> tuple[str | None, ast.expr | None]:
-    """The attribute of the module that a call of one tensor calls, and the tensor; or None."""
-    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    if len(arguments) != 1 or isinstance(arguments[0], ast.Starred):
-        return None, None
-    if call_of_own(call, flow.own) is not None:
-        return callee_name(call), arguments[0]
-    if flow.is_own(call.func):
-        return call.func.attr, arguments[0]
-    if isinstance(call.func, ast.Subscript) and flow.is_own(call.func.value):
-        number = ast.unparse(call.func.slice)
-        number = number if re.fullmatch(r"-[0-9]+", number) else "*"
-        return f"{call.func.value.attr}.{number}", arguments[0]
-    return None, None
 
 
 def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add | None:
@@ -320,7 +256,8 @@ def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add |
         products = (
             (other, scaled, factor)
             for operand, other in ((branch, residual), (residual, branch))
-            for scaled, factor in permutations(operands_of(operand, ast.Mult, (), flow), 2)
+            if isinstance(operand, ast.BinOp) and isinstance(operand.op, ast.Mult)
+            for scaled, factor in permutations((operand.left, operand.right))
             if flow.is_own(factor)
         )
         residual, branch, scale = next(products, (residual, branch, None))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..block import Block
-from ..dataflow import Conditions, Dataflow, bodies_of
+from ..dataflow import bodies_of
 from ..source import global_of
 
 
@@ -17,37 +17,16 @@ class Callee:
     """What a call calls: an attribute of the module, ``norms.0`` for a module in a list, or a global function.
 
     Attributes:
-        name: its name; ``norms.-1`` counts from the end, ``norms.*`` is any of the list.
+        name: its name.
         is_function: it is a global function.
-        is_written_out: there is no call: the name is an expression that computes what such a function does.
     """
 
     name: str
     is_function: bool = False
-    is_written_out: bool = False
 
-    def resolve(self, block: Block, function: Any = None) -> Any:
-        """What the name stands for in a module; a global name is one of ``function``, or of the module's forward."""
-        return global_of(function or block.origin, self.name) if self.is_function else block.member(self.name)
-
-
-@dataclass(frozen=True)
-class Missed:
-    """Something that is not fused as it is written: a sum that reaches a norm, or a product with an activation.
-
-    Attributes:
-        source: the sum or the product.
-        callee: the norm that the sum reaches; the activation that makes a factor.
-        conditions: those on settings of the module under which it is computed, and the norm called.
-        function: the global name of a called function, if this is a sum only if that function returns one.
-        attributes: those of the module that are operands of the sum.
-    """
-
-    source: str
-    callee: Callee
-    conditions: Conditions = ()
-    function: str | None = None
-    attributes: tuple[str, ...] = ()
+    def resolve(self, block: Block) -> Any:
+        """What the name stands for in a module, or among the globals of its forward."""
+        return global_of(block.origin, self.name) if self.is_function else block.member(self.name)
 
 
 class Match:
@@ -96,26 +75,6 @@ def callee_name(call: ast.Call) -> str:
 def is_name(node: ast.AST | None, name: str) -> bool:
     """Return whether an expression is this name."""
     return isinstance(node, ast.Name) and node.id == name
-
-
-def operands_of(
-    node: ast.AST | None, kind: type[ast.operator], methods: Sequence[str], flow: Dataflow
-) -> list[ast.expr]:
-    """``[a, b]`` of ``a + b``, ``a += b``, ``a.add(b)`` and ``torch.add(a, b)``, or an empty list.
-
-    Args:
-        node: an expression or statement.
-        kind: the operator, here ``ast.Add``.
-        methods: the methods and functions of PyTorch that do the same, here ``add``.
-        flow: of the forward that contains it.
-    """
-    match node:
-        case ast.BinOp(left, operator, right) | ast.AugAssign(left, operator, right) if isinstance(operator, kind):
-            return [left, right]
-        case ast.Call(ast.Attribute(tensor, method) as func, [*args]) if method in methods and not flow.is_own(func):
-            operands = args if is_name(tensor, "torch") else [tensor, *args]
-            return operands if len(operands) == 2 else []
-    return []
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,6 @@ from ..fused_block import Rewrite
 from ..hooks import are_plain_calls
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from ..source import global_of
 from .calls import Callee, EditedForward, Match, call_of_own, callee_name
 from .gates import activation_of
 
@@ -81,17 +79,17 @@ class Convolution(Match):
             return False
         return self.callee.is_function or is_causal_convolution(self.callee.resolve(block))
 
-    def recognised(self, block: Block, function: Any) -> Activation | None:
-        """What is known of its activation, of a module's; ``function``: what it is written in, a class for its forward.
+    def recognised(self, block: Block) -> Activation | None:
+        """What is known of its activation, of a module's.
 
         Raises:
             UnrecognisedError: if it is not what is fused.
         """
         if self.callee.is_function:
-            recognise_convolution(global_of(function, self.callee.name))
+            recognise_convolution(self.callee.resolve(block))
         if self.act is None:
             return None
-        activation = recognise_activation(self.act.resolve(block, function))
+        activation = recognise_activation(self.act.resolve(block))
         if activation.formula != "silu":
             raise UnrecognisedError(f"the activation of its convolution is {activation.formula}")
         return activation
@@ -108,25 +106,13 @@ def decide_convolutions(convolutions: Sequence[Convolution], block: Block) -> It
         if any(isinstance(part, nn.Module) and not are_plain_calls(part) for part in watched):
             row = row.skipped("hooks or other code stand on its convolution or the activation of it", "overridden")
         try:
-            activation = convolution.recognised(block, block.origin)
+            activation = convolution.recognised(block)
         except UnrecognisedError as error:
             yield row.skipped(str(error))
             continue
         if row.reason is None:
             block.rewrites.append(Rewrite("convolutions", index, activation=activation))
         yield row
-
-
-def decide_missed_convolutions(
-    convolutions: Sequence[Convolution], block: Block, function: Any, reason: str
-) -> Iterator[Site]:
-    """The row of convolutions that cannot be fused, for a ``reason``, in a ``function`` that the forward calls."""
-    for convolution in convolutions:
-        with suppress(UnrecognisedError):
-            if convolution.is_site(block):
-                convolution.recognised(block, function)
-                yield block.own_row("conv", already=False).skipped(f"its convolution {reason}", in_helper=True)
-                return
 
 
 def find_convolutions(flow: Dataflow) -> list[Convolution]:

@@ -30,10 +30,8 @@ import ast
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
-from textwrap import shorten
 from typing import Any, cast
 
 from torch import nn
@@ -46,18 +44,12 @@ from ..fused_block import Rewrite
 from ..hooks import are_plain_calls
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from .calls import Callee, EditedForward, Match, Missed, call_of_own, callee_name, operands_of
+from .calls import Callee, EditedForward, Match, call_of_own, callee_name
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 """Part of the names of functions that may be activations."""
 
-SIGMOID = "sigmoid"
-"""The function in activations that are written out: ``x * torch.sigmoid(a * x)``."""
-
 _PACKED = "_fused_norm_packed"
-
-_MULTIPLY = ("mul", "mul_", "multiply")
-"""Methods and functions of PyTorch that multiply."""
 
 _LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp)
 """Expressions whose parts may be computed several times, or never."""
@@ -118,7 +110,7 @@ class Gate(Match):
                 factor.value = ast.Tuple([linear.func, *linear.args], ast.Load())
 
 
-def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) -> Iterator[Site]:
+def decide_gates(gates: Sequence[Gate], block: Block) -> Iterator[Site]:
     """The rows of products with an activation as a factor, except those that the module's settings never compute."""
     rows: dict[ast.BinOp, Site] = {}
     for index, gate in enumerate(gates):
@@ -144,23 +136,6 @@ def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) 
             block.rewrites.append(Rewrite("gates", index, parts, activation))
     reached = {gate.product for gate in gates if may_hold(gate.conditions, block.module)}
     yield from (row for product, row in rows.items() if product in reached)
-    yield from decide_missed_gates(missed, block, block.origin, "is written in a way that is not rewritten")
-
-
-def decide_missed_gates(missed: Sequence[Missed], block: Block, function: Any, reason: str) -> Iterator[Site]:
-    """The rows of products in a ``function``, or in the forward of a class, that are not fused for a ``reason``."""
-    for product in missed:
-        if not may_hold(product.conditions, block.module):
-            continue
-        row = block.own_row("mlp", already=False)
-        if product.callee.is_written_out:
-            yield row.skipped(f"its activation, {shorten(product.callee.name, 80)}, is written out")
-            continue
-        with suppress(UnrecognisedError):
-            activation = recognise_activation(product.callee.resolve(block, function))
-            reason_with_source = f"its product, {shorten(product.source, 80)}, {reason}"
-            row = dataclasses.replace(row, activation=activation.formula)
-            yield row.skipped(reason_with_source, in_helper=function is not block.origin)
 
 
 def find_gates(flow: Dataflow) -> list[Gate]:
@@ -173,20 +148,6 @@ def find_gates(flow: Dataflow) -> list[Gate]:
         if not _only_scales(other, flow)
         if (gate := _gate(flow, statement, product, factor, other)) is not None
     ]
-
-
-def find_missed_gates(flow: Dataflow, gates: list[Gate]) -> list[Missed]:
-    """The other products of something with what may be an activation, each once."""
-    fused = {(gate.product, gate.factor) for gate in gates}
-    missed = [
-        Missed(ast.unparse(node), act, flow.conditions(node, call))
-        for node in ast.walk(flow.definition)
-        for factor, other in permutations(operands_of(node, ast.Mult, _MULTIPLY, flow), 2)
-        if (node, factor) not in fused and not _only_scales(other, flow)
-        for call in flow.origins(factor)
-        if (act := activation_of(call, flow) or _written_out(call)) is not None
-    ]
-    return list(dict.fromkeys(missed))
 
 
 def _products(statement: ast.stmt) -> Iterator[ast.BinOp]:
@@ -247,18 +208,6 @@ def activation_of(node: ast.AST, flow: Dataflow) -> Callee | None:
     name = ast.unparse(node.func)
     is_global = isinstance(root, ast.Name) and not flow.is_local(root.id)
     return Callee(name, True) if is_global and ACTIVATION_FUNCTION.search(name.rpartition(".")[2]) else None
-
-
-def _written_out(node: ast.AST) -> Callee | None:
-    """The expression ``x * sigmoid(a * x)``, with any factor or none, or None."""
-    match node:
-        case ast.BinOp(left, ast.Mult(), right):
-            for x, call in ((left, right), (right, left)):
-                match call:
-                    case ast.Call(ast.Attribute(attr=name) | ast.Name(name)) if name == SIGMOID:
-                        if ast.unparse(x) in map(ast.unparse, ast.walk(call)):
-                            return Callee(ast.unparse(node), is_written_out=True)
-    return None
 
 
 def _halves(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, gate: ast.expr, up: ast.expr) -> ast.Assign | None:

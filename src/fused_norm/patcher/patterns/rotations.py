@@ -20,10 +20,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
 
 from torch import nn
 
@@ -98,18 +96,6 @@ def decide_rotations(
             block.rewrites += [Rewrite("rotations", index, parts)] if row.reason is None else []
         if may_hold(rotation.conditions, block.module):
             yield row
-
-
-def decide_missed_rotations(
-    rotations: Sequence[RotationCall], block: Block, function: Any, reason: str
-) -> Iterator[Site]:
-    """The rows of rotations in a ``function`` that the forward calls, which are not fused for a ``reason``."""
-    for rotation in rotations:
-        with suppress(UnrecognisedError):
-            if rotation.arguments and may_hold(rotation.conditions, block.module):
-                recognise_rotation(global_of(function, rotation.rotate), rotation.arguments)
-                row = block.own_row("rope", already=False)
-                yield row.skipped(f"its {rotation.rotate} {reason}", in_helper=True)
 
 
 def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) -> Site:
