@@ -250,7 +250,7 @@ _IN_MODELS: Mapping[str, tuple[tuple[Any, ...], ...]] = {
     ),
     "consumers": (
         # A linear reads the norm before.
-        ("consumers-neighbour", replaced_by(fused_block, "NormOutputs", _last_reads_the_norm_before)),
+        ("consumers-neighbour", replaced_by(fused_block, "ConsumerOutputs", _last_reads_the_norm_before)),
         # The input that is passed on has no gradient.
         ("consumers-detached", replaced_by(*_PASSTHROUGH, _detached_input)),
     ),

@@ -28,14 +28,14 @@ from ..kernels.reference import cast_output
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import runs_kernels_on
 from ..options import RecomputeLevel
-from .activation_recognition import Activation, Formula
+from .activation_recognition import Activation, ActivationName
 from .adapters import adapter_reads_in, is_plain_in_4_bits, linear_reads_in
 from .attention_functions import for_values, read_dtype
 from .convolution_recognition import ConvolutionFunction, convolve_as_module
 from .four_bit import AdapterInput, FusedLinear4bit, Summands
 from .fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, warn_once
 from .hooks import Fused, is_idle_dropout, short_name
-from .linear_inputs import ConsumerSpec, NormOutputs, consumer_spec, fused_norm_inputs
+from .linear_inputs import ConsumerOutputs, ConsumerSpec, consumer_spec, fused_norm_inputs
 from .recompute import recomputes, recomputes_linears
 from .rotation_recognition import Rotation, full_cos_sin
 
@@ -91,7 +91,7 @@ class FusedBlock(Fused):
                 outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, *tensors, spec, *consumers)
                 if reason is None:
                     *ys, s = outputs
-                    return NormOutputs(ys, consumers, norm, s), s
+                    return ConsumerOutputs(ys, consumers, norm, s), s
             outputs = None if spec is None else run_fused(NORM_ADD_NORM, *tensors, spec)[0]
             if outputs is not None:
                 return outputs
@@ -107,7 +107,7 @@ class FusedBlock(Fused):
         if reason is not None:
             return norm_after_add(norm, branch, residual, scale, reason)
         *tensors, s = outputs
-        return NormOutputs(tensors, consumers, norm, s), s
+        return ConsumerOutputs(tensors, consumers, norm, s), s
 
     def _drops(self, dropout: Any) -> bool:
         """Return whether a dropout has to be called; the log says so once."""
@@ -135,7 +135,7 @@ class FusedBlock(Fused):
             outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, x, weight, spec, *(consumers or ConsumerSpec()))
             if reason is None:
                 *tensors, x = outputs
-                return tensors[0] if consumers is None else NormOutputs(tensors, consumers, norm, x), x
+                return tensors[0] if consumers is None else ConsumerOutputs(tensors, consumers, norm, x), x
         return norm(x), x
 
     fused_norm_inputs = fused_norm_inputs
@@ -246,7 +246,7 @@ class FusedBlock(Fused):
             return outputs
         return _like(outputs[0], q), None if k is None else _like(outputs[1], k)
 
-    def fused_norm_gate(self, activation: Formula, act: Any, *, gate: Any, up: Any) -> Any:
+    def fused_norm_gate(self, activation: ActivationName, act: Any, *, gate: Any, up: Any) -> Any:
         """``act(gate) * up``; ``activation`` is the formula of ``act``."""
         if activation == "gelu_new" and gate.device.type != "cpu" and autocast_dtype(gate) is not None:
             gate = gate.float()  # as autocast casts the argument of ``pow``, with which all else is in float32
@@ -256,7 +256,7 @@ class FusedBlock(Fused):
         warn_once(self.fused_norm_origin, reason)
         return act(gate) * up
 
-    def fused_norm_gated(self, activation: Formula, act: Any, linear: Any, **factors: Any) -> Any:
+    def fused_norm_gated(self, activation: ActivationName, act: Any, linear: Any, **factors: Any) -> Any:
         """``linear(act(gate) * up)``; ``activation`` is the formula of ``act``.
 
         If the linear has 4 bits, or is a LoRA layer around one, it casts the product, which is written in the 16 bits
@@ -289,7 +289,7 @@ class FusedBlock(Fused):
 
     def fused_norm_product(
         self,
-        activation: Formula,
+        activation: ActivationName,
         act: Any,
         gate: Tensor,
         up: Tensor,
@@ -314,7 +314,7 @@ class FusedBlock(Fused):
         y = act(gate) * up
         return y if wide else y.to(dtype)
 
-    def fused_norm_gate_packed(self, activation: Formula, act: Any, packed: Any) -> Any:
+    def fused_norm_gate_packed(self, activation: ActivationName, act: Any, packed: Any) -> Any:
         """``act(gate) * up`` of the two halves of a tensor; ``activation`` is the formula of ``act``."""
         if activation == "gelu_new":  # of which autocast makes another dtype than up has
             gate, up = packed.chunk(2, dim=-1)
