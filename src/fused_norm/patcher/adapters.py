@@ -46,6 +46,7 @@ class FusedAdapter(Fused):
     """Base of the classes put on LoRA layers; a subclass also derives from PEFT's class."""
 
     fused_norm_is_quantised: ClassVar[bool]
+    fused_norm_what = "linear+adapter"
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the linear and add its adapter's output, by kernels if they compute what PEFT's layer does.

@@ -68,6 +68,7 @@ class FusedLinear4bit(Fused):
     """Base of the classes put on 4-bit linears without an adapter; a subclass also derives from bitsandbytes' class."""
 
     fused_norm_is_quantised: ClassVar[bool]
+    fused_norm_what = "dequantisation+linear"
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Multiply by the weight, dequantised in one kernel, if that computes what bitsandbytes' linear does.

@@ -7,7 +7,8 @@ other, as in the stock code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -52,12 +53,14 @@ class Rewrite:
             gate has ``consumer``. Heads have ``rotation``. A rotation has ``values``, of heads or by itself. Inputs
             have the attributes of the linears.
         activation: that of a gate, or of a module that convolves.
+        what: the match in words, as ``print(model)`` shows it: ``add+norm``.
     """
 
     pattern: str
     index: int
     parts: tuple[str, ...] = ()
     activation: Activation | None = None
+    what: str = field(default="", compare=False)
 
 
 class FusedBlock(Fused):
@@ -68,6 +71,15 @@ class FusedBlock(Fused):
     fused_norm_convolutions: ClassVar[tuple[ConvolutionFunction, ...]]
     fused_norm_recompute: ClassVar[RecomputeLevel]
     fused_norm_linears: ClassVar[tuple[str, ...]]
+
+    @property
+    def fused_norm_what(self) -> str:
+        """``add+norm x2, consumers``, what rewrites fuse and how often, and ``recompute`` where that is on."""
+        rewrites = self.fused_norm_rewrites
+        counts = Counter(rewrite.what for rewrite in rewrites if rewrite.what != "consumers")
+        whats = [what if count == 1 else f"{what} x{count}" for what, count in counts.items()]
+        whats += ["consumers"] if any("consumers" in (rewrite.what, *rewrite.parts) for rewrite in rewrites) else []
+        return ", ".join(whats + (["recompute"] if self.fused_norm_recompute else []))
 
     def fused_norm_add(
         self,

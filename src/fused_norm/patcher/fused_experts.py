@@ -93,6 +93,11 @@ class FusedExperts(Fused):
 
     fused_norm_gate: ClassVar[GateOfExperts]
 
+    @property
+    def fused_norm_what(self) -> str:
+        """``experts (silu between grouped products)``, with their gate."""
+        return f"experts ({self.fused_norm_gate})"
+
     def forward(
         self, hidden_states: Any = None, top_k_index: Any = None, top_k_weights: Any = None, *args: Any, **named: Any
     ) -> Any:

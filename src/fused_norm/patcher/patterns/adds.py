@@ -145,7 +145,8 @@ class Add(Match):
             if may_hold(self.conditions[0], block.module):
                 yield row
         if parts:
-            block.rewrites.append(Rewrite("adds", index, parts))
+            what = "+".join([*(["norm"] if "inner" in parts else []), "add", *(["norm"] if "norm" in parts else [])])
+            block.rewrites.append(Rewrite("adds", index, parts, what=what))
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Replace the add, and the norms in these parts, by the fused call."""

@@ -176,7 +176,7 @@ class ConsumedNorm(Match):
         parts: tuple[str, ...] = ("consumers",) if self.consumer is not None and self.consumer.decide(block) else ()
         parts += ("input",) if self.later else ()
         if parts:
-            block.rewrites.append(Rewrite("consumed_norms", index, parts))
+            block.rewrites.append(Rewrite("consumed_norms", index, parts, what="consumers"))
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Name the consumer in the call of the norm, and let later reads of its input read what it passes through."""

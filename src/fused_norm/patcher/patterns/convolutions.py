@@ -111,7 +111,7 @@ def decide_convolutions(convolutions: Sequence[Convolution], block: Block) -> It
             yield row.skipped(str(error))
             continue
         if row.reason is None:
-            block.rewrites.append(Rewrite("convolutions", index, activation=activation))
+            block.rewrites.append(Rewrite("convolutions", index, activation=activation, what="conv"))
         yield row
 
 

@@ -133,7 +133,7 @@ def decide_gates(gates: Sequence[Gate], block: Block) -> Iterator[Site]:
         if row.reason is None:
             consumer: Any = gate.consumer and block.member(callee_name(gate.consumer))
             parts = ("consumer",) if gate.halves is None and is_quantised(consumer) else ()
-            block.rewrites.append(Rewrite("gates", index, parts, activation))
+            block.rewrites.append(Rewrite("gates", index, parts, activation, f"gate ({activation.formula})"))
     reached = {gate.product for gate in gates if may_hold(gate.conditions, block.module)}
     yield from (row for product, row in rows.items() if product in reached)
 

@@ -99,7 +99,8 @@ class Heads(Match):
             row = unless_unrecognised(row, self.rotate, 4, block)
         fused = row is not None and row.reason is None
         parts = () if self.attention is None else self.attention.parts(block)
-        block.rewrites.append(Rewrite("heads", index, ("rotation", *parts) if fused else ()))
+        what = "q and k norms" + (" + rope" if fused else "")
+        block.rewrites.append(Rewrite("heads", index, ("rotation", *parts) if fused else (), what=what))
         return row if fused else None
 
     def _row(self, option: Kind, block: Block, already: bool) -> Site:

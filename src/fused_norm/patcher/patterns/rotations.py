@@ -93,7 +93,7 @@ def decide_rotations(
             row = block.own_row("rope", block.applied_parts("rotations", index) is not None)
             row = unless_unrecognised(row, rotation.rotate, rotation.arguments, block)
             parts = () if rotation.attention is None else rotation.attention.parts(block)
-            block.rewrites += [Rewrite("rotations", index, parts)] if row.reason is None else []
+            block.rewrites += [Rewrite("rotations", index, parts, what="rope")] if row.reason is None else []
         if may_hold(rotation.conditions, block.module):
             yield row
 
