@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
-from .activation_recognition import looks_like_activation
 from .adapters import FusedAdapter, is_lora_layer, is_quantised, is_quantised_lora_layer, name_of, why_unfused
 from .block import Block, SurveyedModel, why_left_out
 from .class_swap import (
@@ -26,7 +24,6 @@ from .class_swap import (
     has_derived_class,
     stock_class,
 )
-from .convolution_recognition import is_causal_convolution
 from .four_bit import FusedLinear4bit, is_linear_4bit, why_linear_is_stock
 from .fused_block import FusedBlock
 from .fused_classes import fused_block_class, fused_class
@@ -36,14 +33,11 @@ from .hooks import are_plain_calls, replaced_forward, replaced_linear
 from .loss_survey import language_models, survey_losses
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Cause, Site
-from .patterns import patterns_of
-from .patterns.convolutions import CONVOLUTION_NAME
-from .patterns.gates import ACTIVATION_FUNCTION
+from .patterns import MATCHES, decide
 from .patterns.heads import QK_NAME
-from .patterns.rotations import ROTATION_NAME
 from .probe import UnrecognisedError, no_code_changes
 from .recompute import COMPILED
-from .source import SourceError, WrappedError, global_of, names_in
+from .source import SourceError, WrappedError
 
 logger = logging.getLogger("fused_norm")
 
@@ -72,7 +66,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         if path not in norms
         and path not in experts
         and not isinstance(module, torch.jit.ScriptModule)
-        and _may_rotate_or_gate(module)
+        and _may_have_sites(module)
     }
     adapters = {
         path: module for path, module in modules.items() if is_lora_layer(module) or is_quantised_lora_layer(module)
@@ -250,7 +244,7 @@ def _decide_block(block: Block, *, is_layer: bool) -> None:
     """Find the sites of a module; those to be fused are among its rewrites, and those of blocks it hands norms to."""
     problem: SourceError | None = None
     try:
-        block.sites += patterns_of(block.origin).decide(block)
+        block.sites += decide(block)
     except SourceError as error:
         problem = error
     block.sites += _without_patterns(block, block.sites, is_layer=is_layer, error=problem)
@@ -304,13 +298,12 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
     rewrites = module.fused_norm_rewrites if override and isinstance(module, FusedBlock) else ()
     fused = {rewrite.pattern for rewrite in rewrites}
     heads = override and any(block.holds_norm(name) for name in module._modules if QK_NAME.fullmatch(name))
-    own_names = replaced or not override  # those of a forward that another has replaced tell nothing
-    kinds: dict[Kind, object] = {
-        "residual": is_layer,
-        "rope": heads or fused & {"heads", "rotations"} or (own_names and _names_rotation(block.origin)),
-        "mlp": "gates" in fused or (replaced and _names_activation(module)),
-        "conv": "convolutions" in fused or (own_names and _convolves(module)),
-    }
+    kinds: dict[Kind, object] = {"residual": is_layer, "rope": heads or "heads" in fused}
+    for match in MATCHES:
+        if match.kind is not None:
+            # The names in a forward that another has replaced tell nothing.
+            told = (replaced or (match.is_named and not override)) and match.may_be_in(module)
+            kinds[match.kind] = kinds.get(match.kind) or match.pattern in fused or told
     kinds_in_rows = {row.kind for row in rows}
     row = partial(Site, block.path, module=block.origin.__name__, reason=override or reason)
     cause: Cause = "overridden" if override else "unrecognised"
@@ -319,36 +312,9 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
     ]
 
 
-def _may_rotate_or_gate(module: nn.Module) -> bool:
+def _may_have_sites(module: nn.Module) -> bool:
     """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
-    return (
-        isinstance(module, FusedBlock)
-        or _names_rotation(type(module))
-        or _convolves(module)
-        or _names_activation(module)
-    )
-
-
-def _names_rotation(origin: Any) -> bool:
-    """Return whether a forward uses the name of a rotary embedding of its file."""
-    return any(ROTATION_NAME.search(name) and global_of(origin, name) is not None for name in names_in(origin))
-
-
-def _convolves(module: nn.Module) -> bool:
-    """Return whether a module holds a causal convolution, or its forward uses the name of a function for one."""
-    holds_one = any(map(is_causal_convolution, module._modules.values()))
-    return holds_one or any(map(CONVOLUTION_NAME.search, names_in(stock_class(module))))
-
-
-def _names_activation(module: nn.Module) -> bool:
-    """Return whether a module's forward uses the name of an activation that it holds, or of a function."""
-    names = names_in(stock_class(module))
-    if any(map(ACTIVATION_FUNCTION.search, names)):
-        return True
-    functions = (FunctionType, BuiltinFunctionType)
-    members: dict[str, Any] = {name: f for name, f in vars(module).items() if isinstance(f, functions)}
-    members |= {name: child for name, child in module._modules.items() if child is not None}
-    return any(name in names and looks_like_activation(name, member) for name, member in members.items())
+    return isinstance(module, FusedBlock) or any(match.may_be_in(module) for match in MATCHES)
 
 
 def _decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Block]:

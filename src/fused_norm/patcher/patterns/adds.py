@@ -45,17 +45,17 @@ from typing import Any
 from torch import nn
 
 from ..block import Block, alike
-from ..dataflow import Conditions, Dataflow, computed, computes_nothing, may_hold, mentions
+from ..dataflow import Conditions, Dataflow, computed, computes_nothing, flow_of, may_hold, mentions
 from ..fused_block import Rewrite
 from ..patch_report import Site
-from .calls import EditedForward, Match, call_of_own, callee_name, is_name
+from .calls import EditedForward, Match, Part, Patterns, call_of_own, callee_name, is_name
 from .consumers import Consumer, consumer_of
 
 _Y = "_fused_norm_y"
 
 
 @dataclass(repr=False)
-class NormCall(Match):
+class NormCall(Part):
     """The call of a norm, or of a dropout, in a statement.
 
     Attributes:
@@ -87,6 +87,8 @@ class Add(Match):
         conditions: those on settings of the module under which the add is computed, and those of ``after``.
     """
 
+    pattern = "adds"
+
     statement: ast.Assign | ast.Return
     residual: ast.expr
     branch: ast.expr
@@ -100,13 +102,23 @@ class Add(Match):
     consumer: Consumer | None
     conditions: tuple[Conditions, Conditions]
 
+    @classmethod
+    def find(cls, layer: Any, found: Patterns) -> list[Add]:
+        """The adds that can be fused with a norm before or after them, in order."""
+        flow = flow_of(layer)
+        adds: list[Add] = []
+        for statement in flow.body_of:
+            add = _add_in(flow, statement, [add.after for add in adds if add.after is not None])
+            adds += [] if add is None else [add]
+        return adds
+
     @property
     def names(self) -> tuple[str | None, ...]:
         """The attributes of ``after``, ``inner`` and ``before``; ``norms.0`` for a norm in a list, None without one."""
         return tuple(None if norm is None else callee_name(norm.call) for norm in (self.after, self.inner, self.before))
 
-    def calls(self, parts: Sequence[str]) -> list[ast.Call]:
-        """The calls of norms and of a dropout in these parts of a rewrite."""
+    def norm_calls(self, parts: Sequence[str]) -> list[ast.Call]:
+        """See ``Match``."""
         norms = {"norm": self.after, "inner": self.inner, "dropout": self.before}
         return [norm.call for part, norm in norms.items() if part in parts and norm is not None]
 
@@ -117,7 +129,7 @@ class Add(Match):
         named = ("norm", norm), ("inner", before if "dropout" in parts else inner), ("consumers", consumer)
         return [(part, name) for part, name in named if part in parts and name is not None]
 
-    def decide(self, block: Block, index: int) -> Iterator[Site]:
+    def decide(self, block: Block, index: int, found: Patterns) -> Iterator[Site]:
         """The rows of the add with the norm after it, and with the norm of its branch.
 
         There are none if it adds a number, and none of what the module's settings never run.
@@ -198,15 +210,6 @@ class Add(Match):
 
 def _adds_number(attributes: tuple[str, ...], block: Block) -> bool:
     return any(isinstance(block.member(name), (int, float)) for name in attributes)
-
-
-def find_adds(flow: Dataflow) -> list[Add]:
-    """The adds that can be fused with a norm before or after them, in order."""
-    adds: list[Add] = []
-    for statement in flow.body_of:
-        add = _add_in(flow, statement, [add.after for add in adds if add.after is not None])
-        adds += [] if add is None else [add]
-    return adds
 
 
 def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add | None:

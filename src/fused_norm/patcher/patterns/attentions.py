@@ -35,16 +35,17 @@ from typing import Any
 from ..adapters import is_quantised
 from ..attention_functions import HARMLESS
 from ..block import Block
-from ..dataflow import Dataflow, mentions
+from ..dataflow import Dataflow, flow_of, mentions
 from ..fused_block import Rewrite
-from .calls import EditedForward, Match, call_of_own, callee_name, is_name
+from ..source import cached_by_forward
+from .calls import EditedForward, Part, call_of_own, callee_name, is_name
 
 _REARRANGED = ("view", "reshape", "transpose")
 """Methods between a linear and the attention that leave the values of its output as they are."""
 
 
 @dataclass(repr=False)
-class Attention(Match):
+class Attention(Part):
     """The call of an attention function after a rotation.
 
     Attributes:
@@ -85,9 +86,14 @@ class Attention(Match):
         rotate.keywords.append(ast.keyword("dtype", read_dtype))
 
 
-def find_attentions(flow: Dataflow) -> dict[ast.Call, Attention]:
-    """The attentions in a forward, by the calls of the rotations before them."""
-    attentions = {}
+@cached_by_forward
+def find_attentions(layer: Any) -> dict[ast.Call, Attention]:
+    """The attentions in the forward of a class, by the calls of the rotations before them.
+
+    Raises:
+        SourceError: if the source cannot be read, or is not what runs.
+    """
+    flow, attentions = flow_of(layer), {}
     for statement in flow.body_of:
         match statement:
             case ast.Assign([ast.Tuple([ast.Name(q), ast.Name(k)])], ast.Call(ast.Name(), [_, _, _, _, *_]) as rotate):

@@ -22,15 +22,16 @@ from typing import Any
 
 from torch import nn
 
-from ..activation_recognition import Activation, recognise_activation
+from ..activation_recognition import recognise_activation
 from ..block import Block
 from ..convolution_recognition import is_causal_convolution, recognise_convolution
-from ..dataflow import Conditions, Dataflow, may_hold
+from ..dataflow import Conditions, Dataflow, flow_of, may_hold
 from ..fused_block import Rewrite
-from ..hooks import are_plain_calls
+from ..hooks import are_plain_calls, stock_class
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from .calls import Callee, EditedForward, Match, call_of_own, callee_name
+from ..source import global_of, names_in
+from .calls import Callee, EditedForward, Match, Patterns, call_of_own, callee_name
 from .gates import activation_of
 
 CONVOLUTION_NAME = re.compile(r"causal_conv(?!.*(update|step))")
@@ -50,12 +51,61 @@ class Convolution(Match):
         conditions: those under which it is made, as far as settings of the module decide it.
     """
 
+    pattern, kind, is_named = "convolutions", "conv", True
+
     call: ast.Call
     callee: Callee
     length: ast.expr | None
     act: Callee | None
     act_call: ast.Call | None
     conditions: Conditions
+
+    @classmethod
+    def find(cls, layer: Any, found: Patterns) -> list[Convolution]:
+        """The calls of functions with such a name, and of modules whose result is cut to a length at once."""
+        flow = flow_of(layer)
+        calls = (_convolution(node, flow) for node in ast.walk(flow.definition) if isinstance(node, ast.Call))
+        return [convolution for convolution in calls if convolution is not None]
+
+    @classmethod
+    def may_be_in(cls, module: nn.Module) -> bool:
+        """Return whether a module holds a causal convolution, or its forward uses the name of a function for one."""
+        holds_one = any(map(is_causal_convolution, module._modules.values()))
+        return holds_one or any(map(CONVOLUTION_NAME.search, names_in(stock_class(module))))
+
+    def functions(self, layer: Any, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """See ``Match``."""
+        if self.callee.is_function:
+            try:
+                yield "fused_norm_convolutions", recognise_convolution(global_of(layer, self.callee.name))
+            except UnrecognisedError:
+                yield "fused_norm_convolutions", None
+
+    def decide(self, block: Block, index: int, found: Patterns) -> Iterator[Site]:
+        """The row of the convolution, unless the module's settings never run it."""
+        if not may_hold(self.conditions, block.module):
+            return
+        callee, act = self.callee.resolve(block), self.act and self.act.resolve(block)
+        if not self.callee.is_function and not is_causal_convolution(callee):
+            return
+        watched = [act] if self.callee.is_function else [callee, act]
+        row = block.own_row("conv", block.applied_parts("convolutions", index) is not None)
+        if any(isinstance(part, nn.Module) and not are_plain_calls(part) for part in watched):
+            row = row.skipped("hooks or other code stand on its convolution or the activation of it", "overridden")
+        activation = None
+        try:
+            if self.callee.is_function:
+                recognise_convolution(callee)
+            if self.act is not None:
+                activation = recognise_activation(act)
+                if activation.formula != "silu":
+                    raise UnrecognisedError(f"the activation of its convolution is {activation.formula}")
+        except UnrecognisedError as error:
+            yield row.skipped(str(error))
+            return
+        if row.reason is None:
+            block.rewrites.append(Rewrite("convolutions", index, activation=activation, what="conv"))
+        yield row
 
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
@@ -72,53 +122,6 @@ class Convolution(Match):
         self.call.func = forward.code(f"self.{method}")
         if self.act_call is not None:
             forward.replace(self.act_call, self.act_call.args[0])
-
-    def is_site(self, block: Block) -> bool:
-        """Return whether it is made in this module, and by a causal convolution if by a module."""
-        if not may_hold(self.conditions, block.module):
-            return False
-        return self.callee.is_function or is_causal_convolution(self.callee.resolve(block))
-
-    def recognised(self, block: Block) -> Activation | None:
-        """What is known of its activation, of a module's.
-
-        Raises:
-            UnrecognisedError: if it is not what is fused.
-        """
-        if self.callee.is_function:
-            recognise_convolution(self.callee.resolve(block))
-        if self.act is None:
-            return None
-        activation = recognise_activation(self.act.resolve(block))
-        if activation.formula != "silu":
-            raise UnrecognisedError(f"the activation of its convolution is {activation.formula}")
-        return activation
-
-
-def decide_convolutions(convolutions: Sequence[Convolution], block: Block) -> Iterator[Site]:
-    """The rows of convolutions, but for those that the module's settings never run."""
-    for index, convolution in enumerate(convolutions):
-        if not convolution.is_site(block):
-            continue
-        row = block.own_row("conv", block.applied_parts("convolutions", index) is not None)
-        watched = [] if convolution.callee.is_function else [convolution.callee.resolve(block)]
-        watched += [] if convolution.act is None else [convolution.act.resolve(block)]
-        if any(isinstance(part, nn.Module) and not are_plain_calls(part) for part in watched):
-            row = row.skipped("hooks or other code stand on its convolution or the activation of it", "overridden")
-        try:
-            activation = convolution.recognised(block)
-        except UnrecognisedError as error:
-            yield row.skipped(str(error))
-            continue
-        if row.reason is None:
-            block.rewrites.append(Rewrite("convolutions", index, activation=activation, what="conv"))
-        yield row
-
-
-def find_convolutions(flow: Dataflow) -> list[Convolution]:
-    """The calls of functions with such a name, and of modules whose result is cut to a length at once."""
-    calls = (_convolution(node, flow) for node in ast.walk(flow.definition) if isinstance(node, ast.Call))
-    return [convolution for convolution in calls if convolution is not None]
 
 
 def _convolution(call: ast.Call, flow: Dataflow) -> Convolution | None:

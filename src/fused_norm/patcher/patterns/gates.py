@@ -32,6 +32,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
 
 from torch import nn
@@ -39,12 +40,13 @@ from torch import nn
 from ..activation_recognition import looks_like_activation, recognise_activation
 from ..adapters import is_quantised
 from ..block import Block
-from ..dataflow import Conditions, Dataflow, edits_in_place, may_hold
+from ..dataflow import Conditions, Dataflow, edits_in_place, flow_of, may_hold
 from ..fused_block import Rewrite
-from ..hooks import are_plain_calls
+from ..hooks import are_plain_calls, stock_class
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from .calls import Callee, EditedForward, Match, call_of_own, callee_name
+from ..source import names_in
+from .calls import Callee, EditedForward, Match, Patterns, call_of_own, callee_name
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 """Part of the names of functions that may be activations."""
@@ -70,6 +72,8 @@ class Gate(Match):
         consumer: the call of a module of its own, ``self.<name>(product)``, that alone reads the product; or None.
     """
 
+    pattern, kind = "gates", "mlp"
+
     act: Callee
     product: ast.BinOp
     factor: ast.expr
@@ -78,6 +82,58 @@ class Gate(Match):
     halves: ast.Assign | None
     conditions: Conditions
     consumer: ast.Call | None
+
+    @classmethod
+    def find(cls, layer: Any, found: Patterns) -> list[Gate]:
+        """The products of something with what may be an activation."""
+        flow = flow_of(layer)
+        return [
+            gate
+            for statement in flow.body_of
+            for product in _products(statement)
+            for factor, other in permutations((product.left, product.right))
+            if not _only_scales(other, flow)
+            if (gate := _gate(flow, statement, product, factor, other)) is not None
+        ]
+
+    @classmethod
+    def may_be_in(cls, module: nn.Module) -> bool:
+        """Return whether a module's forward uses the name of an activation that it holds, or of a function."""
+        names = names_in(stock_class(module))
+        if any(map(ACTIVATION_FUNCTION.search, names)):
+            return True
+        functions = (FunctionType, BuiltinFunctionType)
+        members: dict[str, Any] = {name: f for name, f in vars(module).items() if isinstance(f, functions)}
+        members |= {name: child for name, child in module._modules.items() if child is not None}
+        return any(name in names and looks_like_activation(name, member) for name, member in members.items())
+
+    @classmethod
+    def decide_all(cls, block: Block, found: Patterns) -> Iterator[Site]:
+        """The rows of products with an activation as a factor, unless the module's settings never compute them."""
+        rows: dict[ast.BinOp, Site] = {}
+        for index, gate in enumerate(found.gates):
+            earlier = rows.get(gate.product)
+            if earlier is not None and earlier.activation is not None:
+                continue
+            row, act = block.own_row("mlp", block.applied_parts("gates", index) is not None), gate.act.resolve(block)
+            if isinstance(act, nn.Module) and not are_plain_calls(act):
+                row = row.skipped("hooks or other code stand on its activation", "overridden")
+            try:
+                activation = recognise_activation(act)
+            except UnrecognisedError as error:  # code that hooks it may also put attributes on it, as ZeRO-3 does
+                if earlier is None and looks_like_activation(gate.act.name, act):
+                    rows[gate.product] = row.skipped(str(error))
+                continue
+            rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
+            linear = gate.linear and block.member(callee_name(gate.linear))
+            if getattr(linear, "out_features", None) == 1:  # such as that of a shared expert
+                rows[gate.product] = row = row.skipped("its gate is one number for each row, which broadcasts")
+            if row.reason is None:
+                consumer: Any = gate.consumer and block.member(callee_name(gate.consumer))
+                parts = ("consumer",) if gate.halves is None and is_quantised(consumer) else ()
+                block.rewrites.append(Rewrite("gates", index, parts, activation, f"gate ({activation.formula})"))
+        reached = {gate.product for gate in found.gates if may_hold(gate.conditions, block.module)}
+        yield from (row for product, row in rows.items() if product in reached)
 
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
@@ -108,46 +164,6 @@ class Gate(Match):
             linear = call_of_own(factor.value, forward.own)
             if linear is not None:
                 factor.value = ast.Tuple([linear.func, *linear.args], ast.Load())
-
-
-def decide_gates(gates: Sequence[Gate], block: Block) -> Iterator[Site]:
-    """The rows of products with an activation as a factor, except those that the module's settings never compute."""
-    rows: dict[ast.BinOp, Site] = {}
-    for index, gate in enumerate(gates):
-        earlier = rows.get(gate.product)
-        if earlier is not None and earlier.activation is not None:
-            continue
-        row, act = block.own_row("mlp", block.applied_parts("gates", index) is not None), gate.act.resolve(block)
-        if isinstance(act, nn.Module) and not are_plain_calls(act):
-            row = row.skipped("hooks or other code stand on its activation", "overridden")
-        try:
-            activation = recognise_activation(act)
-        except UnrecognisedError as error:  # code that hooks it may also put attributes on it, as ZeRO-3 does
-            if earlier is None and looks_like_activation(gate.act.name, act):
-                rows[gate.product] = row.skipped(str(error))
-            continue
-        rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
-        linear = gate.linear and block.member(callee_name(gate.linear))
-        if getattr(linear, "out_features", None) == 1:  # such as that of a shared expert
-            rows[gate.product] = row = row.skipped("its gate is one number for each row, which broadcasts")
-        if row.reason is None:
-            consumer: Any = gate.consumer and block.member(callee_name(gate.consumer))
-            parts = ("consumer",) if gate.halves is None and is_quantised(consumer) else ()
-            block.rewrites.append(Rewrite("gates", index, parts, activation, f"gate ({activation.formula})"))
-    reached = {gate.product for gate in gates if may_hold(gate.conditions, block.module)}
-    yield from (row for product, row in rows.items() if product in reached)
-
-
-def find_gates(flow: Dataflow) -> list[Gate]:
-    """The products of something with what may be an activation."""
-    return [
-        gate
-        for statement in flow.body_of
-        for product in _products(statement)
-        for factor, other in permutations((product.left, product.right))
-        if not _only_scales(other, flow)
-        if (gate := _gate(flow, statement, product, factor, other)) is not None
-    ]
 
 
 def _products(statement: ast.stmt) -> Iterator[ast.BinOp]:

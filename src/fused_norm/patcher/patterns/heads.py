@@ -22,24 +22,26 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...spec import Kind
 from ..block import Block, alike
-from ..dataflow import Dataflow, edits_in_place, mentions
+from ..dataflow import Dataflow, edits_in_place, flow_of, mentions
 from ..fused_block import Rewrite
 from ..patch_report import Site
-from .attentions import Attention
-from .calls import EditedForward, Match, call_of_own, callee_name
-from .rotations import unless_unrecognised
+from ..source import global_of
+from .attentions import Attention, find_attentions
+from .calls import EditedForward, Match, Part, Patterns, call_of_own, callee_name
+from .rotations import rotation_or_none, unless_unrecognised
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
 """The names of norms of queries and keys."""
 
 
 @dataclass(repr=False)
-class HeadNorm(Match):
+class HeadNorm(Part):
     """The statement ``name = self.<q or k norm>(expression)``, and the call in it."""
 
     statement: ast.Assign
@@ -57,9 +59,36 @@ class Heads(Match):
         attention: the attention that follows that rotation and alone reads its results, or None.
     """
 
+    pattern = "heads"
+
     norms: tuple[HeadNorm, HeadNorm]
     rotation: tuple[ast.Assign, ast.Call] | None
     attention: Attention | None
+
+    @classmethod
+    def find(cls, layer: Any, found: Patterns) -> list[Heads]:
+        """The pairs of q and k norms, in order, except those whose names an inner function may read."""
+        flow = flow_of(layer)
+        attentions, pairs = find_attentions(layer), []
+        for body in flow.bodies:
+            first: HeadNorm | None = None
+            for statement in body:
+                norm = _head_norm(statement, flow.own)
+                if first is not None and (mentions(statement, first.name) or edits_in_place(statement)):
+                    first = None
+                if norm is None:
+                    continue
+                # After fusing, the first norm comes after what is between them, and after the argument of the second.
+                between = [] if first is None else flow.between(first.statement, statement) or []
+                if first is None or flow.may_change(first.call.args[0], [*between, *norm.call.args]):
+                    first = norm
+                    continue
+                if not flow.is_captured(first.name, norm.name):
+                    rotation = _rotation(flow, statement, (first.name, norm.name))
+                    attention = None if rotation is None else attentions.get(rotation[1])
+                    pairs.append(Heads((first, norm), rotation, attention))
+                first = None
+        return pairs
 
     @property
     def calls(self) -> list[ast.Call]:
@@ -83,25 +112,33 @@ class Heads(Match):
         assert isinstance(self.rotation[1].func, ast.Name)
         return self.rotation[1].func.id
 
-    def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> Site | None:
-        """The row of the rotation if it is fused with the norms before it; None if at most the norms are fused.
+    def norm_calls(self, parts: Sequence[str]) -> list[ast.Call]:
+        """See ``Match``."""
+        return self.calls
 
-        ``taken``: the calls of norms that are part of another rewrite.
-        """
+    def functions(self, layer: Any, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """See ``Match``."""
+        if self.rotate is not None and "rotation" in parts:
+            yield "fused_norm_rotations", rotation_or_none(global_of(layer, self.rotate), 4)
+
+    def decide(self, block: Block, index: int, found: Patterns) -> tuple[()]:
+        """Decide whether the norms are fused, and the rotation with them; the row of the rotation says so."""
         done = block.applied_parts("heads", index)
-        if not taken.isdisjoint(self.calls):
-            return None
-        if not all(map(block.holds_norm, self.names)) or self._row("qk", block, done is not None).reason is not None:
-            return None
-        row = None
-        if self.rotate is not None:
-            row = self._row("rope", block, "rotation" in (done or ()))
-            row = unless_unrecognised(row, self.rotate, 4, block)
-        fused = row is not None and row.reason is None
-        parts = () if self.attention is None else self.attention.parts(block)
-        what = "q and k norms" + (" + rope" if fused else "")
-        block.rewrites.append(Rewrite("heads", index, ("rotation", *parts) if fused else (), what=what))
-        return row if fused else None
+        if not found.norm_calls(block).isdisjoint(self.calls) or not all(map(block.holds_norm, self.names)):
+            return ()
+        if self._row("qk", block, done is not None).reason is None:
+            parts: tuple[str, ...] = ()
+            if self.rotate is not None and self.rotation_row(block, index).reason is None:
+                parts = ("rotation", *(() if self.attention is None else self.attention.parts(block)))
+            what = "q and k norms + rope" if parts else "q and k norms"
+            block.rewrites.append(Rewrite("heads", index, parts, what=what))
+        return ()
+
+    def rotation_row(self, block: Block, index: int) -> Site:
+        """The row of the rotation, as it is fused with the norms before it."""
+        assert self.rotate is not None
+        row = self._row("rope", block, "rotation" in (block.applied_parts("heads", index) or ()))
+        return unless_unrecognised(row, self.rotate, 4, block)
 
     def _row(self, option: Kind, block: Block, already: bool) -> Site:
         """The row of the attention, from those of its norms."""
@@ -130,30 +167,6 @@ class Heads(Match):
         else:
             source = f"{q}, {k} = self.fused_norm_pair(Q_NORM, K_NORM, {q}, {k})"
             forward.insert_after(self.norms[1].statement, forward.code(source, Q_NORM=q_norm, K_NORM=k_norm))
-
-
-def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list[Heads]:
-    """The pairs of q and k norms, in order, except those whose names an inner function may read."""
-    pairs = []
-    for body in flow.bodies:
-        first: HeadNorm | None = None
-        for statement in body:
-            norm = _head_norm(statement, flow.own)
-            if first is not None and (mentions(statement, first.name) or edits_in_place(statement)):
-                first = None
-            if norm is None:
-                continue
-            # After fusing, the first norm comes after what is between them, and after the argument of the second.
-            between = [] if first is None else flow.between(first.statement, statement) or []
-            if first is None or flow.may_change(first.call.args[0], [*between, *norm.call.args]):
-                first = norm
-                continue
-            if not flow.is_captured(first.name, norm.name):
-                rotation = _rotation(flow, statement, (first.name, norm.name))
-                attention = None if rotation is None else attentions.get(rotation[1])
-                pairs.append(Heads((first, norm), rotation, attention))
-            first = None
-    return pairs
 
 
 def _head_norm(statement: ast.stmt, own: str) -> HeadNorm | None:

@@ -19,21 +19,23 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
+from typing import Any
 
 from torch import nn
 
 from ..block import Block
-from ..dataflow import Conditions, Dataflow, may_hold
+from ..dataflow import Conditions, flow_of, may_hold
 from ..fused_block import Rewrite
+from ..hooks import stock_class
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from ..rotation_recognition import recognise_rotation
-from ..source import global_of
-from .attentions import Attention
-from .calls import EditedForward, Match
+from ..rotation_recognition import Rotation, recognise_rotation
+from ..source import global_of, names_in
+from .attentions import Attention, find_attentions
+from .calls import EditedForward, Match, Patterns
 
 ROTATION_NAME = re.compile(r"(?<![a-z])(rot|rope)", re.IGNORECASE)
 """Part of the names of rotary embeddings: ``apply_rotary_pos_emb``, ``rotate_half_of_queries``, ``apply_rope``."""
@@ -53,10 +55,31 @@ class RotationCall(Match):
         conditions: those on settings of the module under which it is called.
     """
 
+    pattern, kind, is_named = "rotations", "rope", True
+
     call: ast.Call
     heads: int | None
     attention: Attention | None
     conditions: Conditions
+
+    @classmethod
+    def find(cls, layer: Any, found: Patterns) -> list[RotationCall]:
+        """The calls of rotary embeddings, by name, and any calls that follow norms of queries and keys."""
+        flow, attentions, rotations = flow_of(layer), find_attentions(layer), []
+        after = {pair.rotation[1]: index for index, pair in enumerate(found.heads) if pair.rotation is not None}
+        for call in ast.walk(flow.definition):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+                named = {word.arg for word in call.keywords}
+                takes_angles = len(call.args) >= min(_ARGUMENTS) or {"cos", "sin"} <= named
+                if call in after or (takes_angles and ROTATION_NAME.search(call.func.id)):
+                    rotations.append(cls(call, after.get(call), attentions.get(call), flow.conditions(call)))
+        return rotations
+
+    @classmethod
+    def may_be_in(cls, module: nn.Module) -> bool:
+        """Return whether a module's forward uses the name of a rotary embedding of its file."""
+        origin = stock_class(module)
+        return any(ROTATION_NAME.search(name) and global_of(origin, name) is not None for name in names_in(origin))
 
     @property
     def rotate(self) -> str:
@@ -71,6 +94,23 @@ class RotationCall(Match):
         is_plain = not is_starred and all(keyword.arg == "unsqueeze_dim" for keyword in self.call.keywords)
         return len(self.call.args) if is_plain and len(self.call.args) in _ARGUMENTS else 0
 
+    def functions(self, layer: Any, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """See ``Match``."""
+        yield "fused_norm_rotations", rotation_or_none(global_of(layer, self.rotate), self.arguments)
+
+    def decide(self, block: Block, index: int, found: Patterns) -> Iterator[Site]:
+        """The row of the rotation, unless the module's settings never call it; it may be fused with norms before it."""
+        of_heads = [rewrite for rewrite in block.rewrites if (rewrite.pattern, rewrite.index) == ("heads", self.heads)]
+        if any("rotation" in rewrite.parts for rewrite in of_heads):
+            row = found.heads[self.heads].rotation_row(block, self.heads)
+        else:
+            row = block.own_row("rope", block.applied_parts("rotations", index) is not None)
+            row = unless_unrecognised(row, self.rotate, self.arguments, block)
+            parts = () if self.attention is None else self.attention.parts(block)
+            block.rewrites += [Rewrite("rotations", index, parts, what="rope")] if row.reason is None else []
+        if may_hold(self.conditions, block.module):
+            yield row
+
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Replace the call by the fused call."""
         method = "fused_norm_rope_one" if self.arguments == 3 else "fused_norm_rope"
@@ -80,22 +120,12 @@ class RotationCall(Match):
         self.call.func = forward.code(f"self.{method}")
 
 
-def decide_rotations(
-    rotations: Sequence[RotationCall], with_norms: Sequence[Site | None], block: Block
-) -> Iterator[Site]:
-    """The rows of rotations, except those that the module's settings never call.
-
-    ``with_norms``: for each pair of q and k norms, the row of the rotation that is fused with them, or None.
-    """
-    for index, rotation in enumerate(rotations):
-        row = None if rotation.heads is None else with_norms[rotation.heads]
-        if row is None:
-            row = block.own_row("rope", block.applied_parts("rotations", index) is not None)
-            row = unless_unrecognised(row, rotation.rotate, rotation.arguments, block)
-            parts = () if rotation.attention is None else rotation.attention.parts(block)
-            block.rewrites += [Rewrite("rotations", index, parts, what="rope")] if row.reason is None else []
-        if may_hold(rotation.conditions, block.module):
-            yield row
+def rotation_or_none(function: Any, arguments: int) -> Rotation | None:
+    """The rotation that a function computes now, or None."""
+    try:
+        return recognise_rotation(function, arguments)
+    except UnrecognisedError:
+        return None
 
 
 def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) -> Site:
@@ -116,16 +146,3 @@ def unless_unrecognised(row: Site, rotate: str, arguments: int, block: Block) ->
             row = row.skipped(f"{rotate} was replaced, by {owner}", "overridden")
         return row.skipped(str(error))
     return row
-
-
-def find_rotations(
-    flow: Dataflow, after: Mapping[ast.Call, int], attentions: Mapping[ast.Call, Attention]
-) -> list[RotationCall]:
-    """The calls of rotary embeddings, by name, and any calls ``after`` norms of queries and keys, with their index."""
-    rotations = []
-    for call in ast.walk(flow.definition):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
-            takes_angles = len(call.args) >= min(_ARGUMENTS) or {"cos", "sin"} <= {word.arg for word in call.keywords}
-            if call in after or (takes_angles and ROTATION_NAME.search(call.func.id)):
-                rotations.append(RotationCall(call, after.get(call), attentions.get(call), flow.conditions(call)))
-    return rotations
