@@ -21,6 +21,7 @@ from ..kernels.triton.memory import norm_dtype
 from ..kernels.triton.norm_backward import MOST_CONSUMERS
 from .adapters import FusedAdapter, adapter_reads_in, is_lora_layer, linear_reads_in, why_stock, why_unfused
 from .four_bit import AdapterInput, FusedLinear4bit, why_linear_is_stock, why_unreadable
+from .fused_block import runtime
 from .fused_norm_module import is_disabled, spec_and_weights, warn_once
 from .recompute import recomputes
 
@@ -170,6 +171,7 @@ def taking_tensors(forward: Callable[..., Any]) -> Callable[..., Any]:
     return taking
 
 
+@runtime
 def fused_norm_inputs(block: Any, x: Any) -> tuple[Any, Sequence[Any]]:
     """Return the tensor that an argument of a block's forward is, and the inputs of the linears that read it.
 

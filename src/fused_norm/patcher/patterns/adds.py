@@ -44,9 +44,19 @@ from typing import Any
 
 from torch import nn
 
+from ...kernels.norm import (
+    ADD_RMS_NORM,
+    ADD_RMS_NORM_FOR_CONSUMERS,
+    NORM_ADD,
+    NORM_ADD_NORM,
+    NORM_ADD_NORM_FOR_CONSUMERS,
+)
 from ..block import Block, alike
 from ..dataflow import Conditions, Dataflow, computed, computes_nothing, flow_of, may_hold, mentions
-from ..fused_block import Rewrite
+from ..fused_block import Rewrite, runtime
+from ..fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, warn_once
+from ..hooks import is_idle_dropout
+from ..linear_inputs import ConsumerOutputs, consumer_spec
 from ..patch_report import Site
 from .calls import EditedForward, Match, Part, Patterns, call_of_own, callee_name, is_name
 from .consumers import Consumer, consumer_of
@@ -85,6 +95,9 @@ class Add(Match):
         attributes: those of the module that are operands.
         consumer: the one module that reads the result of ``after``, or None.
         conditions: those on settings of the module under which the add is computed, and those of ``after``.
+
+    The parts of a rewrite are ``norm``, ``inner``, ``dropout``, ``consumers``, and ``called`` if other code sees the
+    call of the norm.
     """
 
     pattern = "adds"
@@ -319,3 +332,76 @@ def _norm_after(
             return None
         return NormCall(statement, call, condition)
     return None
+
+
+@runtime
+def fused_norm_add(
+    self: Any,
+    norm: Any,
+    residual: Any,
+    branch: Any,
+    *,
+    inner: Any = None,
+    dropout: Any = None,
+    scale: Any = 1.0,
+    consumer: Any = None,
+) -> tuple[Any, Any]:
+    """``(norm(s), s)`` of ``s = residual + scale * dropout(inner(branch))``; ``consumer`` gets the norm."""
+    if dropout is not None and _drops(self, dropout):
+        branch, inner = dropout(inner(branch)), None
+    if inner is not None:
+        spec, *weights = spec_and_weights(inner, norm)
+        tensors = branch, residual, *weights
+        consumers = None if spec is None or consumer is None else consumer_spec(consumer, *tensors)
+        if consumers is not None:
+            outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, *tensors, spec, *consumers)
+            if reason is None:
+                *ys, s = outputs
+                return ConsumerOutputs(ys, consumers, norm, s), s
+        outputs = None if spec is None else run_fused(NORM_ADD_NORM, *tensors, spec)[0]
+        if outputs is not None:
+            return outputs
+        branch = inner(branch)
+    if type(scale) not in (float, int):
+        branch, scale = branch * scale, 1.0
+    spec, weight = spec_and_weights(norm)
+    consumers = None if consumer is None else consumer_spec(consumer, branch, residual, weight)
+    if consumers is None:
+        outputs, reason = run_fused(ADD_RMS_NORM, branch, residual, weight, spec, None, scale)
+        return outputs if reason is None else norm_after_add(norm, branch, residual, scale, reason)
+    outputs, reason = run_fused(ADD_RMS_NORM_FOR_CONSUMERS, branch, residual, weight, spec, scale, *consumers)
+    if reason is not None:
+        return norm_after_add(norm, branch, residual, scale, reason)
+    *tensors, s = outputs
+    return ConsumerOutputs(tensors, consumers, norm, s), s
+
+
+def _drops(self: Any, dropout: Any) -> bool:
+    """Return whether a dropout has to be called; the log says so once."""
+    if is_idle_dropout(dropout):
+        return False
+    if not is_disabled():
+        warn_once(
+            self.fused_norm_origin,
+            "a dropout between them is active, or other code sees its call",
+            "a norm and its add one by one",
+        )
+    return True
+
+
+@runtime
+def fused_norm_add_by_call(self: Any, norm: Any, residual: Any, branch: Any, *, scale: Any = 1.0) -> tuple[Any, Any]:
+    """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm."""
+    if type(scale) not in (float, int):
+        branch, scale = branch * scale, 1.0
+    return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
+
+
+@runtime
+def fused_norm_then_add(self: Any, inner: Any, residual: Any, branch: Any, *, dropout: Any = None) -> Any:
+    """``residual + dropout(inner(branch))``."""
+    if dropout is not None and _drops(self, dropout):
+        return residual + dropout(inner(branch))
+    spec, weight = spec_and_weights(inner)
+    outputs, reason = run_fused(NORM_ADD, branch, residual, weight, spec)
+    return outputs if reason is None else residual + inner(branch)

@@ -36,14 +36,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from ...kernels.norm import (
+    RMS_NORM_FOR_CONSUMERS,
+)
 from ...kernels.triton.norm_backward import MOST_CONSUMERS
 from ..adapters import name_of
 from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
-from ..fused_block import Rewrite
+from ..fused_block import Rewrite, runtime
+from ..fused_norm_module import run_fused, spec_and_weights
 from ..hooks import are_plain_calls
+from ..linear_inputs import ConsumerOutputs, ConsumerSpec, consumer_spec
 from ..source import SourceError, cached_by_forward, names_in
 from .calls import EditedForward, Match, Part, Patterns, call_of_own, callee_name
 
@@ -67,6 +73,8 @@ class Inputs(Match):
         name: the argument's name.
         calls: the calls ``self.<name>(argument)`` of modules, in the order of evaluation.
         other: the source of the first other use, or None.
+
+    The parts of a rewrite are the attributes of the linears.
     """
 
     pattern, edits_first = "inputs", True
@@ -152,6 +160,8 @@ class ConsumedNorm(Match):
         call: the call.
         consumer: the one module that reads its result, or None.
         later: the names that hold its input and are read after it.
+
+    The parts of a rewrite are ``consumers`` and ``input``, if there are such names.
     """
 
     pattern = "consumed_norms"
@@ -297,3 +307,16 @@ def _later(flow: Dataflow, statement: ast.Assign, x: ast.expr) -> tuple[str, ...
             return ()
         later += [name.name] if loads else []
     return tuple(later)
+
+
+@runtime
+def fused_norm_passthrough(self: Any, norm: Any, x: Any, consumer: Any = None) -> tuple[Any, Any]:
+    """Return ``(norm(x), x)``, for ``consumer`` the norm's outputs; the gradient of this x joins the norm's."""
+    if not torch.compiler.is_compiling():
+        spec, weight = spec_and_weights(norm)
+        consumers = None if consumer is None else consumer_spec(consumer, x, weight)
+        outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, x, weight, spec, *(consumers or ConsumerSpec()))
+        if reason is None:
+            *tensors, x = outputs
+            return tensors[0] if consumers is None else ConsumerOutputs(tensors, consumers, norm, x), x
+    return norm(x), x

@@ -26,10 +26,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from ...kernels.qk_norm_rope import QK_NORM
 from ...spec import Kind
 from ..block import Block, alike
 from ..dataflow import Dataflow, edits_in_place, flow_of, mentions
-from ..fused_block import Rewrite
+from ..fused_block import Rewrite, runtime
+from ..fused_norm_module import run_fused, spec_and_weights
 from ..patch_report import Site
 from ..source import global_of
 from .attentions import Attention, find_attentions
@@ -57,6 +61,8 @@ class Heads(Match):
         norms: the two norms, in the order of the source.
         rotation: the call ``rotate(q, k, cos, sin)`` that takes both normed tensors next, and its statement; or None.
         attention: the attention that follows that rotation and alone reads its results, or None.
+
+    The parts of a rewrite are ``rotation``, and with it those of the attention.
     """
 
     pattern = "heads"
@@ -195,3 +201,40 @@ def _rotation(flow: Dataflow, second: ast.stmt, names: tuple[str, str]) -> tuple
             if plain and all(word.arg == "unsqueeze_dim" and isinstance(word.value, ast.Constant) for word in keywords):
                 return statement, call
     return None
+
+
+@runtime
+def fused_norm_pair(self: Any, q_norm: Any, k_norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
+    """``q_norm(q), k_norm(k)``."""
+    spec, *weights = spec_and_weights(q_norm, k_norm)
+    outputs, reason = run_fused(QK_NORM, q, k, *weights, None, None, spec, 1, None)
+    return outputs if reason is None else (q_norm(q), k_norm(k))
+
+
+@runtime
+def fused_norm_rotated(
+    self: Any,
+    q_norm: Any,
+    k_norm: Any,
+    rotate: Any,
+    q: Any,
+    k: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    **named: Any,
+) -> tuple[Any, Any]:
+    """``rotate(q_norm(q), k_norm(k), cos, sin)``; ``dtype`` is as in ``fused_norm_rope``."""
+    spec, *weights = spec_and_weights(q_norm, k_norm)
+    tensors = q, k, *weights
+    rotated = *tensors, cos, sin, spec, named.get("unsqueeze_dim", 1), dtype
+    for rotation in self.fused_norm_rotations:
+        if rotation.fits_qk_norm and rotation.is_now(rotate):
+            key, unless = rotation.key, rotation.unlike_qk_norm
+            outputs, reason = run_fused(QK_NORM, *rotated, replaces=key, unless=unless)
+            if reason is None:
+                return outputs
+    outputs, reason = run_fused(QK_NORM, *tensors, None, None, spec, 1, None)
+    q, k = outputs if reason is None else (q_norm(q), k_norm(k))
+    return self.fused_norm_rope(rotate, q, k, cos, sin, dtype=dtype, **named)
