@@ -33,7 +33,7 @@ from .hooks import are_plain_calls, replaced_forward, replaced_linear
 from .loss_survey import language_models, survey_losses
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Cause, Site
-from .patterns import MATCHES, decide
+from .patterns import MATCHES, decide_matches
 from .patterns.heads import QK_NAME
 from .probe import UnrecognisedError, no_code_changes
 from .recompute import COMPILED
@@ -244,7 +244,7 @@ def _decide_block(block: Block, *, is_layer: bool) -> None:
     """Find the sites of a module; those to be fused are among its rewrites, and those of blocks it hands norms to."""
     problem: SourceError | None = None
     try:
-        block.sites += decide(block)
+        block.sites += decide_matches(block)
     except SourceError as error:
         problem = error
     block.sites += _without_patterns(block, block.sites, is_layer=is_layer, error=problem)

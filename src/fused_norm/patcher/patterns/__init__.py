@@ -39,7 +39,7 @@ def patterns_of(layer: Any) -> Patterns:
     return found
 
 
-def decide(block: Block) -> Iterator[Site]:
+def decide_matches(block: Block) -> Iterator[Site]:
     """The rows of all matches in the forward of a module; those to be fused join its rewrites.
 
     Raises:
