@@ -42,7 +42,7 @@ from .source import SourceError, WrappedError
 logger = logging.getLogger("fused_norm")
 
 _ANY_WIDTH = 64
-"""Of a weight that another device has all of."""
+"""Placeholder width for a weight held entirely by another rank."""
 
 
 @no_code_changes()
@@ -286,8 +286,9 @@ def _plan_block(block: Block, model: SurveyedModel) -> bool:
 def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, error: SourceError | None) -> list[Site]:
     """A row for each kind of site that cannot be seen, if the forward was replaced or its source cannot be read.
 
-    What a module had before follows from what it holds, what was fused in it, and the names in its forward. ``error``:
-    the one that its source gave, None if it can be read.
+    The sites are inferred from what the module holds, what was fused in it, and the names in its forward.
+
+    ``error``: the one that its source gave, None if it can be read.
     """
     replaced = isinstance(error, WrappedError)  # which is another's doing
     reason = None if error is None else str(error)
