@@ -36,6 +36,8 @@ NOT_SAID = {
     "lambda self: …",
     "kernel_layer_name: a fused module takes no kernel from the hub",
     "… = …",
+    "qk norms + rope",
+    "head of a fused loss",
 }
 """Texts of three words or more that are no messages: parts of messages, of the summary, and code."""
 

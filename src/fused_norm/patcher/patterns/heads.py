@@ -136,7 +136,7 @@ class Heads(Match):
             parts: tuple[str, ...] = ()
             if self.rotate is not None and self.rotation_row(block, index).reason is None:
                 parts = ("rotation", *(() if self.attention is None else self.attention.parts(block)))
-            what = "q and k norms + rope" if parts else "q and k norms"
+            what = "qk norms + rope" if parts else "qk norms"
             block.rewrites.append(Rewrite("heads", index, parts, what=what))
         return ()
 
