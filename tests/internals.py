@@ -89,14 +89,9 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.adapters.FusedAdapter": "gets planted faults in an adapter's forward and casts",
     "fused_norm.patcher.adapters.dropout_factors": "holds factors to the bits of dropout on a GPU",
     "fused_norm.patcher.adapters.mask_of_dropout": "holds masks to those of dropout on a GPU",
-    "fused_norm.patcher.convolution_recognition.recognise_convolution": (
-        "code that changes process state is run to be recognised, by itself"
-    ),
     "fused_norm.patcher.four_bit": "makes bitsandbytes multiply a shape itself, as it does on some GPUs",
-    "fused_norm.patcher.fused_block": "gets planted faults: silent fallbacks, and another norm's output",
     "fused_norm.patcher.fused_block.FusedBlock": "gets planted faults in what a rewritten forward calls",
     "fused_norm.patcher.fused_block.Rewrite": "forwards as text have no model, so that a test says what is to be fused",
-    "fused_norm.patcher.fused_block.run_fused": "falls back silently, as a planted fault",
     "fused_norm.patcher.fused_classes": "limits the variants of a class; gets a planted fault",
     "fused_norm.patcher.fused_norm_module": "forgets which warnings were given; gets a planted fault",
     "fused_norm.patcher.fused_norm_module.is_disabled": "tells a planted fault to leave the stock step right",
@@ -114,11 +109,17 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.norm_recognition.recognise": (
         "code that changes process state is run to be recognised, by itself"
     ),
+    "fused_norm.patcher.patterns.convolutions.recognise_convolution": (
+        "code that changes process state is run to be recognised, by itself"
+    ),
     "fused_norm.patcher.patterns.patterns_of": (
         "forwards as text have no model, so that a test says what is to be fused"
     ),
     "fused_norm.patcher.patterns.rewritten_forward": (
         "forwards as text have no model, so that a test says what is to be fused"
+    ),
+    "fused_norm.patcher.patterns.rotations.recognise_rotation": (
+        "code that changes process state is run to be recognised, by itself"
     ),
     "fused_norm.patcher.probe.UnrecognisedError": "code that changes process state is run to be recognised, by itself",
     "fused_norm.patcher.recompute": "forgets warnings, and loses a part of PyTorch that is not public",
@@ -127,9 +128,6 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.recompute_linears": "notes which products are computed again",
     "fused_norm.patcher.recompute_linears.LinearOutputs": "gets a planted fault: outputs of adapters are kept silently",
     "fused_norm.patcher.recompute_linears.Recipe": "tells recipes from tensors that a graph saved",
-    "fused_norm.patcher.rotation_recognition.recognise_rotation": (
-        "code that changes process state is run to be recognised, by itself"
-    ),
 }
 """Why tests import each name, as far as somebody has looked at it."""
 

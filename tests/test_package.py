@@ -41,6 +41,19 @@ def test_what_everyone_imports_knows_neither_measurements_nor_peers():
     assert imports == {("__main__.py", "fused_norm.cli.main")}
 
 
+def test_no_two_classes_or_types_have_one_name():
+    places: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Subscript, ast.BinOp)):  # perhaps a type
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            for name in names:
+                if name.strip("_")[:1].isupper() and not name.isupper():
+                    places.setdefault(name, []).append(path.relative_to(PACKAGE).as_posix())
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
 def test_the_version_is_that_of_what_is_installed(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", {"fused-norm": "1.2.3"}.__getitem__)
     assert fused_norm.__version__ == "1.2.3"

@@ -35,9 +35,9 @@ NOT_SAID = {
     "its linear by bitsandbytes' code",
     "lambda self: …",
     "kernel_layer_name: a fused module takes no kernel from the hub",
-    "is in …, which its forward calls, and which is not rewritten",
     "… = …",
-    "is written in a way that is not rewritten",
+    "qk norms + rope",
+    "head of a fused loss",
 }
 """Texts of three words or more that are no messages: parts of messages, of the summary, and code."""
 

@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import pickle
+import re
 import types
 
 import pytest
@@ -552,3 +553,43 @@ def test_a_forward_put_on_a_class_runs_below_what_others_derived_from_the_fused_
     assert {site.cause for site in report.kept} == {"overridden"}
     assert f"model.{place}" in {site.path for site in report.kept}
     assert_trains_as_stock(stock, fused, tokens())
+
+
+PRINTED = {
+    "llama": {
+        "LlamaForCausalLM": "head+loss",
+        "LlamaDecoderLayer": "add+norm, consumers",
+        "LlamaAttention": "rope, consumers",
+        "LlamaMLP": "gate (silu), consumers",
+        "LlamaRMSNorm": "(72,), eps=1e-05, fused: norm (llama)",
+        "Linear": "in_features=72, out_features=264, bias=False, fused: head of a fused loss",
+    },
+    "gemma2": {
+        "Gemma2ForCausalLM": "head+loss",
+        "Gemma2DecoderLayer": "norm+add+norm, norm+add, consumers, recompute",
+        "Gemma2Attention": "rope, consumers",
+        "Gemma2MLP": "gate (gelu_tanh), consumers",
+        "Gemma2RMSNorm": "(72,), eps=1e-06, fused: norm (gemma)",
+        "Linear": "in_features=72, out_features=264, bias=False, fused: head of a fused loss",
+    },
+}
+"""What a printed model shows of each class that has something fused; ``Linear`` is the head."""
+
+
+@pytest.mark.parametrize("model_type", PRINTED)
+def test_a_printed_model_shows_what_each_fused_module_is_after_what_stock_shows(model_type: str) -> None:
+    model = build(model_type, seed=0)
+    stock = str(model)
+    fused_norm.apply_fused_norm(model, recompute=model_type == "gemma2")
+    lines = [line.strip() for line in str(model).splitlines()]
+    shown = {}
+    for before, line in zip(["", *lines], lines, strict=False):
+        if line.startswith("fused: "):
+            shown[before.split()[-1].rstrip("(")] = line.removeprefix("fused: ")
+        elif "fused: " in line:
+            name, _, what = line.split(": ", 1)[1].removesuffix(")").partition("(")
+            shown[name] = what
+    assert shown == PRINTED[model_type]
+    assert re.sub(r"^ *fused: .*\n|, fused: [^()]*(\([^()]*\))?(?=\)$)", "", str(model), flags=re.MULTILINE) == stock
+    fused_norm.remove_fused_norm(model)
+    assert str(model) == stock

@@ -18,10 +18,10 @@ from transformers import AutoConfig
 import fused_norm
 from fused_norm.model_configs import build, families_here
 from fused_norm.patcher.activation_recognition import recognise_activation
-from fused_norm.patcher.convolution_recognition import recognise_convolution
 from fused_norm.patcher.norm_recognition import recognise
+from fused_norm.patcher.patterns.convolutions import recognise_convolution
+from fused_norm.patcher.patterns.rotations import recognise_rotation
 from fused_norm.patcher.probe import UnrecognisedError
-from fused_norm.patcher.rotation_recognition import recognise_rotation
 
 from .models import tokens
 

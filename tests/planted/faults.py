@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fused_norm.kernels.operator import OPERATORS, Recompute
-from fused_norm.patcher import fused_block, fused_classes, linear_inputs, losses, recompute
+from fused_norm.patcher import fused_classes, linear_inputs, losses, recompute
 from fused_norm.patcher.adapters import AdapterInput, FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.fused_norm_module import is_disabled
@@ -124,10 +124,12 @@ def _of_consumers(change: Callable[[tuple[Tensor, ...]], Any]) -> Callable[[Back
     return wrong
 
 
-def _last_reads_the_norm_before(right: Any, memory: dict[str, Tensor], ys: list[Tensor], *others: Any) -> Any:
+def _last_reads_the_norm_before(
+    right: Any, memory: dict[str, Tensor], outputs: Any, ys: list[Tensor], *others: Any
+) -> None:
     before = memory.get("y", ys[-1])
     memory["y"] = ys[-1].detach()
-    return right([*ys[:-1], before] if len(ys) > 1 and before.shape == ys[-1].shape else ys, *others)
+    right(outputs, [*ys[:-1], before] if len(ys) > 1 and before.shape == ys[-1].shape else ys, *others)
 
 
 def _detached_input(right: Any, memory: Any, *arguments: Any, **named: Any) -> Any:
@@ -250,7 +252,7 @@ _IN_MODELS: Mapping[str, tuple[tuple[Any, ...], ...]] = {
     ),
     "consumers": (
         # A linear reads the norm before.
-        ("consumers-neighbour", replaced_by(fused_block, "NormOutputs", _last_reads_the_norm_before)),
+        ("consumers-neighbour", replaced_by(linear_inputs.ConsumerOutputs, "__init__", _last_reads_the_norm_before)),
         # The input that is passed on has no gradient.
         ("consumers-detached", replaced_by(*_PASSTHROUGH, _detached_input)),
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fused_norm.check.distances import share_different
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator
 from fused_norm.kernels.recording import forget_all
-from fused_norm.patcher import adapters, fused_block, fused_norm_module
+from fused_norm.patcher import fused_norm_module
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.lazy_logits import CrossEntropy, Projection
 from fused_norm.patcher.losses import FusedHead
@@ -235,7 +236,7 @@ def falls_back(*operators: Operator, where: Callable[[Tensor], bool] = lambda x:
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        state, right = PlantedFault(), fused_block.run_fused
+        state, right = PlantedFault(), fused_norm_module.run_fused
 
         def declines(operator: Operator, *arguments: Any, **named: Any) -> tuple[Any, str | None]:
             if OPERATORS[operator.plain_name or operator.name] not in operators or not where(arguments[0]):
@@ -244,8 +245,9 @@ def falls_back(*operators: Operator, where: Callable[[Tensor], bool] = lambda x:
             return None, ""
 
         with contextlib.ExitStack() as stack:
-            for module in (fused_block, fused_norm_module, adapters):
-                stack.enter_context(mock.patch.object(module, "run_fused", declines))
+            for module in [part for name, part in sys.modules.items() if name.startswith("fused_norm.patcher.")]:
+                if hasattr(module, "run_fused"):
+                    stack.enter_context(mock.patch.object(module, "run_fused", declines))
             yield state
 
     return planted

@@ -17,14 +17,14 @@ from .triton.memory import angles_layout
 KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """The dtypes that kernels take; float64 goes to the PyTorch reference."""
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "gelu_new"]
 """The activation of an MLP's gate."""
 
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS: tuple[ActivationName, ...] = ("silu", "gelu", "gelu_tanh")
 """The activations of the gate of experts: x times the logistic function of x, times the normal distribution's (by
 erf), and times the approximation of the latter by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
 
-GLU_ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+GLU_ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
 """Those of an MLP's gate: also the last one with each of its operations rounded."""
 
 GATES = ("silu", "sigmoid")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import ACTIVATIONS, Activation, Unsupported, check_choice, check_flag
+from .arguments import ACTIVATIONS, ActivationName, Unsupported, check_choice, check_flag
 from .operator import BackwardCall, Operator, Results
 from .reference import CLAMP_HAS_GRADIENT_AT_LIMIT
 from .triton.experts_kernels import (
@@ -219,7 +219,7 @@ def _check_index(
 def expert_gate(
     x: Tensor,
     absent: Tensor | None = None,
-    activation: Activation = "silu",
+    activation: ActivationName = "silu",
     *,
     interleaved: bool = False,
     limit: float | None = None,

@@ -16,7 +16,7 @@ from .plans import WIDEST_GATED
 from .triton.gated_kernels import Gating, launch_gated_backward, launch_gated_forward
 from .triton.memory import empty_rows_like, empty_weight_like, norm_dtype
 
-Gate = Literal["silu", "sigmoid"]
+GateActivation = Literal["silu", "sigmoid"]
 """The activation of a norm's gate, one of ``arguments.GATES``."""
 
 
@@ -92,7 +92,7 @@ def gated_rms_norm(
     casting: Casting = "llama",
     zero_centered: bool = False,
     norm_before_gate: bool = True,
-    activation: Gate = "silu",
+    activation: GateActivation = "silu",
     groups: int = 1,
 ) -> Tensor:
     """RMSNorm over the last dimension with a gate, as linear attentions and Mamba 2 end with.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import GLU_ACTIVATIONS, Activation, Unsupported, check_choice
+from .arguments import GLU_ACTIVATIONS, ActivationName, Unsupported, check_choice
 from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Results, for_each_consumer, joined_grads
 from .triton.glu_kernels import launch_glu
 from .triton.memory import empty_rows_like, promoted
@@ -128,7 +128,7 @@ class GluForConsumers(Glu):
 GLU, GLU_FOR_CONSUMERS = Glu(), GluForConsumers()
 
 
-def glu(gate: Tensor, up: Tensor | None = None, activation: Activation = "silu") -> Tensor:
+def glu(gate: Tensor, up: Tensor | None = None, activation: ActivationName = "silu") -> Tensor:
     """A gated linear unit (Shazeer 2020, arXiv 2002.05202), its activation's result never written.
 
     ``y = act(gate) * up``, the activation computed in fp32 and rounded to gate's dtype first. The backward keeps gate

@@ -122,7 +122,7 @@ class Operator(ABC):
     extra_saved: ClassVar[tuple[str, ...]] = ()
     """Further results of the forward, computed for the backward alone."""
     copies: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """The weights that the forward may copy, each with the tensors that need it in their gradients.
+    """The weights that the forward may copy, mapped to the inputs whose gradients read them.
 
     A copy, called ``weight_copy``, is a result after ``extra_saved``, and is saved in place of the weight. The forward
     makes it if stock code does not save the weight itself, which other code may write into before the backward.

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
-from ..kernels.arguments import Activation as Formula
+from ..kernels.arguments import ActivationName
 from .probe import DTYPES, Case, Recognizer, UnrecognisedError, cpu_replica, found_once, key_of_module, own_attributes
 from .running_code import RunningCode
 
-FORMULAS: Mapping[Formula, Callable[[Tensor], Tensor]] = MappingProxyType(
+FORMULAS: Mapping[ActivationName, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "silu": torch.ops.aten.silu.default,
         "gelu": torch.ops.aten.gelu.default,
@@ -41,7 +41,7 @@ class Activation:
         settings: the module's own attributes, by name.
     """
 
-    formula: Formula
+    formula: ActivationName
     function: Callable[..., Any]
     running: RunningCode
     kind: type[nn.Module] | None
@@ -103,9 +103,9 @@ def _setting(value: Any) -> Any:
     return value
 
 
-def _formula_of(calls: Sequence[Callable[..., Any]]) -> Formula:
+def _formula_of(calls: Sequence[Callable[..., Any]]) -> ActivationName:
     bits, gradients = (
-        Recognizer[Formula](_cases(calls, way), lambda formula, x: FORMULAS[formula](x), gradients=way)
+        Recognizer[ActivationName](_cases(calls, way), lambda formula, x: FORMULAS[formula](x), gradients=way)
         for way in (False, True)
     )
     matches = [formula for formula in FORMULAS if bits.agrees(formula) and gradients.agrees(formula)]

@@ -46,6 +46,7 @@ class FusedAdapter(Fused):
     """Base of the classes put on LoRA layers; a subclass also derives from PEFT's class."""
 
     fused_norm_is_quantised: ClassVar[bool]
+    fused_norm_what = "linear+adapter"
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the linear and add its adapter's output, by kernels if they compute what PEFT's layer does.
@@ -99,7 +100,7 @@ class FusedAdapter(Fused):
                     operator, weight, options = LORA_LINEAR, [w], (products,)
         if operator is not None:
             rounds_once = drops_in in (torch.float32, options[0])  # kernels round what they read, or drop, once
-            # Who passes an adapter's input in another dtype than stock's has asked (``adapter_reads_in``).
+            # A caller that passes an adapter's input in another dtype than stock's has checked ``adapter_reads_in``.
             is_known = adapter_input is not None and adapter_input.dtype not in (None, own.dtype)
             if not is_known and not (rounds_once and is_idle_dropout(dropout)):
                 if rounds_once and own.dtype in (drops_in, options[0]):

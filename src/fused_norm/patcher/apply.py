@@ -170,7 +170,7 @@ def _replaced_in(part: _Part) -> Iterator[Site]:
     file = stock_class(part.modules[part.path]).__module__
     names: Mapping[Kind, re.Pattern[str]] = {"rope": _ATTENTION, "mlp": _MLP}
     for kind, name in names.items():
-        sites = [row for row in part.rows_of(kind) if not row.in_helper]
+        sites = part.rows_of(kind)
         for path, module in part.modules.items():
             if len(sites) >= part.counts.get(kind, 0):
                 break

@@ -136,7 +136,7 @@ class Block:
 
     def decide_consumers(self, index: int, linears: tuple[str, ...], obstacle: str | None) -> bool:
         """Decide whether the ``linears`` that read argument ``index`` get inputs of their own; it gets a row."""
-        rewrite = Rewrite("inputs", index, linears)
+        rewrite = Rewrite("inputs", index, linears, what="consumers")
         reason = self.override_reason or obstacle
         if self.is_sealed and not self.module.fused_norm_linears:
             reason = reason or "other code has built on its class since that was patched"

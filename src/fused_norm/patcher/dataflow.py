@@ -163,18 +163,9 @@ class Dataflow:
         body = self.body_of[statement]
         return body[body.index(statement) + 1 :]
 
-    def origins(self, node: ast.AST | None, same: Sequence[str] = ()) -> list[ast.AST]:
-        """The expressions that a value may come from through names, ``a if b else c`` and ``:=``, in source order.
-
-        ``same``: methods that may return the tensor that they are called on.
-        """
-        sources = self._sources(node, _CHOICES, same)
-        ends = [source for source, is_end in sources.items() if is_end and source is not None]
-        return sorted(ends, key=lambda end: (getattr(end, "lineno", 0), getattr(end, "col_offset", 0)))
-
     def is_number(self, node: ast.AST | None) -> bool:
         """Return whether a value is a number by the source, or of a global name, which no tensor of a model has."""
-        for source, is_end in self._sources(node, _ARITHMETIC, ()).items():
+        for source, is_end in self._sources(node, _ARITHMETIC, through_methods=False).items():
             match source:
                 case ast.Constant(int() | float()) | ast.Subscript(value=ast.Attribute(attr="shape")) | ast.Name():
                     continue
@@ -206,7 +197,7 @@ class Dataflow:
 
         ``with_whole``: if the value was unpacked from a call, include what the call cut into parts.
         """
-        sources = self._sources(node, _VIEWS, None, with_whole=with_whole)
+        sources = self._sources(node, _VIEWS, through_methods=True, with_whole=with_whole)
         names = (name for name in sources if isinstance(name, ast.Name))
         return {*sources, *(definition for name in names for definition in self._definitions.get(name, ()))} - {None}
 
@@ -214,14 +205,14 @@ class Dataflow:
         self,
         node: ast.AST | None,
         fields: Mapping[type, tuple[str, ...]],
-        methods: Sequence[str] | None,
         *,
+        through_methods: bool,
         with_whole: bool = False,
     ) -> dict[ast.AST | None, bool]:
         """Everything that a value may come from, each with whether it comes from nothing else; None if unknown.
 
-        ``fields``: of kinds of expressions, the fields that a value passes through; ``methods``: those that may return
-        what they are called on, None for all but the module's own; ``with_whole``: a part of a tuple comes from it all.
+        ``fields``: of kinds of expressions, the fields that a value passes through; ``through_methods``: any method but
+        the module's own may return what it is called on; ``with_whole``: a part of a tuple comes from it all.
         """
         seen: dict[ast.AST | None, bool] = {}
         nodes = [node]
@@ -235,8 +226,8 @@ class Dataflow:
                     next_nodes = [part.value for part in definitions] or [None]
                     cuts = (part.statement for part in definitions if with_whole and part.value is None)
                     next_nodes += [cut.value for cut in cuts if isinstance(cut, ast.Assign)]
-                case ast.Call(func=ast.Attribute(attr=method, value=tensor)) if not self.is_own(source.func):
-                    next_nodes = [tensor] if methods is None or method in methods else None
+                case ast.Call(func=ast.Attribute(value=tensor)) if through_methods and not self.is_own(source.func):
+                    next_nodes = [tensor]
                 case _ if type(source) in fields:
                     values = (getattr(source, field) for field in fields[type(source)])
                     next_nodes = [part for value in values for part in (value if isinstance(value, list) else [value])]

@@ -33,8 +33,8 @@ class AdapterInput:
     Attributes:
         x: [..., K], read by the linear.
         own: equal to x but for its dtype, read by the adapter, with a gradient of its own; or x.
-        dtype: that of x in stock code, in which a quantised linear, or a layer around one, returns its result; None if
-            x is of it, or if no linear in the block is quantised.
+        dtype: the dtype that the stock layer would return; None if it is x.dtype, or if no linear in the block is
+            quantised.
         y_dtype: that of products, if the only consumer of the output casts it to that at once.
         returns_summands: the consumer takes ``Summands`` in place of the output; a layer may return the output still.
     """
@@ -68,6 +68,7 @@ class FusedLinear4bit(Fused):
     """Base of the classes put on 4-bit linears without an adapter; a subclass also derives from bitsandbytes' class."""
 
     fused_norm_is_quantised: ClassVar[bool]
+    fused_norm_what = "dequantisation+linear"
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Multiply by the weight, dequantised in one kernel, if that computes what bitsandbytes' linear does.

@@ -52,17 +52,15 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
     Raises:
         SourceError: if the forward cannot be rewritten.
     """
-    rotations, convolutions = functions_of(origin, rewrites) if rewrites else ((), ())
     return fused_class(
         FusedBlock,
         origin,
         partial(_guarded_forward, origin, rewrites, recompute),
         (fused_block_class, origin, rewrites, recompute),
         fused_norm_rewrites=rewrites,
-        fused_norm_rotations=rotations,
-        fused_norm_convolutions=convolutions,
         fused_norm_recompute=recompute,
         fused_norm_linears=linears_of(rewrites),
+        **(functions_of(origin, rewrites) if rewrites else {}),
     )
 
 

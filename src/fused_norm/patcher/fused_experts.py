@@ -24,7 +24,7 @@ from ..kernels.arguments import ACTIVATIONS
 from ..kernels.autocast import autocast_dtype
 from ..kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
-from .activation_recognition import FORMULAS, Activation, Formula, recognise_activation
+from .activation_recognition import FORMULAS, Activation, ActivationName, recognise_activation
 from .fused_norm_module import is_disabled, run_fused, warn_once
 from .hooks import Fused, are_plain_calls, defined_function, name_of_function
 from .probe import (
@@ -66,7 +66,7 @@ class GateOfExperts:
         function_running: its code.
     """
 
-    activation: Formula
+    activation: ActivationName
     interleaved: bool
     limit: str | None
     alpha: str | None
@@ -92,6 +92,11 @@ class FusedExperts(Fused):
     """Base of the classes put on modules of experts; a subclass also derives from the module's own class."""
 
     fused_norm_gate: ClassVar[GateOfExperts]
+
+    @property
+    def fused_norm_what(self) -> str:
+        """``experts (silu between grouped products)``, with their gate."""
+        return f"experts ({self.fused_norm_gate})"
 
     def forward(
         self, hidden_states: Any = None, top_k_index: Any = None, top_k_weights: Any = None, *args: Any, **named: Any
@@ -297,7 +302,7 @@ _TOKENS, _EXPERTS, _TOP_K, _WIDTH, _INNER = 12, 3, 2, 16, 8
 
 def _compared(
     origin: Any, function: Any, plain: Mapping[str, Any], experts: nn.Module
-) -> tuple[Formula, bool, str | None, str | None]:
+) -> tuple[ActivationName, bool, str | None, str | None]:
     """Find the gate of replicas of a module, and compare all that they compute with the formula, bit for bit."""
     floats = [name for name, value in plain.items() if type(value) is float]
     numbers = {name: 0.75 + 0.5 * place for place, name in enumerate(floats)}
@@ -318,15 +323,15 @@ def _compared(
     return gate
 
 
-def _options(replica: Any, activation: Formula, interleaved: bool, *names: str | None) -> tuple[Any, ...]:
+def _options(replica: Any, activation: ActivationName, interleaved: bool, *names: str | None) -> tuple[Any, ...]:
     return activation, interleaved, *(None if name is None else getattr(replica, name) for name in names)
 
 
-def _gate_formula(x: Tensor, absent: Tensor | None, activation: Formula, *options: Any) -> Tensor:
+def _gate_formula(x: Tensor, absent: Tensor | None, activation: ActivationName, *options: Any) -> Tensor:
     return reference.expert_gate(x, absent, activation, *options, act=FORMULAS[activation])
 
 
-def _is_gate(replica: Any, activation: Formula, interleaved: bool, *names: str | None) -> bool:
+def _is_gate(replica: Any, activation: ActivationName, interleaved: bool, *names: str | None) -> bool:
     """Return whether a replica's gate has the bits of the formula, for values of every size."""
     if names[1] is not None and activation != "silu":
         return False
@@ -347,7 +352,7 @@ def _is_gate(replica: Any, activation: Formula, interleaved: bool, *names: str |
     return True
 
 
-def _agrees(replica: Any, function: Any, gate: tuple[Formula, bool, str | None, str | None]) -> bool:
+def _agrees(replica: Any, function: Any, gate: tuple[ActivationName, bool, str | None, str | None]) -> bool:
     """Return whether a replica's outputs and all gradients have the bits of the formula, with absent experts too."""
     steps = reference.expert_permute, reference.expert_bias, _gate_formula, reference.expert_unpermute
     formula = partial(outputs, replica, function, steps, _options(replica, *gate))

@@ -70,6 +70,11 @@ class FusedNorm(Fused):
     fused_norm_replaced: ClassVar[Casting | None]
     weight: Tensor
 
+    @property
+    def fused_norm_what(self) -> str:
+        """``norm (llama)``, with the casting of the norm."""
+        return f"norm ({self.fused_norm_spec.casting})"
+
     def forward(self, x: Any = None, residual: Any = None, scale: float = 1.0, **named: Any) -> Any:
         """``norm(x)``, or ``(norm(s), s)`` of ``s = residual + scale * x``.
 

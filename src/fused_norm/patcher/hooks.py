@@ -47,6 +47,15 @@ class Fused(nn.Module):
     fused_norm_origin_forward: ClassVar[Any]
     fused_norm_origin_code: ClassVar[RunningCode]
 
+    @property
+    def fused_norm_what(self) -> str:
+        """What is fused in this module, in words."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """What ``print(model)`` shows of the stock module, and what is fused in it."""
+        return ", ".join(filter(None, [super().extra_repr(), f"fused: {self.fused_norm_what}"]))
+
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module in the stock model."""

@@ -1,4 +1,4 @@
-"""The inputs of linears that consume a norm, at the time of a call: how many outputs a norm has, and who gets which.
+"""Runtime of ``consumers``: one alias of the norm's output per linear that reads it, made at the time of a call.
 
 The rewritten forward of a layer passes what a norm returns on to the attention or MLP that consumes it, in place of the
 one tensor that stock code passes. If other code may see what is passed there, because of a hook or a wrapper on the
@@ -21,6 +21,7 @@ from ..kernels.triton.memory import norm_dtype
 from ..kernels.triton.norm_backward import MOST_CONSUMERS
 from .adapters import FusedAdapter, adapter_reads_in, is_lora_layer, linear_reads_in, why_stock, why_unfused
 from .four_bit import AdapterInput, FusedLinear4bit, why_linear_is_stock, why_unreadable
+from .fused_block import runtime
 from .fused_norm_module import is_disabled, spec_and_weights, warn_once
 from .recompute import recomputes
 
@@ -43,7 +44,7 @@ class ConsumerSpec(NamedTuple):
 
 
 @dataclass(slots=True)
-class NormOutputs:
+class ConsumerOutputs:
     """What a norm returns to a block whose linears consume it, in place of one tensor.
 
     Attributes:
@@ -152,7 +153,7 @@ def _wide_consumers(linears: Sequence[Any], tensors: Sequence[Any], dtype: torch
 
 def tensors_of(value: Any) -> Sequence[Any]:
     """Return the tensors of what a rewritten forward passes to a block or a LoRA layer; anything else is one itself."""
-    if type(value) is NormOutputs:
+    if type(value) is ConsumerOutputs:
         return value.tensors
     return (value.x if type(value) is AdapterInput else value,)
 
@@ -161,7 +162,7 @@ def taking_tensors(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A stock forward that is called with what a norm returns to its consumers, too."""
 
     def tensor(value: Any) -> Any:
-        return value.as_in_stock() if type(value) is NormOutputs else value
+        return value.as_in_stock() if type(value) is ConsumerOutputs else value
 
     @wraps(forward)
     def taking(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,13 +171,14 @@ def taking_tensors(forward: Callable[..., Any]) -> Callable[..., Any]:
     return taking
 
 
+@runtime
 def fused_norm_inputs(block: Any, x: Any) -> tuple[Any, Sequence[Any]]:
     """Return the tensor that an argument of a block's forward is, and the inputs of the linears that read it.
 
     ``x``: a tensor, which all linears read, or the outputs of a norm.
     """
     linears = block.fused_norm_linears
-    if type(x) is not NormOutputs:
+    if type(x) is not ConsumerOutputs:
         return x, (x,) * len(linears)
     (_, dtype, wide), tensors = x.consumers, x.tensors
     y = tensors[0]

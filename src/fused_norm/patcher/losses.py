@@ -45,6 +45,7 @@ class FusedLoss(Fused):
     """Base of the classes put on language models; a subclass also derives from the model's own class."""
 
     fused_norm_head_class: ClassVar[type[nn.Module]]
+    fused_norm_what = "head+loss"
 
 
 class FusedHead(Fused):
@@ -52,6 +53,7 @@ class FusedHead(Fused):
 
     weight: Tensor
     bias: Tensor | None
+    fused_norm_what = "head of a fused loss"
 
     def forward(self, x: Any) -> Any:
         """Logits [..., V] of hidden states [..., H]: lazy ones while a model that this is the head of wants a loss."""

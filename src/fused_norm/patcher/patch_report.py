@@ -39,7 +39,6 @@ class Site:
             ``recompute``.
         activation: what the activation of an MLP computes; None if it was not recognised.
         replaced: the casting of the stock norm if the caller's options give it another one, which ``spec`` has.
-        in_helper: it was kept because it is written in a method or function that the module's forward calls.
     """
 
     path: str
@@ -50,7 +49,6 @@ class Site:
     cause: Cause | None = None
     activation: str | None = None
     replaced: Casting | None = None
-    in_helper: bool = False
 
     @property
     def what(self) -> str:
@@ -67,9 +65,9 @@ class Site:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "rotation alone"
 
-    def skipped(self, reason: str, cause: Cause | None = "unrecognised", *, in_helper: bool = False) -> Site:
+    def skipped(self, reason: str, cause: Cause | None = "unrecognised") -> Site:
         """Return this row as skipped for this reason; itself if it has a reason already."""
-        return self if self.reason is not None else replace(self, reason=reason, cause=cause, in_helper=in_helper)
+        return self if self.reason is not None else replace(self, reason=reason, cause=cause)
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON has it."""

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from itertools import pairwise
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from .probe import found_once
 from .running_code import RunningCode
 
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -251,43 +252,15 @@ def _unwrap(forward: Any) -> tuple[FunctionType, list[FunctionType]]:
 
 def names_in(layer: Any) -> frozenset[str]:
     """The names of globals and attributes that a forward uses; none if it is no function."""
+    return found_once(partial(_read_names, layer), _read_names, id(layer))  # which lives as long as a survey
+
+
+def _read_names(layer: Any) -> frozenset[str]:
     try:
         function, _ = _unwrap(layer.forward)
     except SourceError:
         return frozenset()
     return frozenset(function.__code__.co_names)
-
-
-@dataclass(frozen=True)
-class Helper:
-    """A method or a function that a forward calls; its source is read in the place of a class.
-
-    Attributes:
-        forward: itself.
-        is_method: its first argument is the instance.
-    """
-
-    forward: FunctionType
-    is_method: bool
-
-
-def helpers_of(layer: Any) -> dict[str, Helper]:
-    """Return what a forward uses by name: methods of its class, functions of their file, and what these use in turn.
-
-    The order is the same in every process, and so is that of rows in the report.
-    """
-    helpers: dict[str, Helper] = {}
-    users: list[Any] = [layer]
-    for user in users:  # grows meanwhile
-        for name in sorted(names_in(user)):
-            if name in helpers or hasattr(nn.Module, name):
-                continue
-            is_method = isinstance(getattr(layer, name, None), FunctionType)
-            function = getattr(layer, name) if is_method else global_of(user, name)
-            if is_method or (isinstance(function, FunctionType) and function.__module__ == layer.__module__):
-                helpers[name] = Helper(function, is_method)
-                users.append(helpers[name])
-    return helpers
 
 
 def namespace_of(layer: Any) -> dict[str, Any]:
@@ -319,17 +292,6 @@ def member_of(module: nn.Module, name: str) -> Any:
     for part in rest:
         value = value._modules.get(part) if isinstance(value, nn.Module) else None
     return value
-
-
-def returns_sum(value: Any) -> bool:
-    """Return whether a value is a function that ends with the return of an add, by its source."""
-    if not isinstance(value, FunctionType):
-        return False
-    try:
-        last = source_of(Helper(value, is_method=False)).definition.body[-1]
-    except SourceError:
-        return False
-    return isinstance(last, ast.Return) and isinstance(last.value, ast.BinOp) and isinstance(last.value.op, ast.Add)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -7,15 +7,13 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
-from .activation_recognition import looks_like_activation
 from .adapters import FusedAdapter, is_lora_layer, is_quantised, is_quantised_lora_layer, name_of, why_unfused
 from .block import Block, Surveyed, SurveyedModel, why_left_out
 from .class_swap import (
@@ -26,7 +24,6 @@ from .class_swap import (
     has_derived_class,
     stock_class,
 )
-from .convolution_recognition import is_causal_convolution
 from .four_bit import FusedLinear4bit, is_linear_4bit, why_linear_is_stock
 from .fused_block import FusedBlock
 from .fused_classes import fused_block_class, fused_class
@@ -36,19 +33,16 @@ from .hooks import are_plain_calls, replaced_forward, replaced_linear
 from .loss_survey import head_of, survey_loss
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Cause, Site
-from .patterns import decide_helpers, fused_parts, patterns_of
-from .patterns.convolutions import CONVOLUTION_NAME
-from .patterns.gates import ACTIVATION_FUNCTION, SIGMOID
+from .patterns import MATCHES, decide_matches, fused_parts
 from .patterns.heads import QK_NAME
-from .patterns.rotations import ROTATION_NAME
-from .probe import UnrecognisedError, found_once, no_code_changes
+from .probe import UnrecognisedError, no_code_changes
 from .recompute import COMPILED
-from .source import SourceError, WrappedError, global_of, helpers_of, names_in
+from .source import SourceError, WrappedError
 
 logger = logging.getLogger("fused_norm")
 
 _ANY_WIDTH = 64
-"""Of a weight that another device has all of."""
+"""Placeholder width for a weight held entirely by another rank."""
 
 
 @no_code_changes()
@@ -71,7 +65,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         if path not in norms
         and path not in experts
         and not isinstance(module, torch.jit.ScriptModule)
-        and _may_rotate_or_gate(module)
+        and _may_have_sites(module)
     }
     linears = {path: module for path, module in modules.items() if is_linear_4bit(module)}
     adapters = {
@@ -251,12 +245,11 @@ def _holders(surveyed: SurveyedModel) -> dict[str, None]:
 def _decide_block(block: Block, *, is_layer: bool) -> None:
     """Find the sites of a module; those to be fused are among its rewrites, and those of blocks it hands norms to."""
     problem: SourceError | None = None
-    block.sites += decide_helpers(block)
     try:
         module = block.module
         if block.is_sealed and isinstance(module, FusedBlock) and are_plain_calls(inside=type(module)):
             block.sealed_parts = fused_parts(block.origin, module.fused_norm_rewrites)
-        block.sites += patterns_of(block.origin).decide(block)
+        block.sites += decide_matches(block)
     except SourceError as error:
         problem = error
     block.sites += _without_patterns(block, block.sites, is_layer=is_layer, error=problem)
@@ -285,8 +278,9 @@ def _compile(block: Block, model: SurveyedModel) -> None:
 def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, error: SourceError | None) -> list[Site]:
     """A row for each kind of site that cannot be seen, if the forward was replaced or its source cannot be read.
 
-    What a module had before follows from what it holds, what was fused in it, and the names in its forward. ``error``:
-    the one that its source gave, None if it can be read.
+    The sites are inferred from what the module holds, what was fused in it, and the names in its forward.
+
+    ``error``: the one that its source gave, None if it can be read.
     """
     replaced = isinstance(error, WrappedError)  # which is another's doing
     reason = None if error is None else str(error)
@@ -297,13 +291,12 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
     rewrites = module.fused_norm_rewrites if override and isinstance(module, FusedBlock) else ()
     fused = {rewrite.pattern for rewrite in rewrites}
     heads = override and any(block.holds_norm(name) for name in module._modules if QK_NAME.fullmatch(name))
-    own_names = replaced or not override  # those of a forward that another has replaced tell nothing
-    kinds: dict[Kind, object] = {
-        "residual": is_layer,
-        "rope": heads or fused & {"heads", "rotations"} or (own_names and _names_of(block.origin).rotates),
-        "mlp": "gates" in fused or (replaced and _names_activation(module)),
-        "conv": "convolutions" in fused or (own_names and _convolves(module)),
-    }
+    kinds: dict[Kind, object] = {"residual": is_layer, "rope": heads or "heads" in fused}
+    for match in MATCHES:
+        if match.kind is not None:
+            # The names in a forward that another has replaced tell nothing.
+            told = (replaced or (match.is_named and not override)) and match.may_be_in(module)
+            kinds[match.kind] = kinds.get(match.kind) or match.pattern in fused or told
     kinds_in_rows = {row.kind for row in rows}
     row = partial(Site, block.path, module=block.origin.__name__, reason=override or reason)
     cause: Cause = "overridden" if override else "unrecognised"
@@ -312,61 +305,9 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
     ]
 
 
-def _may_rotate_or_gate(module: nn.Module) -> bool:
+def _may_have_sites(module: nn.Module) -> bool:
     """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
-    if isinstance(module, FusedBlock):
-        return True
-    names = _names_of(stock_class(module))
-    return names.rotates or SIGMOID in names.used or _names_activation(module) or _convolves(module)
-
-
-class _Names(NamedTuple):
-    """The names that the forward of a class uses, or a method or function that it calls.
-
-    Attributes:
-        used: all of them.
-        rotates: one is that of a rotary embedding of its file; functions that it calls do not count.
-        gates: one is that of an activation function.
-        convolves: one in the forward is that of a function for causal convolutions.
-    """
-
-    used: frozenset[str]
-    rotates: bool
-    gates: bool
-    convolves: bool
-
-
-def _names_of(origin: Any) -> _Names:
-    """The names of a class, which are read once in a survey: it lives as long as that."""
-    return found_once(partial(_read_names, origin), _read_names, id(origin))
-
-
-def _read_names(origin: Any) -> _Names:
-    helpers, own = helpers_of(origin).values(), names_in(origin)
-    methods = (helper for helper in helpers if helper.is_method)
-    rotates = any(
-        ROTATION_NAME.search(name) and global_of(forward, name) is not None
-        for forward in (origin, *methods)
-        for name in names_in(forward)
-    )
-    used, convolves = own.union(*map(names_in, helpers)), any(map(CONVOLUTION_NAME.search, own))
-    return _Names(used, rotates, any(map(ACTIVATION_FUNCTION.search, used)), convolves)
-
-
-def _convolves(module: nn.Module) -> bool:
-    """Return whether a module holds a causal convolution, or its forward uses the name of a function for one."""
-    return _names_of(stock_class(module)).convolves or any(map(is_causal_convolution, module._modules.values()))
-
-
-def _names_activation(module: nn.Module) -> bool:
-    """Return whether a module's code uses the name of an activation function, or of an activation that it holds."""
-    names = _names_of(stock_class(module))
-    if names.gates:
-        return True
-    functions = (FunctionType, BuiltinFunctionType)
-    members: dict[str, Any] = {name: f for name, f in vars(module).items() if isinstance(f, functions)}
-    members |= {name: child for name, child in module._modules.items() if child is not None}
-    return any(name in names.used and looks_like_activation(name, member) for name, member in members.items())
+    return isinstance(module, FusedBlock) or any(match.may_be_in(module) for match in MATCHES)
 
 
 def _decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Site]:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 
-class _Watch(MetaPathFinder):
+class _ModelingUtilsFinder(MetaPathFinder):
     """Finds the module that has ``PreTrainedModel`` as Python would, and has models fused once it is imported."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -46,7 +46,7 @@ def _fuse() -> None:
     print(stock, file=sys.stderr, flush=True)
 
 
-sys.meta_path.insert(0, _Watch())
+sys.meta_path.insert(0, _ModelingUtilsFinder())
 
 # As if this one were not there: the folder goes, and a module of this name of the user's own is imported.
 sys.path[:] = [entry for entry in sys.path if entry != str(Path(__file__).parent)]

@@ -28,7 +28,7 @@ from .memory import (
 from .qk_kernels import qk_backward_kernel, qk_forward_kernel
 from .weight_grad import reduce_partials
 
-Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+QkTensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """q, k, q's weight, k's weight, cos and sin. Without RoPE cos and sin are None; of the weights both or neither are
 None; k is None only if one tensor is rotated without a norm."""
 
@@ -83,7 +83,7 @@ def empty_heads(
 
 def launch_qk_forward(
     spec: NormSpec | None,
-    inputs: Inputs,
+    inputs: QkTensors,
     outputs: Sides,
     unsqueeze_dim: int,
     layout: RotaryLayout = "half",
@@ -122,11 +122,11 @@ def launch_qk_forward(
 
 
 def launch_qk_backward(
-    spec: NormSpec, inputs: Inputs, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
+    spec: NormSpec, inputs: QkTensors, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
 ) -> None:
     """Write the gradients of q and k (``dx``, from ``empty_rows_like``) and of their weights (``dw``).
 
-    None is written if one is None; a side without ``incoming`` gradient has none.
+    An output that is None is skipped; a side without ``incoming`` gradient gets no gradient.
     """
     call = _Call(inputs, list(zip(inputs[:2], incoming, strict=True)), dx, unsqueeze_dim)
     (q, q_d), (k, k_d) = call.sides
@@ -162,7 +162,7 @@ class _Call:
 
     def __init__(
         self,
-        inputs: Inputs,
+        inputs: QkTensors,
         read: Sequence[Any],
         written: Sides,
         unsqueeze_dim: int,

@@ -2,84 +2,28 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..activation_recognition import Activation
 from ..block import Block
-from ..convolution_recognition import ConvolutionFunction, recognise_convolution
-from ..dataflow import flow_of
 from ..fused_block import Rewrite
 from ..patch_report import Site
-from ..probe import UnrecognisedError
-from ..rotation_recognition import Rotation, recognise_rotation
-from ..source import Helper, SourceError, cached_by_forward, compiled, global_of, helpers_of, source_of
-from .adds import Add, decide_missed_add, find_adds, find_missed_adds
-from .attentions import find_attentions
-from .calls import Callee, EditedForward, Missed
-from .consumers import ConsumedNorm, Inputs, find_consumed_norms, find_inputs
-from .convolutions import Convolution, decide_convolutions, decide_missed_convolutions, find_convolutions
-from .gates import Gate, decide_gates, decide_missed_gates, find_gates, find_missed_gates
-from .heads import Heads, find_heads
-from .rotations import RotationCall, decide_missed_rotations, decide_rotations, find_rotations
+from ..source import cached_by_forward, compiled, source_of
+from .adds import Add
+from .calls import Callee, EditedForward, Match, Patterns
+from .consumers import ConsumedNorm, Inputs
+from .convolutions import Convolution
+from .gates import Gate
+from .heads import Heads
+from .rotations import RotationCall
 
-_OWN_KINDS = {"rotations": "rope", "gates": "mlp", "convolutions": "conv"}
-"""The kinds of sites that are a module's own, without a norm, by their pattern."""
-
-
-@dataclass
-class Patterns:
-    """The patterns in a forward, made of the nodes of its tree.
-
-    Attributes:
-        adds: residual adds with a norm before or after them.
-        consumed_norms: norms without an add before them, whose result one module reads.
-        inputs: the arguments of the forward itself.
-        heads: pairs of norms of queries and keys.
-        rotations: calls of rotary embeddings.
-        gates: products of something with what may be an activation.
-        convolutions: calls of causal convolutions.
-        missed_adds, missed_gates: those that are written in a way that is not rewritten.
-    """
-
-    adds: list[Add]
-    consumed_norms: list[ConsumedNorm]
-    inputs: list[Inputs]
-    heads: list[Heads]
-    rotations: list[RotationCall]
-    gates: list[Gate]
-    convolutions: list[Convolution]
-    missed_adds: list[Missed]
-    missed_gates: list[Missed]
-
-    def decide(self, block: Block) -> Iterator[Site]:
-        """The rows of all of them in a module with this forward; it adds those to be fused to the block's rewrites."""
-        for index, add in enumerate(self.adds):
-            yield from add.decide(block, index)
-        for missed in self.missed_adds:
-            yield from decide_missed_add(missed, block)
-        with_norms = [heads.decide(block, index, self._taken(block)) for index, heads in enumerate(self.heads)]
-        for index, norm in enumerate(self.consumed_norms):
-            norm.decide(block, index, self._taken(block))
-        yield from decide_rotations(self.rotations, with_norms, block)
-        yield from decide_gates(self.gates, self.missed_gates, block)
-        yield from decide_convolutions(self.convolutions, block)
-
-    def _taken(self, block: Block) -> set[ast.Call]:
-        """The calls of norms that are already part of a rewrite: none is part of two."""
-        taken: set[ast.Call] = set()
-        for rewrite in block.rewrites:
-            if rewrite.pattern == "adds":
-                taken.update(self.adds[rewrite.index].calls(rewrite.parts))
-            elif rewrite.pattern == "heads":
-                taken.update(self.heads[rewrite.index].calls)
-        return taken
+MATCHES: tuple[type[Match], ...] = (Add, Heads, ConsumedNorm, RotationCall, Gate, Convolution, Inputs)
+"""The patterns, in the order in which they are found and decided on: those after others know what these have taken."""
 
 
 @cached_by_forward
@@ -89,36 +33,21 @@ def patterns_of(layer: Any) -> Patterns:
     Raises:
         SourceError: if the source cannot be read, or is not what runs.
     """
-    flow = flow_of(layer)
-    attentions = find_attentions(flow)
-    adds, heads, gates = find_adds(flow), find_heads(flow, attentions), find_gates(flow)
-    rotated = {pair.rotation[1]: index for index, pair in enumerate(heads) if pair.rotation is not None}
-    rotations = find_rotations(flow, rotated, attentions)
-    consumed_norms = find_consumed_norms(flow, [add.after.call for add in adds if add.after is not None])
-    missed = find_missed_adds(flow, adds), find_missed_gates(flow, gates)
-    convolutions = find_convolutions(flow)
-    return Patterns(adds, consumed_norms, find_inputs(layer), heads, rotations, gates, convolutions, *missed)
+    found = Patterns()
+    for match in MATCHES:
+        setattr(found, match.pattern, match.find(layer, found))
+    return found
 
 
-@cached_by_forward
-def _missed_in(helper: Helper) -> tuple[list[RotationCall], list[Convolution], list[Missed]]:
-    """The rotations and convolutions in a method, and products with what may be an activation in it or a function."""
-    flow = flow_of(helper)
-    gates = find_missed_gates(flow, [])
-    if helper.is_method:
-        return find_rotations(flow, {}, {}), find_convolutions(flow), gates
-    return [], [], [replace(gate, conditions=()) for gate in gates]  # a function has no settings of a module
+def decide_matches(block: Block) -> Iterator[Site]:
+    """The rows of all matches in the forward of a module; those to be fused join its rewrites.
 
-
-def decide_helpers(block: Block) -> Iterator[Site]:
-    """The rows of what methods and functions compute that a module's forward calls; they are not rewritten."""
-    for name, helper in helpers_of(block.origin).items():
-        with contextlib.suppress(SourceError):
-            rotations, convolutions, gates = _missed_in(helper)
-            reason = f"is in {name}, which its forward calls, and which is not rewritten"
-            yield from decide_missed_rotations(rotations, block, helper, reason)
-            yield from decide_missed_gates(gates, block, helper, reason)
-            yield from decide_missed_convolutions(convolutions, block, helper, reason)
+    Raises:
+        SourceError: as ``patterns_of``.
+    """
+    found = patterns_of(block.origin)
+    for match in MATCHES:
+        yield from match.decide_all(block, found)
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:
@@ -131,34 +60,23 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
     # Copied together, so that the copied matches consist of nodes of the copied definition.
     definition, patterns = copy.deepcopy((source.definition, patterns_of(layer)))
     forward = EditedForward(definition, source.own)
-    for rewrite in sorted(rewrites, key=lambda edit: edit.pattern != "inputs"):  # what other edits pass on
-        getattr(patterns, rewrite.pattern)[rewrite.index].edit(rewrite, forward)
+    matches = [(getattr(patterns, rewrite.pattern)[rewrite.index], rewrite) for rewrite in rewrites]
+    for match, rewrite in sorted(matches, key=lambda pair: not pair[0].edits_first):
+        match.edit(rewrite, forward)
     return compiled(definition, layer)
 
 
-def functions_of(
-    layer: Any, rewrites: tuple[Rewrite, ...]
-) -> tuple[tuple[Rotation, ...], tuple[ConvolutionFunction, ...]]:
-    """The rotations and convolutions that ``rewrites`` fuse.
+def functions_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> dict[str, tuple[Any, ...]]:
+    """The functions that ``rewrites`` fuse, recognised, by the attribute of the fused class that lists them.
 
     A function that is no longer one is left out and called as it is.
     """
-    patterns = patterns_of(layer)
-    rotation_calls, rotations, convolutions = [], [], []
+    patterns, functions = patterns_of(layer), dict[str, list[Any]]()
     for rewrite in rewrites:
-        if rewrite.pattern == "rotations":
-            call = patterns.rotations[rewrite.index]
-            rotation_calls.append((call.rotate, call.arguments))
-        elif "rotation" in rewrite.parts:
-            rotation_calls.append((patterns.heads[rewrite.index].rotate or "", 4))
-        elif rewrite.pattern == "convolutions" and patterns.convolutions[rewrite.index].callee.is_function:
-            with contextlib.suppress(UnrecognisedError):
-                name = patterns.convolutions[rewrite.index].callee.name
-                convolutions.append(recognise_convolution(global_of(layer, name)))
-    for name, arguments in dict.fromkeys(rotation_calls):
-        with contextlib.suppress(UnrecognisedError):
-            rotations.append(recognise_rotation(global_of(layer, name), arguments))
-    return tuple(rotations), tuple(dict.fromkeys(convolutions))
+        match: Match = getattr(patterns, rewrite.pattern)[rewrite.index]
+        for name, function in match.functions(layer, rewrite.parts):
+            functions.setdefault(name, []).append(function)
+    return {name: tuple(f for f in dict.fromkeys(found) if f is not None) for name, found in functions.items()}
 
 
 def fused_parts(layer: Any, rewrites: tuple[Rewrite, ...]) -> set[tuple[str, str]]:
@@ -169,10 +87,10 @@ def fused_parts(layer: Any, rewrites: tuple[Rewrite, ...]) -> set[tuple[str, str
     patterns, kinds = patterns_of(layer), {"norm": "residual", "inner": "sandwich"}
     fused: set[tuple[str, str]] = set()
     for rewrite in rewrites:
-        if rewrite.pattern in _OWN_KINDS:
-            fused.add((_OWN_KINDS[rewrite.pattern], ""))
+        match: Match = getattr(patterns, rewrite.pattern)[rewrite.index]
+        if match.kind is not None:
+            fused.add((match.kind, ""))
             continue
-        match = getattr(patterns, rewrite.pattern)[rewrite.index]
         for part, name in match.bypassed(rewrite.parts):
             fused.add((kinds.get(part, part), name))
             fused |= {("rope", name)} if "rotation" in rewrite.parts else set()

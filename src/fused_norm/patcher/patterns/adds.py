@@ -37,34 +37,35 @@ from __future__ import annotations
 
 import ast
 import copy
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
-from textwrap import shorten
 from typing import Any
 
 from torch import nn
 
+from ...kernels.norm import (
+    ADD_RMS_NORM,
+    ADD_RMS_NORM_FOR_CONSUMERS,
+    NORM_ADD,
+    NORM_ADD_NORM,
+    NORM_ADD_NORM_FOR_CONSUMERS,
+)
 from ..block import Block, alike
-from ..dataflow import Conditions, Dataflow, computed, computes_nothing, may_hold, mentions
-from ..fused_block import Rewrite
+from ..dataflow import Conditions, Dataflow, computed, computes_nothing, flow_of, may_hold, mentions
+from ..fused_block import Rewrite, runtime
+from ..fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, warn_once
+from ..hooks import is_idle_dropout
+from ..linear_inputs import ConsumerOutputs, consumer_spec
 from ..patch_report import Site
-from ..source import global_of, returns_sum
-from .calls import Callee, EditedForward, Match, Missed, call_of_own, callee_name, is_name, operands_of
+from .calls import EditedForward, Match, Part, Patterns, call_of_own, callee_name, is_name
 from .consumers import Consumer, consumer_of
 
 _Y = "_fused_norm_y"
 
-_SAME_TENSOR = ("contiguous", "float", "to", "type", "type_as")
-"""Methods that may return the tensor that they are called on."""
-
-_ADD = ("add", "add_")
-"""Methods and functions of PyTorch that add."""
-
 
 @dataclass(repr=False)
-class NormCall(Match):
+class NormCall(Part):
     """The call of a norm, or of a dropout, in a statement.
 
     Attributes:
@@ -94,7 +95,12 @@ class Add(Match):
         attributes: those of the module that are operands.
         consumer: the one module that reads the result of ``after``, or None.
         conditions: those on settings of the module under which the add is computed, and those of ``after``.
+
+    The parts of a rewrite are ``norm``, ``inner``, ``dropout``, ``consumers``, and ``called`` if other code sees the
+    call of the norm.
     """
+
+    pattern = "adds"
 
     statement: ast.Assign | ast.Return
     residual: ast.expr
@@ -109,13 +115,23 @@ class Add(Match):
     consumer: Consumer | None
     conditions: tuple[Conditions, Conditions]
 
+    @classmethod
+    def find(cls, layer: Any, found: Patterns) -> list[Add]:
+        """The adds that can be fused with a norm before or after them, in order."""
+        flow = flow_of(layer)
+        adds: list[Add] = []
+        for statement in flow.body_of:
+            add = _add_in(flow, statement, [add.after for add in adds if add.after is not None])
+            adds += [] if add is None else [add]
+        return adds
+
     @property
     def names(self) -> tuple[str | None, ...]:
         """The attributes of ``after``, ``inner`` and ``before``; ``norms.0`` for a norm in a list, None without one."""
         return tuple(None if norm is None else callee_name(norm.call) for norm in (self.after, self.inner, self.before))
 
-    def calls(self, parts: Sequence[str]) -> list[ast.Call]:
-        """The calls of norms and of a dropout in these parts of a rewrite."""
+    def norm_calls(self, parts: Sequence[str]) -> list[ast.Call]:
+        """See ``Match``."""
         norms = {"norm": self.after, "inner": self.inner, "dropout": self.before}
         return [norm.call for part, norm in norms.items() if part in parts and norm is not None]
 
@@ -126,7 +142,7 @@ class Add(Match):
         named = ("norm", norm), ("inner", before if "dropout" in parts else inner), ("consumers", consumer)
         return [(part, name) for part, name in named if part in parts and name is not None]
 
-    def decide(self, block: Block, index: int) -> Iterator[Site]:
+    def decide(self, block: Block, index: int, found: Patterns) -> Iterator[Site]:
         """The rows of the add with the norm after it, and with the norm of its branch.
 
         There are none if it adds a number, and none of what the module's settings never run.
@@ -153,7 +169,8 @@ class Add(Match):
             if may_hold(self.conditions[0], block.module):
                 yield row
         if parts:
-            block.rewrites.append(Rewrite("adds", index, parts))
+            what = "+".join([*(["norm"] if "inner" in parts else []), "add", *(["norm"] if "norm" in parts else [])])
+            block.rewrites.append(Rewrite("adds", index, parts, what=what))
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Replace the add, and the norms in these parts, by the fused call."""
@@ -203,72 +220,8 @@ class Add(Match):
         return forward.code(source, NORM=norm, RESIDUAL=self.residual, BRANCH=branch, **nodes)
 
 
-def decide_missed_add(missed: Missed, block: Block) -> Iterator[Site]:
-    """The rows of an add that reaches a norm in a way that is not fused; none if it never does."""
-    norms, (holder, _, number) = [missed.callee.name], missed.callee.name.partition(".")
-    if number == "*" or number.startswith("-"):  # any of a list, or one counted from its end
-        norms = [f"{holder}.{name}" for name in getattr(block.member(holder), "_modules", ())]
-        norms = norms if number == "*" else norms[int(number) :][:1]
-    norms = [norm for norm in norms if block.holds_norm(norm)]
-    if not may_hold(missed.conditions, block.module) or _adds_number(missed.attributes, block):
-        return
-    if missed.function is not None and norms and not returns_sum(global_of(block.origin, missed.function)):
-        return
-    for norm in norms:
-        row = block.norm_row(norm, "residual")
-        yield row.skipped(f"its sum, {shorten(missed.source, 80)}, reaches it in a way that is not rewritten")
-
-
 def _adds_number(attributes: tuple[str, ...], block: Block) -> bool:
     return any(isinstance(block.member(name), (int, float)) for name in attributes)
-
-
-def find_adds(flow: Dataflow) -> list[Add]:
-    """The adds that can be fused with a norm before or after them, in order."""
-    adds: list[Add] = []
-    for statement in flow.body_of:
-        add = _add_in(flow, statement, [add.after for add in adds if add.after is not None])
-        adds += [] if add is None else [add]
-    return adds
-
-
-def find_missed_adds(flow: Dataflow, adds: list[Add]) -> list[Missed]:
-    """The adds that reach a norm with which they are not fused, even if all of ``adds`` are; each once."""
-    fused = {add.after.call: set(ast.walk(add.statement)) for add in adds if add.after is not None}
-    missed = []
-    for call in flow.calls:
-        norm, argument = _norm_called(flow, call)
-        if norm is None:
-            continue
-        for origin in flow.origins(argument, _SAME_TENSOR):
-            function: str | None = None
-            operands = operands_of(origin, ast.Add, _ADD, flow)
-            match origin:
-                case ast.Call(ast.Name("sum"), [ast.Tuple() | ast.List()]):
-                    operands = [origin]
-                case ast.Call(ast.Name(function)):  # which may add
-                    operands = [origin]
-            if operands and origin not in fused.get(call, ()) and not any(map(flow.is_number, operands)):
-                attributes = tuple(operand.attr for operand in operands if flow.is_own(operand))
-                conditions = flow.conditions(origin, call)
-                missed.append(Missed(ast.unparse(origin), Callee(norm), conditions, function, attributes))
-    return list(dict.fromkeys(missed))
-
-
-def _norm_called(flow: Dataflow, call: ast.Call) -> tuple[str | None, ast.expr | None]:
-    """The attribute of the module that a call of one tensor calls, and the tensor; or None."""
-    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    if len(arguments) != 1 or isinstance(arguments[0], ast.Starred):
-        return None, None
-    if call_of_own(call, flow.own) is not None:
-        return callee_name(call), arguments[0]
-    if flow.is_own(call.func):
-        return call.func.attr, arguments[0]
-    if isinstance(call.func, ast.Subscript) and flow.is_own(call.func.value):
-        number = ast.unparse(call.func.slice)
-        number = number if re.fullmatch(r"-[0-9]+", number) else "*"
-        return f"{call.func.value.attr}.{number}", arguments[0]
-    return None, None
 
 
 def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add | None:
@@ -319,7 +272,8 @@ def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add |
         products = (
             (other, scaled, factor)
             for operand, other in ((branch, residual), (residual, branch))
-            for scaled, factor in permutations(operands_of(operand, ast.Mult, (), flow), 2)
+            if isinstance(operand, ast.BinOp) and isinstance(operand.op, ast.Mult)
+            for scaled, factor in permutations((operand.left, operand.right))
             if flow.is_own(factor)
         )
         residual, branch, scale = next(products, (residual, branch, None))
@@ -377,3 +331,76 @@ def _norm_after(
             return None
         return NormCall(statement, call, condition)
     return None
+
+
+@runtime
+def fused_norm_add(
+    self: Any,
+    norm: Any,
+    residual: Any,
+    branch: Any,
+    *,
+    inner: Any = None,
+    dropout: Any = None,
+    scale: Any = 1.0,
+    consumer: Any = None,
+) -> tuple[Any, Any]:
+    """``(norm(s), s)`` of ``s = residual + scale * dropout(inner(branch))``; ``consumer`` gets the norm."""
+    if dropout is not None and _drops(self, dropout):
+        branch, inner = dropout(inner(branch)), None
+    if inner is not None:
+        spec, *weights = spec_and_weights(inner, norm)
+        tensors = branch, residual, *weights
+        consumers = None if spec is None or consumer is None else consumer_spec(consumer, *tensors)
+        if consumers is not None:
+            outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, *tensors, spec, *consumers)
+            if reason is None:
+                *ys, s = outputs
+                return ConsumerOutputs(ys, consumers, norm, s), s
+        outputs = None if spec is None else run_fused(NORM_ADD_NORM, *tensors, spec)[0]
+        if outputs is not None:
+            return outputs
+        branch = inner(branch)
+    if type(scale) not in (float, int):
+        branch, scale = branch * scale, 1.0
+    spec, weight = spec_and_weights(norm)
+    consumers = None if consumer is None else consumer_spec(consumer, branch, residual, weight)
+    if consumers is None:
+        outputs, reason = run_fused(ADD_RMS_NORM, branch, residual, weight, spec, None, scale)
+        return outputs if reason is None else norm_after_add(norm, branch, residual, scale, reason)
+    outputs, reason = run_fused(ADD_RMS_NORM_FOR_CONSUMERS, branch, residual, weight, spec, scale, *consumers)
+    if reason is not None:
+        return norm_after_add(norm, branch, residual, scale, reason)
+    *tensors, s = outputs
+    return ConsumerOutputs(tensors, consumers, norm, s), s
+
+
+def _drops(self: Any, dropout: Any) -> bool:
+    """Return whether a dropout has to be called; the log says so once."""
+    if is_idle_dropout(dropout):
+        return False
+    if not is_disabled():
+        warn_once(
+            self.fused_norm_origin,
+            "a dropout between them is active, or other code sees its call",
+            "a norm and its add one by one",
+        )
+    return True
+
+
+@runtime
+def fused_norm_add_by_call(self: Any, norm: Any, residual: Any, branch: Any, *, scale: Any = 1.0) -> tuple[Any, Any]:
+    """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm."""
+    if type(scale) not in (float, int):
+        branch, scale = branch * scale, 1.0
+    return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
+
+
+@runtime
+def fused_norm_then_add(self: Any, inner: Any, residual: Any, branch: Any, *, dropout: Any = None) -> Any:
+    """``residual + dropout(inner(branch))``."""
+    if dropout is not None and _drops(self, dropout):
+        return residual + dropout(inner(branch))
+    spec, weight = spec_and_weights(inner)
+    outputs, reason = run_fused(NORM_ADD, branch, residual, weight, spec)
+    return outputs if reason is None else residual + inner(branch)

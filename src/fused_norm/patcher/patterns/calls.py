@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+from torch import nn
+
+from ...spec import Kind
 from ..block import Block
-from ..dataflow import Conditions, Dataflow, bodies_of
+from ..dataflow import bodies_of
+from ..fused_block import Rewrite
+from ..patch_report import Site
 from ..source import global_of
 
 
@@ -17,41 +23,88 @@ class Callee:
     """What a call calls: an attribute of the module, ``norms.0`` for a module in a list, or a global function.
 
     Attributes:
-        name: its name; ``norms.-1`` counts from the end, ``norms.*`` is any of the list.
+        name: its name.
         is_function: it is a global function.
-        is_written_out: there is no call: the name is an expression that computes what such a function does.
     """
 
     name: str
     is_function: bool = False
-    is_written_out: bool = False
 
-    def resolve(self, block: Block, function: Any = None) -> Any:
-        """What the name stands for in a module; a global name is one of ``function``, or of the module's forward."""
-        return global_of(function or block.origin, self.name) if self.is_function else block.member(self.name)
+    def resolve(self, block: Block) -> Any:
+        """What the name stands for in a module, or among the globals of its forward."""
+        return global_of(block.origin, self.name) if self.is_function else block.member(self.name)
 
 
-@dataclass(frozen=True)
-class Missed:
-    """Something that is not fused as it is written: a sum that reaches a norm, or a product with an activation.
+class Part:
+    """Base of what is found in a forward; it prints its nodes as source."""
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
+
+
+class Patterns(SimpleNamespace):
+    """The matches in a forward, made of the nodes of its tree: a list for each pattern, by its name."""
+
+    def norm_calls(self, block: Block) -> set[ast.Call]:
+        """The calls of norms that are already part of a rewrite of a module: none is part of two."""
+        matches = ((getattr(self, rewrite.pattern)[rewrite.index], rewrite.parts) for rewrite in block.rewrites)
+        return {call for match, parts in matches for call in match.norm_calls(parts)}
+
+
+class Match(Part):
+    """Base of the patterns: what each of them matches in a forward, how it is decided on, and how it is edited.
 
     Attributes:
-        source: the sum or the product.
-        callee: the norm that the sum reaches; the activation that makes a factor.
-        conditions: those on settings of the module under which it is computed, and the norm called.
-        function: the global name of a called function, if this is a sum only if that function returns one.
-        attributes: those of the module that are operands of the sum.
+        pattern: the name of the pattern, as ``Rewrite`` has it.
+        kind: of its rows, if ``may_be_in`` tells of its sites.
+        is_named: a name that ``may_be_in`` goes by tells that there is a site, even if the source cannot be read.
+        edits_first: it is edited before what other patterns match, which pass on what it makes.
     """
 
-    source: str
-    callee: Callee
-    conditions: Conditions = ()
-    function: str | None = None
-    attributes: tuple[str, ...] = ()
+    pattern: ClassVar[str]
+    kind: ClassVar[Kind | None] = None
+    is_named: ClassVar[bool] = False
+    edits_first: ClassVar[bool] = False
 
+    @classmethod
+    def find(cls, layer: Any, found: Patterns) -> Sequence[Match]:
+        """The matches in the forward of a class, in order; ``found``: those of the patterns before this one.
 
-class Match:
-    """Base of what a pattern matches in a forward; it prints its nodes as source."""
+        Raises:
+            SourceError: if the source cannot be read, or is not what runs.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def may_be_in(cls, module: nn.Module) -> bool:
+        """Return whether a module may have a site of its own, without a norm, by the names that its forward uses."""
+        return False
+
+    @classmethod
+    def decide_all(cls, block: Block, found: Patterns) -> Iterator[Site]:
+        """The rows of the matches in a module with this forward; those to be fused join the rewrites of the block."""
+        for index, match in enumerate(getattr(found, cls.pattern)):
+            yield from match.decide(block, index, found)
+
+    def decide(self, block: Block, index: int, found: Patterns) -> Iterable[Site]:
+        """The rows of one match, the ``index``-th of its pattern, as ``decide_all`` gives them."""
+        return ()
+
+    def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
+        """Put the fused call in the place of what this matches."""
+        raise NotImplementedError
+
+    def functions(self, layer: Any, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """The functions of the forward's module that a rewrite of these parts replaces, recognised.
+
+        Each comes with the attribute of the fused class that lists it. A function that is no longer one is None.
+        """
+        return iter(())
+
+    def norm_calls(self, parts: Sequence[str]) -> list[ast.Call]:
+        """The calls of norms, or of dropouts, that a rewrite of these parts replaces."""
+        return []
 
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """The modules that a rewrite of these parts assumes to be plain: the part that needs it, and its name.
@@ -59,10 +112,6 @@ class Match:
         They are norms and activations that are not called, and the consumer of a norm. The empty part means all parts.
         """
         return []
-
-    def __repr__(self) -> str:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
 
 
 def _shown(value: Any) -> str:
@@ -96,26 +145,6 @@ def callee_name(call: ast.Call) -> str:
 def is_name(node: ast.AST | None, name: str) -> bool:
     """Return whether an expression is this name."""
     return isinstance(node, ast.Name) and node.id == name
-
-
-def operands_of(
-    node: ast.AST | None, kind: type[ast.operator], methods: Sequence[str], flow: Dataflow
-) -> list[ast.expr]:
-    """``[a, b]`` of ``a + b``, ``a += b``, ``a.add(b)`` and ``torch.add(a, b)``, or an empty list.
-
-    Args:
-        node: an expression or statement.
-        kind: the operator, here ``ast.Add``.
-        methods: the methods and functions of PyTorch that do the same, here ``add``.
-        flow: of the forward that contains it.
-    """
-    match node:
-        case ast.BinOp(left, operator, right) | ast.AugAssign(left, operator, right) if isinstance(operator, kind):
-            return [left, right]
-        case ast.Call(ast.Attribute(tensor, method) as func, [*args]) if method in methods and not flow.is_own(func):
-            operands = args if is_name(tensor, "torch") else [tensor, *args]
-            return operands if len(operands) == 2 else []
-    return []
 
 
 @dataclass(frozen=True)

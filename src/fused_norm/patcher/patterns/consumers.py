@@ -32,20 +32,26 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from ...kernels.norm import (
+    RMS_NORM_FOR_CONSUMERS,
+)
 from ...kernels.triton.norm_backward import MOST_CONSUMERS
 from ..adapters import name_of
 from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
-from ..fused_block import Rewrite
+from ..fused_block import Rewrite, runtime
+from ..fused_norm_module import run_fused, spec_and_weights
 from ..hooks import are_plain_calls
+from ..linear_inputs import ConsumerOutputs, ConsumerSpec, consumer_spec
 from ..source import SourceError, cached_by_forward, names_in
-from .calls import EditedForward, Match, call_of_own, callee_name
+from .calls import EditedForward, Match, Part, Patterns, call_of_own, callee_name
 
 _INPUTS = "_fused_norm_inputs"
 _X = "_fused_norm_x"
@@ -67,11 +73,20 @@ class Inputs(Match):
         name: the argument's name.
         calls: the calls ``self.<name>(argument)`` of modules, in the order of evaluation.
         other: the source of the first other use, or None.
+
+    The parts of a rewrite are the attributes of the linears.
     """
+
+    pattern, edits_first = "inputs", True
 
     name: str
     calls: list[ast.Call]
     other: str | None
+
+    @classmethod
+    def find(cls, layer: Any, found: Patterns) -> list[Inputs]:
+        """See ``Match``."""
+        return find_inputs(layer)
 
     def consumers_in(self, block: Block) -> tuple[str, ...]:
         """The attributes that read the argument in a module: one that is None or missing belongs to another config."""
@@ -108,7 +123,7 @@ class Inputs(Match):
 
 
 @dataclass(repr=False)
-class Consumer(Match):
+class Consumer(Part):
     """The one module that reads a norm's result.
 
     Attributes:
@@ -145,32 +160,48 @@ class ConsumedNorm(Match):
         call: the call.
         consumer: the one module that reads its result, or None.
         later: the names that hold its input and are read after it.
+
+    The parts of a rewrite are ``consumers`` and ``input``, if there are such names.
     """
+
+    pattern = "consumed_norms"
 
     statement: ast.Assign
     call: ast.Call
     consumer: Consumer | None
     later: tuple[str, ...]
 
+    @classmethod
+    def find(cls, layer: Any, found: Patterns) -> list[ConsumedNorm]:
+        """The calls of what may be norms, each alone in a statement, except those that take the sum of an add."""
+        flow, norms = flow_of(layer), []
+        taken = [add.after.call for add in found.adds if add.after is not None]
+        for statement in flow.body_of:
+            match statement:
+                case ast.Assign([ast.Name()], value) if (call := call_of_own(value, flow.own)) and call not in taken:
+                    later = () if flow.innermost(call, _REPEATED) else _later(flow, statement, call.args[0])
+                    consumer = consumer_of(flow, call)
+                    if consumer is not None or later:
+                        norms.append(ConsumedNorm(statement, call, consumer, later))
+        return norms
+
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
         read = [("consumers", self.consumer.module.attr)] if self.consumer is not None and "consumers" in parts else []
         return [("", callee_name(self.call)), *read]
 
-    def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> None:
-        """Decide whether the norm gives its consumers outputs of their own, and passes its input through.
-
-        ``taken``: the calls of norms that are part of another rewrite.
-        """
+    def decide(self, block: Block, index: int, found: Patterns) -> tuple[()]:
+        """Decide whether the norm gives its consumers outputs of their own, and passes its input through."""
         norm = callee_name(self.call)
-        if self.call in taken or block.override_reason is not None or not block.wants_consumers:
-            return
+        if self.call in found.norm_calls(block) or block.override_reason is not None or not block.wants_consumers:
+            return ()
         if not block.holds_norm(norm) or block.norm_row(norm, "norm").reason is not None:
-            return
+            return ()
         parts: tuple[str, ...] = ("consumers",) if self.consumer is not None and self.consumer.decide(block) else ()
         parts += ("input",) if self.later else ()
         if parts:
-            block.rewrites.append(Rewrite("consumed_norms", index, parts))
+            block.rewrites.append(Rewrite("consumed_norms", index, parts, what="consumers"))
+        return ()
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Name the consumer in the call of the norm, and let later reads of its input read what it passes through."""
@@ -246,19 +277,6 @@ def consumer_of(flow: Dataflow, call: ast.Call) -> Consumer | None:
     return Consumer(user.func, argument)
 
 
-def find_consumed_norms(flow: Dataflow, taken: list[ast.Call]) -> list[ConsumedNorm]:
-    """The calls of what may be norms, each alone in a statement, except those that are ``taken`` by adds."""
-    norms = []
-    for statement in flow.body_of:
-        match statement:
-            case ast.Assign([ast.Name()], value) if (call := call_of_own(value, flow.own)) and call not in taken:
-                later = () if flow.innermost(call, _REPEATED) else _later(flow, statement, call.args[0])
-                consumer = consumer_of(flow, call)
-                if consumer is not None or later:
-                    norms.append(ConsumedNorm(statement, call, consumer, later))
-    return norms
-
-
 def _later(flow: Dataflow, statement: ast.Assign, x: ast.expr) -> tuple[str, ...]:
     """The names that hold ``x``, the input of a statement, and are read only after it; none if any use is another."""
     body, after = flow.body_of[statement], flow.after(statement)
@@ -283,3 +301,16 @@ def _later(flow: Dataflow, statement: ast.Assign, x: ast.expr) -> tuple[str, ...
             return ()
         later += [name.name] if loads else []
     return tuple(later)
+
+
+@runtime
+def fused_norm_passthrough(self: Any, norm: Any, x: Any, consumer: Any = None) -> tuple[Any, Any]:
+    """Return ``(norm(x), x)``, for ``consumer`` the norm's outputs; the gradient of this x joins the norm's."""
+    if not torch.compiler.is_compiling():
+        spec, weight = spec_and_weights(norm)
+        consumers = None if consumer is None else consumer_spec(consumer, x, weight)
+        outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, x, weight, spec, *(consumers or ConsumerSpec()))
+        if reason is None:
+            *tensors, x = outputs
+            return tensors[0] if consumers is None else ConsumerOutputs(tensors, consumers, norm, x), x
+    return norm(x), x

@@ -30,34 +30,34 @@ import ast
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
-from textwrap import shorten
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..activation_recognition import looks_like_activation, recognise_activation
-from ..adapters import is_quantised
+from ...kernels.autocast import autocast_dtype
+from ...kernels.glu import GLU, GLU_FOR_CONSUMERS
+from ..activation_recognition import ActivationName, looks_like_activation, recognise_activation
+from ..adapters import adapter_reads_in, is_plain_in_4_bits, is_quantised, linear_reads_in
 from ..block import Block
-from ..dataflow import Conditions, Dataflow, edits_in_place, may_hold
-from ..fused_block import Rewrite
-from ..hooks import are_plain_calls
+from ..dataflow import Conditions, Dataflow, edits_in_place, flow_of, may_hold
+from ..four_bit import AdapterInput, FusedLinear4bit, Summands
+from ..fused_block import Rewrite, runtime
+from ..fused_norm_module import is_disabled, run_fused, warn_once
+from ..hooks import are_plain_calls, stock_class
 from ..patch_report import Site
 from ..probe import UnrecognisedError
-from .calls import Callee, EditedForward, Match, Missed, call_of_own, callee_name, operands_of
+from ..recompute import recomputes, recomputes_linears
+from ..source import names_in
+from .calls import Callee, EditedForward, Match, Patterns, call_of_own, callee_name
 
 ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
 """Part of the names of functions that may be activations."""
 
-SIGMOID = "sigmoid"
-"""The function in activations that are written out: ``x * torch.sigmoid(a * x)``."""
-
 _PACKED = "_fused_norm_packed"
-
-_MULTIPLY = ("mul", "mul_", "multiply")
-"""Methods and functions of PyTorch that multiply."""
 
 _LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp)
 """Expressions whose parts may be computed several times, or never."""
@@ -76,7 +76,11 @@ class Gate(Match):
         halves: the statement that cuts one tensor into gate and up, or None.
         conditions: those on settings of the module under which the product is computed.
         consumer: the call of a module of its own, ``self.<name>(product)``, that alone reads the product; or None.
+
+    The part of a rewrite is ``consumer``, if the consumer is a linear of 4 bits or a LoRA layer around one.
     """
+
+    pattern, kind = "gates", "mlp"
 
     act: Callee
     product: ast.BinOp
@@ -86,6 +90,58 @@ class Gate(Match):
     halves: ast.Assign | None
     conditions: Conditions
     consumer: ast.Call | None
+
+    @classmethod
+    def find(cls, layer: Any, found: Patterns) -> list[Gate]:
+        """The products of something with what may be an activation."""
+        flow = flow_of(layer)
+        return [
+            gate
+            for statement in flow.body_of
+            for product in _products(statement)
+            for factor, other in permutations((product.left, product.right))
+            if not _only_scales(other, flow)
+            if (gate := _gate(flow, statement, product, factor, other)) is not None
+        ]
+
+    @classmethod
+    def may_be_in(cls, module: nn.Module) -> bool:
+        """Return whether a module's forward uses the name of an activation that it holds, or of a function."""
+        names = names_in(stock_class(module))
+        if any(map(ACTIVATION_FUNCTION.search, names)):
+            return True
+        functions = (FunctionType, BuiltinFunctionType)
+        members: dict[str, Any] = {name: f for name, f in vars(module).items() if isinstance(f, functions)}
+        members |= {name: child for name, child in module._modules.items() if child is not None}
+        return any(name in names and looks_like_activation(name, member) for name, member in members.items())
+
+    @classmethod
+    def decide_all(cls, block: Block, found: Patterns) -> Iterator[Site]:
+        """The rows of products with an activation as a factor, unless the module's settings never compute them."""
+        rows: dict[ast.BinOp, Site] = {}
+        for index, gate in enumerate(found.gates):
+            earlier = rows.get(gate.product)
+            if earlier is not None and earlier.activation is not None:
+                continue
+            row, act = block.own_row("mlp"), gate.act.resolve(block)
+            if isinstance(act, nn.Module) and not are_plain_calls(act):
+                row = row.skipped("hooks or other code stand on its activation", "overridden")
+            try:
+                activation = recognise_activation(act)
+            except UnrecognisedError as error:  # code that hooks it may also put attributes on it, as ZeRO-3 does
+                if earlier is None and looks_like_activation(gate.act.name, act):
+                    rows[gate.product] = row.skipped(str(error))
+                continue
+            rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
+            linear = gate.linear and block.member(callee_name(gate.linear))
+            if getattr(linear, "out_features", None) == 1:  # such as that of a shared expert
+                rows[gate.product] = row = row.skipped("its gate is one number for each row, which broadcasts")
+            if row.reason is None:
+                consumer: Any = gate.consumer and block.member(callee_name(gate.consumer))
+                parts = ("consumer",) if gate.halves is None and is_quantised(consumer) else ()
+                block.rewrites.append(Rewrite("gates", index, parts, activation, f"gate ({activation.formula})"))
+        reached = {gate.product for gate in found.gates if may_hold(gate.conditions, block.module)}
+        yield from (row for product, row in rows.items() if product in reached)
 
     def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
         """See ``Match``."""
@@ -116,77 +172,6 @@ class Gate(Match):
             linear = call_of_own(factor.value, forward.own)
             if linear is not None:
                 factor.value = ast.Tuple([linear.func, *linear.args], ast.Load())
-
-
-def decide_gates(gates: Sequence[Gate], missed: Sequence[Missed], block: Block) -> Iterator[Site]:
-    """The rows of products with an activation as a factor, except those that the module's settings never compute."""
-    rows: dict[ast.BinOp, Site] = {}
-    for index, gate in enumerate(gates):
-        earlier = rows.get(gate.product)
-        if earlier is not None and earlier.activation is not None:
-            continue
-        row, act = block.own_row("mlp"), gate.act.resolve(block)
-        if isinstance(act, nn.Module) and not are_plain_calls(act):
-            row = row.skipped("hooks or other code stand on its activation", "overridden")
-        try:
-            activation = recognise_activation(act)
-        except UnrecognisedError as error:  # code that hooks it may also put attributes on it, as ZeRO-3 does
-            if earlier is None and looks_like_activation(gate.act.name, act):
-                rows[gate.product] = row.skipped(str(error))
-            continue
-        rows[gate.product] = row = dataclasses.replace(row, activation=activation.formula)
-        linear = gate.linear and block.member(callee_name(gate.linear))
-        if getattr(linear, "out_features", None) == 1:  # such as that of a shared expert
-            rows[gate.product] = row = row.skipped("its gate is one number for each row, which broadcasts")
-        if row.reason is None:
-            consumer: Any = gate.consumer and block.member(callee_name(gate.consumer))
-            parts = ("consumer",) if gate.halves is None and is_quantised(consumer) else ()
-            block.rewrites.append(Rewrite("gates", index, parts, activation))
-    reached = {gate.product for gate in gates if may_hold(gate.conditions, block.module)}
-    yield from (row for product, row in rows.items() if product in reached)
-    yield from decide_missed_gates(missed, block, block.origin, "is written in a way that is not rewritten")
-
-
-def decide_missed_gates(missed: Sequence[Missed], block: Block, function: Any, reason: str) -> Iterator[Site]:
-    """The rows of products in a ``function``, or in the forward of a class, that are not fused for a ``reason``."""
-    for product in missed:
-        if not may_hold(product.conditions, block.module):
-            continue
-        row = block.own_row("mlp")
-        if product.callee.is_written_out:
-            yield row.skipped(f"its activation, {shorten(product.callee.name, 80)}, is written out")
-            continue
-        with suppress(UnrecognisedError):
-            activation = recognise_activation(product.callee.resolve(block, function))
-            reason_with_source = f"its product, {shorten(product.source, 80)}, {reason}"
-            row = dataclasses.replace(row, activation=activation.formula)
-            yield row.skipped(reason_with_source, in_helper=function is not block.origin)
-
-
-def find_gates(flow: Dataflow) -> list[Gate]:
-    """The products of something with what may be an activation."""
-    return [
-        gate
-        for statement in flow.body_of
-        for product in _products(statement)
-        for factor, other in permutations((product.left, product.right))
-        if not _only_scales(other, flow)
-        if (gate := _gate(flow, statement, product, factor, other)) is not None
-    ]
-
-
-def find_missed_gates(flow: Dataflow, gates: list[Gate]) -> list[Missed]:
-    """The other products of something with what may be an activation, each once."""
-    fused = {(gate.product, gate.factor) for gate in gates}
-    missed = [
-        Missed(ast.unparse(node), act, flow.conditions(node, call))
-        for node in ast.walk(flow.definition)
-        for factor, other in permutations(operands_of(node, ast.Mult, _MULTIPLY, flow), 2)
-        if (node, factor) not in fused and not _only_scales(other, flow)
-        for call in flow.origins(factor)
-        if (act := activation_of(call, flow) or _written_out(call)) is not None
-    ]
-    return list(dict.fromkeys(missed))
 
 
 def _products(statement: ast.stmt) -> Iterator[ast.BinOp]:
@@ -249,18 +234,6 @@ def activation_of(node: ast.AST, flow: Dataflow) -> Callee | None:
     return Callee(name, True) if is_global and ACTIVATION_FUNCTION.search(name.rpartition(".")[2]) else None
 
 
-def _written_out(node: ast.AST) -> Callee | None:
-    """The expression ``x * sigmoid(a * x)``, with any factor or none, or None."""
-    match node:
-        case ast.BinOp(left, ast.Mult(), right):
-            for x, call in ((left, right), (right, left)):
-                match call:
-                    case ast.Call(ast.Attribute(attr=name) | ast.Name(name)) if name == SIGMOID:
-                        if ast.unparse(x) in map(ast.unparse, ast.walk(call)):
-                            return Callee(ast.unparse(node), is_written_out=True)
-    return None
-
-
 def _halves(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, gate: ast.expr, up: ast.expr) -> ast.Assign | None:
     """The statement that cuts one tensor into ``gate`` and ``up``, which only the product reads; or None."""
     first, second = (flow.definition_of(half.value if isinstance(half, ast.Subscript) else half) for half in (gate, up))
@@ -281,3 +254,133 @@ def _halves(flow: Dataflow, statement: ast.stmt, product: ast.BinOp, gate: ast.e
     if not is_cut_in_two or between is None or any(map(edits_in_place, between)):
         return None
     return cut if all(flow.is_read_only_in(half, product) for half in (first, second)) else None
+
+
+@runtime
+def fused_norm_gate(self: Any, activation: ActivationName, act: Any, *, gate: Any, up: Any) -> Any:
+    """``act(gate) * up``; ``activation`` is the formula of ``act``."""
+    if activation == "gelu_new" and gate.device.type != "cpu" and autocast_dtype(gate) is not None:
+        gate = gate.float()  # as autocast casts the argument of ``pow``, with which all else is in float32
+    outputs, reason = run_fused(GLU, gate, up, activation)
+    if reason is None:
+        return outputs
+    warn_once(self.fused_norm_origin, reason)
+    return act(gate) * up
+
+
+@runtime
+def fused_norm_gated(self: Any, activation: ActivationName, act: Any, linear: Any, **factors: Any) -> Any:
+    """``linear(act(gate) * up)``; ``activation`` is the formula of ``act``.
+
+    If the linear has 4 bits, or is a LoRA layer around one, it casts the product, which is written in the 16 bits
+    that it reads. If such linears compute gate and up as well, they return what they add up in 16 bits, and not the
+    sum in float32, so that gradients are of 16 bits, too.
+
+    ``factors``: gate and up in their order in stock code; each is a tensor, or a pair of a linear and its input.
+    """
+    read = factors["gate"][1] if type(factors["gate"]) is tuple else factors["gate"]
+    read = read.x if type(read) is AdapterInput else read
+    products = None if torch.compiler.is_compiling() or type(read) is not Tensor else autocast_dtype(read)
+    dtype, wide = _dtype_read_by(linear, products)
+    summands = None if recomputes_linears() else products
+    computed = {name: _computed(factor, summands) for name, factor in factors.items()}
+    gate, up = computed["gate"], computed["up"]
+    tensors: tuple[Any, Any, Any, Any] | None = None
+    if type(gate) is type(up) is Summands and (gate.added is None) == (up.added is None):
+        tensors = gate.base, up.base, gate.added, up.added
+    else:
+        gate, up = _sum(gate), _sum(up)
+        if dtype is not None and getattr(gate, "dtype", None) == getattr(up, "dtype", None) == torch.float32:
+            tensors = gate, up, None, None
+    if tensors is not None and not is_disabled():
+        consumers = 1 if dtype is None or isinstance(linear, FusedLinear4bit) else 2
+        outputs = self.fused_norm_product(activation, act, *tensors, consumers, dtype or torch.float32, wide)
+        if outputs is not None:
+            y, own = (outputs, outputs) if isinstance(outputs, Tensor) else (outputs[0], outputs[-1])
+            return linear(y if dtype is None else AdapterInput(y, own, torch.float32))
+    return linear(self.fused_norm_gate(activation, act, gate=_sum(gate), up=_sum(up)))
+
+
+@runtime
+def fused_norm_product(
+    self: Any,
+    activation: ActivationName,
+    act: Any,
+    gate: Tensor,
+    up: Tensor,
+    gate_added: Tensor | None,
+    up_added: Tensor | None,
+    consumers: int,
+    dtype: torch.dtype,
+    wide: int,
+) -> Any:
+    """``act(gate + gate_added) * (up + up_added)`` in float32, cast to ``dtype``: a tensor, or one per consumer.
+
+    Consumers whose bits are set in ``wide`` get float32. None if kernels do not take it; inside ``disabled()``,
+    where nothing calls it but to compare, the formula.
+    """
+    tensors = gate, up, gate_added, up_added
+    outputs, reason = run_fused(GLU_FOR_CONSUMERS, *tensors, activation, consumers, dtype, wide)
+    if reason is None:
+        return outputs
+    if not is_disabled():
+        return None
+    gate, up = (_sum(Summands(*summands)) for summands in ((gate, gate_added), (up, up_added)))
+    y = act(gate) * up
+    return y if wide else y.to(dtype)
+
+
+@runtime
+def fused_norm_gate_packed(self: Any, activation: ActivationName, act: Any, packed: Any) -> Any:
+    """``act(gate) * up`` of the two halves of a tensor; ``activation`` is the formula of ``act``."""
+    if activation == "gelu_new":  # of which autocast makes another dtype than up has
+        gate, up = packed.chunk(2, dim=-1)
+        return self.fused_norm_gate(activation, act, gate=gate, up=up)
+    outputs, reason = run_fused(GLU, packed, None, activation)
+    if reason is None:
+        return outputs
+    warn_once(self.fused_norm_origin, reason)
+    gate, up = packed.chunk(2, dim=-1)
+    return act(gate) * up
+
+
+def _dtype_read_by(linear: Any, dtype: torch.dtype | None) -> tuple[torch.dtype | None, int]:
+    """The 16 bits that a 4-bit linear, perhaps in a LoRA layer, casts a float32 input to; None if unknown.
+
+    Also ``wide``, as ``GLU_FOR_CONSUMERS`` takes it: 2 if the layer's adapter, its second consumer, drops some of it.
+
+    ``dtype``: autocast's.
+    """
+    if dtype is None or not getattr(linear, "fused_norm_is_quantised", False):
+        return None, 0
+    if not is_plain_in_4_bits(linear) or not linear_reads_in(linear, dtype):
+        return None, 0
+    if isinstance(linear, FusedLinear4bit) or adapter_reads_in(linear, dtype):
+        return dtype, 0
+    return (None, 0) if recomputes() else (dtype, 2)
+
+
+def _computed(factor: Any, dtype: torch.dtype | None) -> Any:
+    """A factor, or its summands if a 4-bit linear or its LoRA layer returns these.
+
+    ``dtype``: that of products; None if the sum is wanted.
+    """
+    if type(factor) is not tuple:
+        return factor
+    linear, x = factor
+    if dtype is None or not getattr(linear, "fused_norm_is_quantised", False):
+        return linear(x)
+    adapter_input = x if type(x) is AdapterInput else AdapterInput(x, x, None)
+    # The guard of the layer has asked whether the calls of linears that get an ``AdapterInput`` are plain.
+    if type(adapter_input.x) is not Tensor or (adapter_input is not x and not is_plain_in_4_bits(linear)):
+        return linear(x)
+    if (adapter_input.dtype or adapter_input.x.dtype) != torch.float32:
+        return linear(x)
+    return linear(AdapterInput(adapter_input.x, adapter_input.own, adapter_input.dtype, returns_summands=True))
+
+
+def _sum(factor: Any) -> Any:
+    """A factor as it is in stock code."""
+    if type(factor) is not Summands:
+        return factor
+    return factor.base.float() if factor.added is None else factor.base.float() + factor.added

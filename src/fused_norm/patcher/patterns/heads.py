@@ -22,24 +22,30 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+from ...kernels.qk_norm_rope import QK_NORM
 from ...spec import Kind
 from ..block import Block, alike
-from ..dataflow import Dataflow, edits_in_place, mentions
-from ..fused_block import Rewrite
+from ..dataflow import Dataflow, edits_in_place, flow_of, mentions
+from ..fused_block import Rewrite, runtime
+from ..fused_norm_module import run_fused, spec_and_weights
 from ..patch_report import Site
-from .attentions import Attention
-from .calls import EditedForward, Match, call_of_own, callee_name
-from .rotations import unless_unrecognised
+from ..source import global_of
+from .attentions import Attention, find_attentions
+from .calls import EditedForward, Match, Part, Patterns, call_of_own, callee_name
+from .rotations import rotation_or_none, unless_unrecognised
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
 """The names of norms of queries and keys."""
 
 
 @dataclass(repr=False)
-class HeadNorm(Match):
+class HeadNorm(Part):
     """The statement ``name = self.<q or k norm>(expression)``, and the call in it."""
 
     statement: ast.Assign
@@ -55,11 +61,40 @@ class Heads(Match):
         norms: the two norms, in the order of the source.
         rotation: the call ``rotate(q, k, cos, sin)`` that takes both normed tensors next, and its statement; or None.
         attention: the attention that follows that rotation and alone reads its results, or None.
+
+    The parts of a rewrite are ``rotation``, and with it those of the attention.
     """
+
+    pattern = "heads"
 
     norms: tuple[HeadNorm, HeadNorm]
     rotation: tuple[ast.Assign, ast.Call] | None
     attention: Attention | None
+
+    @classmethod
+    def find(cls, layer: Any, found: Patterns) -> list[Heads]:
+        """The pairs of q and k norms, in order, except those whose names an inner function may read."""
+        flow = flow_of(layer)
+        attentions, pairs = find_attentions(layer), []
+        for body in flow.bodies:
+            first: HeadNorm | None = None
+            for statement in body:
+                norm = _head_norm(statement, flow.own)
+                if first is not None and (mentions(statement, first.name) or edits_in_place(statement)):
+                    first = None
+                if norm is None:
+                    continue
+                # After fusing, the first norm comes after what is between them, and after the argument of the second.
+                between = [] if first is None else flow.between(first.statement, statement) or []
+                if first is None or flow.may_change(first.call.args[0], [*between, *norm.call.args]):
+                    first = norm
+                    continue
+                if not flow.is_captured(first.name, norm.name):
+                    rotation = _rotation(flow, statement, (first.name, norm.name))
+                    attention = None if rotation is None else attentions.get(rotation[1])
+                    pairs.append(Heads((first, norm), rotation, attention))
+                first = None
+        return pairs
 
     @property
     def calls(self) -> list[ast.Call]:
@@ -83,23 +118,32 @@ class Heads(Match):
         assert isinstance(self.rotation[1].func, ast.Name)
         return self.rotation[1].func.id
 
-    def decide(self, block: Block, index: int, taken: Set[ast.Call]) -> Site | None:
-        """The row of the rotation if it is fused with the norms before it; None if at most the norms are fused.
+    def norm_calls(self, parts: Sequence[str]) -> list[ast.Call]:
+        """See ``Match``."""
+        return self.calls
 
-        ``taken``: the calls of norms that are part of another rewrite.
-        """
-        if not taken.isdisjoint(self.calls):
-            return None
-        if not all(map(block.holds_norm, self.names)) or self._row("qk", block).reason is not None:
-            return None
-        row = None
-        if self.rotate is not None:
-            row = self._row("rope", block)
-            row = unless_unrecognised(row, self.rotate, 4, block)
-        fused = row is not None and row.reason is None
-        parts = () if self.attention is None else self.attention.parts(block)
-        block.rewrites.append(Rewrite("heads", index, ("rotation", *parts) if fused else ()))
-        return row if fused else None
+    def functions(self, layer: Any, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """See ``Match``."""
+        if self.rotate is not None and "rotation" in parts:
+            yield "fused_norm_rotations", rotation_or_none(global_of(layer, self.rotate), 4)
+
+    def decide(self, block: Block, index: int, found: Patterns) -> tuple[()]:
+        """Decide whether the norms are fused, and the rotation with them; the row of the rotation says so."""
+        if not found.norm_calls(block).isdisjoint(self.calls) or not all(map(block.holds_norm, self.names)):
+            return ()
+        if self._row("qk", block).reason is None:
+            parts: tuple[str, ...] = ()
+            if self.rotate is not None and self.rotation_row(block).reason is None:
+                parts = ("rotation", *(() if self.attention is None else self.attention.parts(block)))
+            what = "qk norms + rope" if parts else "qk norms"
+            block.rewrites.append(Rewrite("heads", index, parts, what=what))
+        return ()
+
+    def rotation_row(self, block: Block) -> Site:
+        """The row of the rotation, as it is fused with the norms before it."""
+        assert self.rotate is not None
+        row = self._row("rope", block)
+        return unless_unrecognised(row, self.rotate, 4, block)
 
     def _row(self, option: Kind, block: Block) -> Site:
         """The row of the attention, from those of its norms."""
@@ -130,30 +174,6 @@ class Heads(Match):
             forward.insert_after(self.norms[1].statement, forward.code(source, Q_NORM=q_norm, K_NORM=k_norm))
 
 
-def find_heads(flow: Dataflow, attentions: Mapping[ast.Call, Attention]) -> list[Heads]:
-    """The pairs of q and k norms, in order, except those whose names an inner function may read."""
-    pairs = []
-    for body in flow.bodies:
-        first: HeadNorm | None = None
-        for statement in body:
-            norm = _head_norm(statement, flow.own)
-            if first is not None and (mentions(statement, first.name) or edits_in_place(statement)):
-                first = None
-            if norm is None:
-                continue
-            # After fusing, the first norm comes after what is between them, and after the argument of the second.
-            between = [] if first is None else flow.between(first.statement, statement) or []
-            if first is None or flow.may_change(first.call.args[0], [*between, *norm.call.args]):
-                first = norm
-                continue
-            if not flow.is_captured(first.name, norm.name):
-                rotation = _rotation(flow, statement, (first.name, norm.name))
-                attention = None if rotation is None else attentions.get(rotation[1])
-                pairs.append(Heads((first, norm), rotation, attention))
-            first = None
-    return pairs
-
-
 def _head_norm(statement: ast.stmt, own: str) -> HeadNorm | None:
     """The norm that a statement computes, perhaps with ``.transpose(1, 2)``, and nothing else."""
     match statement:
@@ -180,3 +200,40 @@ def _rotation(flow: Dataflow, second: ast.stmt, names: tuple[str, str]) -> tuple
             if plain and all(word.arg == "unsqueeze_dim" and isinstance(word.value, ast.Constant) for word in keywords):
                 return statement, call
     return None
+
+
+@runtime
+def fused_norm_pair(self: Any, q_norm: Any, k_norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
+    """``q_norm(q), k_norm(k)``."""
+    spec, *weights = spec_and_weights(q_norm, k_norm)
+    outputs, reason = run_fused(QK_NORM, q, k, *weights, None, None, spec, 1, None)
+    return outputs if reason is None else (q_norm(q), k_norm(k))
+
+
+@runtime
+def fused_norm_rotated(
+    self: Any,
+    q_norm: Any,
+    k_norm: Any,
+    rotate: Any,
+    q: Any,
+    k: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    **named: Any,
+) -> tuple[Any, Any]:
+    """``rotate(q_norm(q), k_norm(k), cos, sin)``; ``dtype`` is as in ``fused_norm_rope``."""
+    spec, *weights = spec_and_weights(q_norm, k_norm)
+    tensors = q, k, *weights
+    rotated = *tensors, cos, sin, spec, named.get("unsqueeze_dim", 1), dtype
+    for rotation in self.fused_norm_rotations:
+        if rotation.fits_qk_norm and rotation.is_now(rotate):
+            key, unless = rotation.key, rotation.unlike_qk_norm
+            outputs, reason = run_fused(QK_NORM, *rotated, replaces=key, unless=unless)
+            if reason is None:
+                return outputs
+    outputs, reason = run_fused(QK_NORM, *tensors, None, None, spec, 1, None)
+    q, k = outputs if reason is None else (q_norm(q), k_norm(k))
+    return self.fused_norm_rope(rotate, q, k, cos, sin, dtype=dtype, **named)
