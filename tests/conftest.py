@@ -71,7 +71,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
     if report.when == "call" and report.failed and call.excinfo is not None:
         values = [value for entry in call.excinfo.traceback for value in entry.frame.f_locals.values()]
         modules = [module for value in values if isinstance(value, torch.nn.Module) for module in value.modules()]
-        forwards = [inspect.unwrap(type(module).forward) for module in modules]
+        forwards = [inspect.unwrap(getattr(type(module), "forward", None)) for module in modules]
         files = [forward.__code__.co_filename for forward in forwards if hasattr(forward, "__code__")]
         for file in [file for file in dict.fromkeys(files) if file.startswith("<fused_norm ")][:2]:
             report.sections.append((file, "".join(linecache.getlines(file)[:40])))

@@ -153,7 +153,7 @@ def _known_parts(model: nn.Module, rows: Sequence[Site]) -> Iterator[_Part]:
 
     for decoder in paths:
         family = FAMILIES.get(getattr(getattr(decoder, "config", None), "model_type", ""))
-        layers = decoder._modules.get("layers")
+        layers = getattr(decoder, "layers", None)
         if family is None or not isinstance(layers, nn.ModuleList) or not family.describes(decoder.config):
             continue
         outside = {paths[module]: module for module in decoder.modules()}
