@@ -95,6 +95,7 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.fused_classes": "limits the variants of a class; gets a planted fault",
     "fused_norm.patcher.fused_norm_module": "forgets which warnings were given; gets a planted fault",
     "fused_norm.patcher.fused_norm_module.is_disabled": "tells a planted fault to leave the stock step right",
+    "fused_norm.patcher.fused_norm_module.run_fused": "falls back silently, as a planted fault",
     "fused_norm.patcher.lazy_logits.CrossEntropy": (
         "a planted fault is put into the fused loss, and a test says which loss ran"
     ),
@@ -103,6 +104,7 @@ REASONS: dict[str, str] = {
         "a planted fault is put into the fused loss, and a test says which loss ran"
     ),
     "fused_norm.patcher.linear_inputs": "gets a planted fault: no norm knows that its consumers read 16 bits",
+    "fused_norm.patcher.linear_inputs.ConsumerOutputs": "gets a planted fault: another norm's output",
     "fused_norm.patcher.losses": "a planted fault is put into the fused loss",
     "fused_norm.patcher.losses.FusedHead": "a planted fault is put into the fused loss",
     "fused_norm.patcher.losses.LossCall": "a planted fault is put into the fused loss",
