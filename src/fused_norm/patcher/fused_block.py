@@ -33,7 +33,7 @@ from .adapters import adapter_reads_in, is_plain_in_4_bits, linear_reads_in
 from .attention_functions import for_values, read_dtype
 from .convolution_recognition import ConvolutionFunction, convolve_as_module
 from .four_bit import AdapterInput, FusedLinear4bit, Summands
-from .fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, warn_once
+from .fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, takes_residual, warn_once
 from .hooks import Fused, is_idle_dropout, short_name
 from .linear_inputs import ConsumerSpec, NormOutputs, consumer_spec, fused_norm_inputs
 from .recompute import recomputes, recomputes_linears
@@ -122,10 +122,13 @@ class FusedBlock(Fused):
         return True
 
     def fused_norm_add_by_call(self, norm: Any, residual: Any, branch: Any, *, scale: Any = 1.0) -> tuple[Any, Any]:
-        """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm."""
+        """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm, with the residual if it may."""
         if type(scale) not in (float, int):
             branch, scale = branch * scale, 1.0
-        return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
+        if takes_residual(norm):
+            return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
+        total = residual + (branch if scale == 1.0 else branch * scale)
+        return norm(total), total
 
     def fused_norm_passthrough(self, norm: Any, x: Any, consumer: Any = None) -> tuple[Any, Any]:
         """Return ``(norm(x), x)``, for ``consumer`` the norm's outputs; the gradient of this x joins the norm's."""

@@ -26,7 +26,7 @@ from ..kernels.norm import ADD_RMS_NORM, RMS_NORM
 from ..kernels.operator import Operator, norm_spec
 from ..spec import Casting, GatedNormSpec, NormSpec
 from . import hooks
-from .hooks import Fused, are_plain_calls
+from .hooks import Fused, are_plain_calls, has_hooks
 
 logger = logging.getLogger("fused_norm")
 
@@ -102,6 +102,19 @@ def norm_after_add(norm: FusedNorm, x: Any, residual: Any, scale: float, reason:
     else:
         warn_once(norm.fused_norm_origin, reason, "PyTorch's add")
     return y, total
+
+
+def takes_residual(norm: Any) -> bool:
+    """Return whether ``norm(x, residual)`` reaches the forward of a fused norm, though other code may stand before it.
+
+    That is accelerate, which calls the forward that it has kept; a hook would see the residual.
+    """
+    if not isinstance(norm, FusedNorm) or has_hooks(norm) or type(norm).forward is not FusedNorm.forward:
+        return False
+    own = norm.__dict__
+    forward = own["_old_forward"] if "_old_forward" in own else own.get("forward")
+    is_reached = forward is None or getattr(forward, "__func__", None) is FusedNorm.forward
+    return is_reached and are_plain_calls(inside=type(norm))
 
 
 class FusedGatedNorm(FusedNorm):

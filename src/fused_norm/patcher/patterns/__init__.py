@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -184,21 +184,17 @@ def bypassed_by(
     return list(norms), list(consumers), list(activations)
 
 
-def rewrites_around(layer: Any, rewrites: tuple[Rewrite, ...], seen: Mapping[str, bool]) -> Iterator[Rewrite]:
-    """The rewrites that remain if other code sees the calls of some modules.
+def rewrites_with_calls(layer: Any, rewrites: tuple[Rewrite, ...]) -> Iterator[Rewrite]:
+    """What remains of the rewrites of a forward that calls all norms and activations, and passes on what they return.
 
-    ``seen``: their names, and whether each is a norm that may be called with a residual.
+    A norm after an add may be called with the residual.
     """
-    patterns = patterns_of(layer)
     for rewrite in rewrites:
-        match = getattr(patterns, rewrite.pattern)[rewrite.index]
-        removed = {part: seen[name] for part, name in match.bypassed(rewrite.parts) if name in seen}
-        if removed.get("norm"):
+        patterns = patterns_of(layer)
+        if not getattr(patterns, rewrite.pattern)[rewrite.index].bypassed(rewrite.parts):
+            yield rewrite
+        elif rewrite.pattern == "adds" and "norm" in rewrite.parts:
             yield replace(rewrite, parts=("norm", "called"))
-        elif "" not in removed:
-            removed |= {also: False for part, also in (("inner", "dropout"), ("norm", "consumers")) if part in removed}
-            parts = tuple(part for part in rewrite.parts if part not in removed)
-            yield from [replace(rewrite, parts=parts)] if parts or not removed else []
         elif "rotation" in rewrite.parts:
             indices = (index for index, call in enumerate(patterns.rotations) if call.heads == rewrite.index)
             yield from (Rewrite("rotations", index) for index in indices)
