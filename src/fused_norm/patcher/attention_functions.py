@@ -18,10 +18,11 @@ from torch import Tensor
 
 from ..kernels.autocast import autocast_dtype, is_any_autocast_on
 from ..kernels.operator import dispatch_modes, is_dynamo_compiling
+from . import hooks
 from .adapters import is_plain_in_4_bits
 from .four_bit import AdapterInput
-from .fused_norm_module import is_disabled
-from .hooks import defined_function, function_mode
+from .fused_norm_module import switch
+from .hooks import defined_function
 
 HARMLESS = frozenset({"dropout", "scaling", "is_causal", "sliding_window", "softcap"})
 """Arguments of attention functions that do not depend on the dtype of q and k."""
@@ -68,7 +69,9 @@ def read_dtype(
     if cache is not None or is_dynamo_compiling() or type(states) is not Tensor:
         return None
     dtype = autocast_dtype(states) if is_any_autocast_on() else None
-    if dtype is None or dispatch_modes() or is_disabled() or function_mode():
+    if dtype is None or dispatch_modes() or switch.depth:
+        return None
+    if (hooks.latest_mode is not None or hooks.modes()) and hooks.function_mode():
         return None
     reader = _reader_of(attend, attend.__code__) if type(attend) is FunctionType else None
     if reader is None or not reader.unless.isdisjoint(extra):

@@ -20,7 +20,7 @@ from ..kernels import reference
 from ..kernels.autocast import autocast_dtype
 from ..kernels.causal_conv1d import CAUSAL_CONV1D
 from .fused_norm_module import is_disabled, run_fused
-from .hooks import are_plain_calls, is_function_as_module, is_genuine, runs_as_compared, short_name
+from .hooks import are_plain_calls, is_function_as_module, is_genuine, short_name
 from .native_code import native_code
 from .probe import DTYPES, Case, Recognizer, UnrecognisedError, found_once
 from .running_code import Identity, RunningCode
@@ -53,10 +53,6 @@ class ConvolutionFunction:
     function: Any
     running: RunningCode
     ignored: frozenset[str]
-
-    def is_now(self, value: Any) -> bool:
-        """Return whether ``value`` is this function, and no hook or other code would see it called."""
-        return runs_as_compared(value, self.function, self.running)
 
     def convolve(
         self, x: Any = None, weight: Any = None, bias: Any = None, activation: Any = None, **extra: Any

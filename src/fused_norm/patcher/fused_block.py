@@ -34,7 +34,7 @@ from .attention_functions import for_values, read_dtype
 from .convolution_recognition import ConvolutionFunction, convolve_as_module
 from .four_bit import AdapterInput, FusedLinear4bit, Summands
 from .fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, takes_residual, warn_once
-from .hooks import Fused, is_idle_dropout, short_name
+from .hooks import Fused, is_idle_dropout, runs_as_compared, short_name
 from .linear_inputs import ConsumerSpec, NormOutputs, consumer_spec, fused_norm_inputs
 from .recompute import recomputes, recomputes_linears
 from .rotation_recognition import Rotation, full_cos_sin
@@ -179,7 +179,8 @@ class FusedBlock(Fused):
         tensors = q, k, *weights
         rotated = *tensors, cos, sin, spec, named.get("unsqueeze_dim", 1), dtype
         for rotation in self.fused_norm_rotations:
-            if rotation.fits_qk_norm and rotation.is_now(rotate):
+            is_alike = rotation.angles is full_cos_sin and not rotation.tokens_first and rotation.layout == "half"
+            if is_alike and runs_as_compared(rotate, rotation.function, rotation.running):
                 key, unless = rotation.key, rotation.unlike_qk_norm
                 outputs, reason = run_fused(QK_NORM, *rotated, replaces=key, unless=unless)
                 if reason is None:
@@ -222,7 +223,8 @@ class FusedBlock(Fused):
         (q, k), (cos, sin, *extra) = heads, angles
         arguments = (1 if k is None else 2) + len(angles)
         for rotation in self.fused_norm_rotations:
-            if rotation.is_now(rotate) and rotation.arguments == arguments and not (rotation.tokens_first and named):
+            is_alike = rotation.arguments == arguments and not (rotation.tokens_first and named)
+            if is_alike and runs_as_compared(rotate, rotation.function, rotation.running):
                 break
         else:
             return None
@@ -332,7 +334,7 @@ class FusedBlock(Fused):
     def fused_norm_conv(self, convolve: Any, *args: Any, **named: Any) -> Any:
         """``convolve(*given, **named)``, a causal convolution."""
         for convolution in self.fused_norm_convolutions:
-            if convolution.is_now(convolve):
+            if runs_as_compared(convolve, convolution.function, convolution.running):
                 y, reason = convolution.convolve(*args, **named)
                 if reason is None:
                     return y

@@ -18,8 +18,8 @@ from torch import nn
 from ..options import RecomputeLevel
 from .fused_block import FusedBlock, Rewrite
 from .fused_norm_module import FusedNorm
-from .hooks import are_plain_calls, replaced_linear
-from .linear_inputs import called_by, taking_tensors, warn_about_consumers
+from .hooks import are_plain_calls
+from .linear_inputs import taking_tensors
 from .losses import FusedHead, FusedLoss, fused_forward
 from .patterns import bypassed_by, functions_of, linears_of, rewrites_with_calls, rewritten_forward
 from .patterns.calls import Callee
@@ -133,27 +133,16 @@ def _rebuild(origin: Any, made_by: tuple[Any, ...], key: str) -> nn.Module:
 def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: RecomputeLevel) -> Forward:
     """The forward of a class with these rewrites, which asks at each call whether all that it bypasses is still plain.
 
-    If other code would miss a call of a norm, an activation or a linear, a second forward runs, which makes every call.
+    If other code would miss a call of a norm or an activation, a second forward runs, which makes every call.
     If other code has put a forward of its own on ``origin`` since, or code into that one, that runs.
 
     Raises:
         SourceError: if the forward cannot be rewritten.
     """
-    norms, consumers, bypassed = bypassed_by(origin, rewrites) if rewrites else ([], [], [])
+    norms, bypassed = bypassed_by(origin, rewrites) if rewrites else ([], [])
     activations = [(_look_up(origin, act), activation) for act, activation in bypassed]
-
-    def finished(left: tuple[Rewrite, ...]) -> Forward:
-        rewritten = rewritten_forward(origin, left) if left else origin.forward
-        if not recompute:
-            return rewritten
-
-        @wraps(rewritten)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return call_recomputing(rewritten, self, args, kwargs, recompute)
-
-        return forward
-
-    straight, calling = finished(rewrites), finished(tuple(rewrites_with_calls(origin, rewrites)))
+    straight = rewritten_forward(origin, rewrites)
+    calling = rewritten_forward(origin, tuple(rewrites_with_calls(origin, rewrites)))
 
     @cache
     def note() -> None:
@@ -165,8 +154,6 @@ def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Reco
             return taking_tensors(origin.forward)
         if torch.compiler.is_compiling():
             return origin.forward
-        for name in consumers:
-            warn_about_consumers(self._modules.get(name))
         note()
         return calling
 
@@ -174,34 +161,20 @@ def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Reco
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         modules: Any = self._modules
         called: list[Any] = []
+        is_same = True
         for name in norms:
             norm = modules[name] if name in modules else member_of(self, name)
-            if not isinstance(norm, FusedNorm) or type(norm).forward is not FusedNorm.forward:
-                return other(self)(self, *args, **kwargs)
+            is_same = is_same and isinstance(norm, FusedNorm) and type(norm).forward is FusedNorm.forward
             called.append(norm)
         for look_up, activation in activations:
             act = look_up(self)
-            if not activation.is_now(act):
-                return other(self)(self, *args, **kwargs)
+            is_same = is_same and activation.is_now(act)
             if activation.kind is not None:
                 called.append(act)
-        if consumers and not torch.compiler.is_compiling():
-            is_replaced = replaced_linear() is not None
-            for name in consumers:
-                block = modules.get(name)
-                fused: Any = type(block)  # a wrapper may forward the attributes of what is inside
-                linears = getattr(fused, "fused_norm_linears", ())
-                if is_replaced or not linears or fused.forward is not fused.fused_norm_forward:
-                    return other(self)(self, *args, **kwargs)
-                read_by: Any = list(map(block._modules.get, linears))
-                if set(map(type, read_by)) != {nn.Linear}:
-                    read_by = called_by(read_by)
-                if read_by is None:
-                    return other(self)(self, *args, **kwargs)
-                called += [block, *read_by]
-        if not are_plain_calls(*called, inside=type(self)):
-            return other(self)(self, *args, **kwargs)
-        return straight(self, *args, **kwargs)
+        run = straight if is_same and are_plain_calls(*called, inside=type(self)) else other(self)
+        if recompute and (run is straight or run is calling):
+            return call_recomputing(run, self, args, kwargs, recompute)
+        return run(self, *args, **kwargs)
 
     return forward
 

@@ -30,8 +30,15 @@ from .hooks import Fused, are_plain_calls, has_hooks
 
 logger = logging.getLogger("fused_norm")
 
-_disabled_depth = 0
-_disabled_lock = threading.Lock()
+
+class _Switch:
+    """The switch that turns all fusing off: it is off while ``depth``, the number of ``disabled`` blocks, is not 0."""
+
+    depth = 0
+    lock = threading.Lock()
+
+
+switch = _Switch()
 _warned: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -43,19 +50,18 @@ def disabled() -> Iterator[None]:
     threads of its own. Enter and leave it between steps: a checkpoint that was saved fused and is recomputed stock, or
     the other way round, holds other tensors.
     """
-    global _disabled_depth
-    with _disabled_lock:
-        _disabled_depth += 1
+    with switch.lock:
+        switch.depth += 1
     try:
         yield
     finally:
-        with _disabled_lock:
-            _disabled_depth -= 1
+        with switch.lock:
+            switch.depth -= 1
 
 
 def is_disabled() -> bool:
     """Return whether ``disabled`` is in force."""
-    return _disabled_depth > 0
+    return switch.depth > 0
 
 
 class FusedNorm(Fused):
@@ -195,7 +201,7 @@ def run_fused(
         replaces: the key of that stock code, as ``Operator.try_fused`` takes it.
         unless: as in ``Operator.try_fused``.
     """
-    if _disabled_depth:
+    if switch.depth:
         return None, ""
     if (hooks.latest_mode is not None or hooks.modes()) and (mode := hooks.function_mode()) is not None:
         return None, mode

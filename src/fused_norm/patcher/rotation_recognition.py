@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..spec import RotaryLayout
-from .hooks import is_function_as_module, runs_as_compared, short_name
+from .hooks import is_function_as_module, short_name
 from .native_code import native_code
 from .probe import DTYPES, Case, Recognizer, UnrecognisedError, found_once, plain_pytorch
 from .running_code import Identity, RunningCode
@@ -93,15 +93,6 @@ class Rotation:
     layout: RotaryLayout
     angles_by_pair: bool
     key: object = field(default_factory=object, init=False, compare=False, repr=False)
-
-    def is_now(self, value: Any) -> bool:
-        """Return whether ``value`` is this rotation, and no hook or other code would see it called."""
-        return runs_as_compared(value, self.function, self.running)
-
-    @property
-    def fits_qk_norm(self) -> bool:
-        """Whether ``QK_NORM`` rotates as it does, after the norms of queries and keys."""
-        return self.angles is full_cos_sin and not self.tokens_first and self.layout == "half"
 
     def unlike_qk_norm(
         self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, spec: Any, heads_dim: int, *options: Any

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -124,11 +123,13 @@ def _others(function: Any) -> list[Any]:
     return others
 
 
-def closed_over(function: FunctionType) -> Iterator[Any]:
+def closed_over(function: FunctionType) -> list[Any]:
     """The values of a function's variables of enclosing functions; ``ValueError`` for one that has none yet."""
+    values: list[Any] = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
             try:
-                yield cell.cell_contents
+                values.append(cell.cell_contents)
             except ValueError:
-                yield ValueError
+                values.append(ValueError)
+    return values

@@ -119,11 +119,13 @@ def decide_helpers(block: Block) -> Iterator[Site]:
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:
-    """The forward of a class with these patterns fused.
+    """The forward of a class with these patterns fused; its own one if there are none.
 
     Raises:
         SourceError: if the forward cannot be rewritten.
     """
+    if not rewrites:
+        return layer.forward
     source = source_of(layer)
     # Copied together, so that the copied matches consist of nodes of the copied definition.
     definition, patterns = copy.deepcopy((source.definition, patterns_of(layer)))
@@ -163,25 +165,18 @@ def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
     return next((rewrite.parts for rewrite in rewrites if rewrite.pattern == "inputs"), ())
 
 
-def bypassed_by(
-    layer: Any, rewrites: tuple[Rewrite, ...]
-) -> tuple[list[str], list[str], list[tuple[Callee, Activation]]]:
-    """What the forward of a class with these rewrites assumes to be plain, by the names of a module's attributes.
-
-    These are norms that it computes without a call, blocks whose linears read a norm, and activations.
-    """
+def bypassed_by(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[list[str], list[tuple[Callee, Activation]]]:
+    """The norms and the activations that the forward of a class with these rewrites computes without a call."""
     patterns = patterns_of(layer)
     norms: dict[str, None] = {}
-    consumers: dict[str, None] = {}
     activations: dict[tuple[Callee, Activation], None] = {}
     for rewrite in rewrites:
         match = getattr(patterns, rewrite.pattern)[rewrite.index]
         if rewrite.activation is not None:
             activations[match.act, rewrite.activation] = None
         else:
-            for part, name in match.bypassed(rewrite.parts):
-                (consumers if part == "consumers" else norms)[name] = None
-    return list(norms), list(consumers), list(activations)
+            norms |= dict.fromkeys(match.bypassed(rewrite.parts))
+    return list(norms), list(activations)
 
 
 def rewrites_with_calls(layer: Any, rewrites: tuple[Rewrite, ...]) -> Iterator[Rewrite]:

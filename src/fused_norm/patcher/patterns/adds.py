@@ -119,12 +119,11 @@ class Add(Match):
         norms = {"norm": self.after, "inner": self.inner, "dropout": self.before}
         return [norm.call for part, norm in norms.items() if part in parts and norm is not None]
 
-    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+    def bypassed(self, parts: Sequence[str]) -> list[str]:
         """See ``Match``."""
         norm, inner, before = self.names
-        consumer = None if self.consumer is None else self.consumer.module.attr
-        named = ("norm", norm), ("inner", before if "dropout" in parts else inner), ("consumers", consumer)
-        return [(part, name) for part, name in named if part in parts and name is not None]
+        named = ("norm", norm), ("inner", before if "dropout" in parts else inner)
+        return [name for part, name in named if part in parts and name is not None]
 
     def decide(self, block: Block, index: int) -> Iterator[Site]:
         """The rows of the add with the norm after it, and with the norm of its branch.

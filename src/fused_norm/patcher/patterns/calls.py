@@ -53,11 +53,8 @@ class Missed:
 class Match:
     """Base of what a pattern matches in a forward; it prints its nodes as source."""
 
-    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
-        """The modules that a rewrite of these parts assumes to be plain: the part that needs it, and its name.
-
-        They are norms and activations that are not called, and the consumer of a norm. The empty part means all parts.
-        """
+    def bypassed(self, parts: Sequence[str]) -> list[str]:
+        """The names of the norms and the activation that a rewrite of these parts computes without a call."""
         return []
 
     def __repr__(self) -> str:

@@ -59,9 +59,9 @@ class Convolution(Match):
     act_call: ast.Call | None
     conditions: Conditions
 
-    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+    def bypassed(self, parts: Sequence[str]) -> list[str]:
         """See ``Match``."""
-        return [] if self.act is None else [("", self.act.name)]
+        return [] if self.act is None else [self.act.name]
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Put the fused call in the convolution's place."""

@@ -87,9 +87,9 @@ class Gate(Match):
     conditions: Conditions
     consumer: ast.Call | None
 
-    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+    def bypassed(self, parts: Sequence[str]) -> list[str]:
         """See ``Match``."""
-        return [("", self.act.name)]
+        return [self.act.name]
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Replace the product by the fused call."""

@@ -71,9 +71,9 @@ class Heads(Match):
         """The attributes of the attention that hold the norms."""
         return [callee_name(call) for call in self.calls]
 
-    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+    def bypassed(self, parts: Sequence[str]) -> list[str]:
         """See ``Match``."""
-        return [("", name) for name in self.names]
+        return list(self.names)
 
     @property
     def rotate(self) -> str | None:
