@@ -92,7 +92,7 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.four_bit": "makes bitsandbytes multiply a shape itself, as it does on some GPUs",
     "fused_norm.patcher.fused_block.FusedBlock": "gets planted faults in what a rewritten forward calls",
     "fused_norm.patcher.fused_block.Rewrite": "forwards as text have no model, so that a test says what is to be fused",
-    "fused_norm.patcher.fused_classes": "limits the variants of a class; gets a planted fault",
+    "fused_norm.patcher.fused_classes": "gets a planted fault",
     "fused_norm.patcher.fused_norm_module": "forgets which warnings were given; gets a planted fault",
     "fused_norm.patcher.fused_norm_module.is_disabled": "tells a planted fault to leave the stock step right",
     "fused_norm.patcher.fused_norm_module.run_fused": "falls back silently, as a planted fault",

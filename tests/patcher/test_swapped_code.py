@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from types import MethodType
+from pathlib import Path
+from types import MethodType, ModuleType
 from typing import Any
 
 import peft
@@ -129,3 +130,71 @@ def test_a_variable_around_a_forward_is_seen_when_it_changes(device: str) -> Non
     report = fused_norm.apply_fused_norm(new, strict=False)
     assert [site.kind for site in report.kept] == ["norm"]
     assert torch.equal(new(x), expected)
+
+
+MODULE = """
+from functools import wraps
+
+import torch
+from torch import nn
+
+
+def decorated(function):
+    @wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.linspace(0.5, 2, 16)), 1e-6
+
+    @decorated
+    def forward(self, x):
+        y = x.float()
+        return NUMBER * self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.act = nn.Linear(16, 16), nn.Linear(16, 16), nn.SiLU()
+
+    @decorated
+    def forward(self, x):
+        return self.act(self.gate(x)) * self.up(NUMBER * x)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.norm = MLP(), Norm()
+
+    @decorated
+    def forward(self, x):
+        x = x + self.mlp(NUMBER * x)
+        return self.norm(x)
+"""
+
+
+def test_a_reload_gives_patched_models_what_it_gives_the_classes_of_their_modules(tmp_path: Path, device: str) -> None:
+    """IPython writes new code and attributes over old functions, decorated ones among them, whose closures stay."""
+    before, after = ModuleType("edited"), ModuleType("edited")
+    for module, number in ((before, "1"), (after, "3")):
+        path = tmp_path / f"edited_{number}.py"
+        path.write_text(MODULE.replace("NUMBER", number))
+        exec(compile(path.read_text(), str(path), "exec"), vars(module))
+    model = before.Layer().to(device)
+    x, unpatched = torch.randn(3, 16, device=device), copy.deepcopy(model)
+    report = fused_norm.apply_fused_norm(nn.ModuleList([model]))
+    assert {site.kind for site in report.fused} == {"norm", "residual", "mlp"}
+    for name in ("Norm", "MLP", "Layer"):
+        old, new = vars(before)[name].forward, vars(after)[name].forward
+        old.__code__, old.__dict__ = new.__code__, new.__dict__
+    for _ in range(2):
+        assert relative(model(x), unpatched(x)) < 1e-6
+        report = fused_norm.apply_fused_norm(nn.ModuleList([model]), strict=False)
+    assert all("calls another function than it names" in site.reason for site in report.kept)

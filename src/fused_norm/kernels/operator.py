@@ -251,9 +251,11 @@ class Operator(ABC):
 
     def as_saved(self, arguments: Sequence[Any], saved: Tensors) -> tuple[Any, ...]:
         """A call's arguments, each weight replaced by its copy if that was saved; ``saved`` may lack absent tensors."""
-        args, present = self.by_name(arguments), iter(t for t in saved if t is not None)
+        if not self._copied:
+            return tuple(arguments)
+        args, present = self.by_name(arguments), iter([t for t in saved if t is not None])
         hooked = self._saved_names[: len(self._saved_names) - len(self.unhooked)]
-        for name in hooked if self._copied else ():
+        for name in hooked:
             weight = args.get(name, self)  # whatever is no argument is present
             tensor = None if weight is None else next(present)
             if tensor is not None and name in self._copied and tensor.data_ptr() != weight.data_ptr():
@@ -798,14 +800,16 @@ def is_plain_call(tensors: Tensors) -> bool:
     Then nothing sees the dispatcher, and to bypass it saves its time on the host. Unusual are subclasses, and tensors
     whose memory does not hold their values: it has none, or it holds them with the other sign.
     """
-    return not (
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(
-            t is not None and (type(t) not in _PLAIN or t.is_meta or t.is_neg() or t._is_zerotensor()) for t in tensors
-        )
-    )
+    ):
+        return False
+    for t in tensors:
+        if t is not None and (type(t) not in _PLAIN or t.is_meta or t.is_neg() or t._is_zerotensor()):
+            return False
+    return True
 
 
 def is_grad_needed(tensors: Tensors) -> bool:

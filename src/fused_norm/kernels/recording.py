@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -165,10 +166,10 @@ class Recording(SingleCall):
         self.forward = function_of(["ctx", *guard.tensors], lines, {"repeat": super().forward, **names})
         self.call = guard.function([f"return apply(recording, {tensors})"], {"apply": apply, "recording": self})
 
-    def fits(self, *arguments: Any) -> bool:
-        """Return whether arguments are like those of the call."""
-        fits: bool = self._guard.function(["return True"], {}, otherwise=False)(*arguments)
-        return fits
+    @cached_property
+    def fits(self) -> Callable[..., bool]:
+        """The function that returns whether arguments are like those of the call."""
+        return self._guard.function(["return True"], {}, otherwise=False)
 
 
 caches: list[dict[Any, tuple[Recording, ...]]] = []

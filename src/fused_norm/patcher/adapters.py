@@ -33,7 +33,7 @@ from .four_bit import (
     why_linear_is_stock,
     why_unreadable,
 )
-from .fused_norm_module import is_disabled, run_fused, warn_once
+from .fused_norm_module import run_fused, switch, warn_once
 from .hooks import Fused, are_plain_calls, is_genuine, is_idle_dropout, replaced_forward, replaced_linear, stock_class
 
 _DROPOUT = functional.dropout
@@ -58,10 +58,16 @@ class FusedAdapter(Fused):
         own = x
         if adapter_input is not None:
             x, own = adapter_input.x, adapter_input.own
-        if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
+        if switch.depth or torch.compiler.is_compiling() or type(x) is not Tensor or args or kwargs:
             return self._in_stock(x, adapter_input, *args, **kwargs)
         # The guard of the forward that passes an AdapterInput has asked.
-        reason = replaced_linear() or why_stock(layer) if adapter_input is None else None
+        reason, is_plain = None, adapter_input is not None
+        if not is_plain:
+            called = [layer._modules["base_layer"]]
+            reason = why_stock(layer, called)
+            is_plain = reason is None and are_plain_calls(*called, inside=type(self), linears=True)
+            if not is_plain:
+                reason = replaced_linear() or why_stock(layer)
         dtype = None if reason is not None else autocast_dtype(x)
         if reason is not None and not _adds_something(layer):
             reason = ""
@@ -75,6 +81,9 @@ class FusedAdapter(Fused):
         dropout = parts["lora_dropout"]._modules[name]
         a, b, scale = first.weight, second.weight, layer.scaling[name]
         linear, mask, factors, dropped = parts["base_layer"], None, (1.0, 1.0), None
+        # A plain one as ``is_idle_dropout`` tells it, without its frames.
+        is_idle = type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not (dropout.training and dropout.p))
+        is_idle = is_idle and (is_plain or is_idle_dropout(dropout))
         operator: Operator | None = None
         options: tuple[Any, ...]
         if self.fused_norm_is_quantised:
@@ -91,7 +100,7 @@ class FusedAdapter(Fused):
                 weight, options = [*packed[0]], (dtype, y_dtype, packed[1])
         else:
             drops_in = a.dtype if getattr(layer, "cast_input_dtype_enabled", True) else own.dtype
-            if type(linear) is nn.Linear and (adapter_input is not None or are_plain_calls(linear)):
+            if type(linear) is nn.Linear and (is_plain or are_plain_calls(linear)):
                 w, products = linear.weight, x.dtype
                 is_uncast = dtype is None and a.dtype == b.dtype == w.dtype == products
                 # An input in float32 would be kept in 16 bits, and a gradient could not be differentiated again.
@@ -102,7 +111,7 @@ class FusedAdapter(Fused):
             rounds_once = drops_in in (torch.float32, options[0])  # kernels round what they read, or drop, once
             # A caller that passes an adapter's input in another dtype than stock's has checked ``adapter_reads_in``.
             is_known = adapter_input is not None and adapter_input.dtype not in (None, own.dtype)
-            if not is_known and not (rounds_once and is_idle_dropout(dropout)):
+            if not is_known and not (rounds_once and is_idle):
                 if rounds_once and own.dtype in (drops_in, options[0]):
                     mask = mask_of_dropout(dropout, own, drops_in)
                 if mask is not None:
@@ -122,7 +131,7 @@ class FusedAdapter(Fused):
         if adapter_input is not None and self.fused_norm_is_quantised:
             base = base.to(adapter_input.y_dtype or adapter_input.dtype or base.dtype)
         # PEFT's cast to float32 is taken back.
-        if dropped is None and own.dtype == dtype and a.dtype == torch.float32 and is_idle_dropout(dropout):
+        if dropped is None and own.dtype == dtype and a.dtype == torch.float32 and is_idle:
             dropped = own
         if dropped is None:
             dropped = dropout(self._cast_for_adapter(own, a.dtype))
@@ -177,12 +186,14 @@ def _is_recent(layer: nn.Module) -> bool:
     return hasattr(layer, "_cast_input_dtype") and "lora_variant" in vars(layer)
 
 
-def why_stock(layer: Any) -> str | None:
+def why_stock(layer: Any, called: list[Any] | None = None) -> str | None:
     """Return the reason why a LoRA layer, as it is now, has to run PEFT's forward; None if it has not.
 
     Whether other code has replaced all linears is another question, ``replaced_linear``.
+
+    ``called``: gets the parts of a fused layer whose calls have to be plain, as the layer's has, for the caller to ask.
     """
-    is_known = isinstance(layer, FusedAdapter) and are_plain_calls(inside=type(layer))
+    is_known = isinstance(layer, FusedAdapter) and (called is not None or are_plain_calls(inside=type(layer)))
     if reason := None if is_known else replaced_forward(stock_class(layer)):
         return reason
     own, parts, active = layer.__dict__, layer._modules, layer.active_adapters
@@ -193,7 +204,7 @@ def why_stock(layer: Any) -> str | None:
     (name,) = active
     if name in own["lora_variant"]:
         return f"{type(own['lora_variant'][name]).__name__} may compute more with its input"
-    products: list[nn.Module] = []
+    products: list[Any] = []
     for part in ("lora_A", "lora_B"):
         product = parts[part]._modules.get(name)
         if product is None:
@@ -203,7 +214,10 @@ def why_stock(layer: Any) -> str | None:
         if product.bias is not None:
             return "its adapter has a bias"
         products.append(product)
-    return None if are_plain_calls(*products) else "other code sees the products of its adapter"
+    if called is None:
+        return None if are_plain_calls(*products) else "other code sees the products of its adapter"
+    called += [*products, parts["lora_dropout"]._modules[name]]
+    return None
 
 
 def why_unfused(layer: Any) -> str | None:

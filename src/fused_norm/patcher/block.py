@@ -100,7 +100,7 @@ class Block:
         origin: its class in the stock model.
         override_reason: why a change of its class would have no effect, as other code replaced its forward; or None.
         is_sealed: whether other code has derived a class from its fused one, as FSDP does; it stays as it is.
-        sealed_parts: what is fused in it then (``fused_parts``).
+        sealed_sites: what is fused in it then (``Match.fused_sites``).
         sites: the rows of what may be fused in its forward.
         rewrites: the matches in its forward that are to be fused, added to by those that decide on them.
         consumers_row: the row on how its linears read a norm that is passed to it; None if no norm is.
@@ -113,7 +113,7 @@ class Block:
         self.origin: Any = stock_class(self.module)
         self.override_reason = forward_override_reason(self.module)
         self.is_sealed = isinstance(self.module, FusedBlock) and has_derived_class(self.module)
-        self.sealed_parts: Collection[tuple[str, str]] = ()
+        self.sealed_sites: Collection[tuple[Kind | None, str]] = ()
         self.sites: list[Site] = []
         self.rewrites: list[Rewrite] = []
         self.consumers_row: Site | None = None
@@ -203,8 +203,8 @@ class Block:
         if has_hooks(norm) or is_called_around(norm, with_residual=kind not in ("sandwich", "rope")):
             return row.skipped("hooks or other code stand on its norm", "overridden")
         decisive = option or kind
-        part = (decisive if decisive in ("residual", "sandwich", "rope") else "", name)
-        return self._unless_prevented(row, decisive, norm, part)
+        own = decisive if decisive in ("residual", "sandwich", "rope") else None, name
+        return self._unless_prevented(row, decisive, norm, own)
 
     def own_row(self, kind: Kind) -> Site:
         """The row of a site of the module itself, without a norm: fused unless something prevents it.
@@ -214,12 +214,12 @@ class Block:
         """
         return self._unless_prevented(Site(self.path, kind, self.origin.__name__), kind, self.module, (kind, ""))
 
-    def _unless_prevented(self, row: Site, option: Kind, selected: nn.Module, part: tuple[str, str]) -> Site:
+    def _unless_prevented(self, row: Site, option: Kind, selected: nn.Module, site: tuple[Kind | None, str]) -> Site:
         """``row``, kept if other code has the module or the options leave the ``selected`` one out.
 
-        ``part``: what would be fused, which in a sealed module is what is fused.
+        ``site``: as ``Match.fused_sites`` has it; in a sealed module it is fused now or never.
         """
-        if self.is_sealed and part not in self.sealed_parts:
+        if self.is_sealed and site not in self.sealed_sites:
             reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
             return row.skipped(reason, "overridden")
         if self.override_reason is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_4bit import LINEAR_4BIT
 from ..kernels.triton.dequantize_kernels import SCALES_TOGETHER, PackedWeight
-from .fused_norm_module import is_disabled, run_fused, warn_once
+from .fused_norm_module import run_fused, switch, warn_once
 from .hooks import Fused, are_plain_calls, is_genuine, replaced_forward, replaced_linear, stock_class
 
 _MOST_ROWS = 4096
@@ -77,7 +77,7 @@ class FusedLinear4bit(Fused):
         """
         adapter_input = x if type(x) is AdapterInput else None
         x = x if adapter_input is None else adapter_input.x
-        if torch.compiler.is_compiling() or is_disabled() or type(x) is not Tensor or args or kwargs:
+        if switch.depth or torch.compiler.is_compiling() or type(x) is not Tensor or args or kwargs:
             return self._in_stock(
                 x if adapter_input is None else adapter_input.as_in_stock(), adapter_input, *args, **kwargs
             )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
-from itertools import chain
+from functools import cache, partial, wraps
 from typing import Any
 from uuid import uuid4
 
@@ -19,21 +18,18 @@ from torch import nn
 from ..options import RecomputeLevel
 from .fused_block import FusedBlock, Rewrite
 from .fused_norm_module import FusedNorm
-from .hooks import are_plain_calls, has_hooks, replaced_linear
-from .linear_inputs import called_by, taking_tensors, warn_about_consumers
+from .hooks import are_plain_calls
+from .linear_inputs import taking_tensors
 from .losses import FusedHead, FusedLoss, fused_forward
-from .patterns import bypassed_by, functions_of, linears_of, rewrites_around, rewritten_forward
+from .patterns import bypassed_by, functions_of, linears_of, rewrites_with_calls, rewritten_forward
 from .patterns.calls import Callee
 from .recompute import call_recomputing
 from .running_code import RunningCode
-from .source import SourceError, member_of, namespace_of
+from .source import member_of, namespace_of
 
 logger = logging.getLogger("fused_norm")
 
 Forward = Callable[..., Any]
-
-_MOST_VARIANTS = 8
-"""Forwards of a class for calls that other code sees; if more would be needed, the stock one runs."""
 
 
 class _NoHubKernel:
@@ -135,98 +131,50 @@ def _rebuild(origin: Any, made_by: tuple[Any, ...], key: str) -> nn.Module:
 def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: RecomputeLevel) -> Forward:
     """The forward of a class with these rewrites, which asks at each call whether all that it bypasses is still plain.
 
-    If other code sees the call of a norm or an activation, another forward runs: the one that a patch would make of the
-    class as things are, in which that call stands as in the stock source. If other code has put a forward of its own on
-    ``origin`` since, or code into that one, that runs.
+    If other code would miss a call of a norm or an activation, a second forward runs, which makes every call.
+    If other code has put a forward of its own on ``origin`` since, or code into that one, that runs.
 
     Raises:
         SourceError: if the forward cannot be rewritten.
     """
-    stock: Any = taking_tensors(origin.forward) if linears_of(rewrites) else origin.forward
-    norms, consumers, bypassed = bypassed_by(origin, rewrites) if rewrites else ([], [], [])
-    activations = [(act.name, _look_up(origin, act), activation) for act, activation in bypassed]
+    norms, bypassed = bypassed_by(origin, rewrites) if rewrites else ([], [])
+    activations = [(_look_up(origin, act), activation) for act, activation in bypassed]
+    straight = rewritten_forward(origin, rewrites)
+    calling = rewritten_forward(origin, tuple(rewrites_with_calls(origin, rewrites)))
 
-    def finished(left: tuple[Rewrite, ...]) -> Forward:
-        rewritten = rewritten_forward(origin, left) if left else stock
-        if not recompute:
-            return rewritten
+    @cache
+    def note() -> None:
+        logger.info("%s calls its modules one by one because other code sees some of these calls", origin.__name__)
 
-        @wraps(rewritten)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return call_recomputing(rewritten, self, args, kwargs, recompute)
-
-        return forward
-
-    straight = finished(rewrites)
-    variants: dict[frozenset[tuple[str, bool]], Forward] = {frozenset(): straight}
-
-    def other(self: Any, called_by_name: dict[str, list[Any] | None]) -> Forward:
-        """The forward for a module that the straight one is not for, as other code sees calls inside."""
+    def other(self: Any) -> Forward:
+        """The forward for a module that the straight one is not for."""
         if not are_plain_calls(inside=type(self)):
-            return taking_tensors(origin.forward) if linears_of(rewrites) else origin.forward
+            return taking_tensors(origin.forward)
         if torch.compiler.is_compiling():
             return origin.forward
-        names = [name for name, called in called_by_name.items() if called is None or not are_plain_calls(*called)]
-        for name in names:
-            if name in consumers:
-                warn_about_consumers(self._modules.get(name))
-        seen = {name: _takes_residual(member_of(self, name)) for name in names}
-        key = frozenset(seen.items())
-        if key not in variants:
-            if len(variants) > _MOST_VARIANTS:
-                return stock
-            what = ", ".join(sorted(names))
-            logger.info("%s runs a forward of its own because other code sees calls of %s", origin.__name__, what)
-            try:
-                variants[key] = finished(tuple(rewrites_around(origin, rewrites, seen)))
-            except SourceError:  # the file may be another one by now
-                variants[key] = stock
-        return variants[key]
+        note()
+        return calling
 
     @wraps(straight)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        modules = self._modules
-        # By name, the modules whose calls have to be plain; None if there is something else by now.
-        called_by_name: dict[str, list[Any] | None] = {}
+        modules: Any = self._modules
+        called: list[Any] = []
+        is_same = True
         for name in norms:
             norm = modules[name] if name in modules else member_of(self, name)
-            is_fused = isinstance(norm, FusedNorm) and type(norm).forward is FusedNorm.forward
-            called_by_name[name] = [norm] if is_fused else None
-        for name, look_up, activation in activations:
+            is_same = is_same and isinstance(norm, FusedNorm) and type(norm).forward is FusedNorm.forward
+            called.append(norm)
+        for look_up, activation in activations:
             act = look_up(self)
-            called = [] if activation.kind is None else [act]
-            called_by_name[name] = called if activation.is_now(act) else None
-        if consumers and not torch.compiler.is_compiling():
-            is_replaced = replaced_linear() is not None
-            for name in consumers:
-                block = modules.get(name)
-                fused: Any = type(block)  # a wrapper may forward the attributes of what is inside
-                linears = getattr(fused, "fused_norm_linears", ())
-                called_by_name[name] = None
-                if linears and not is_replaced and fused.forward is fused.fused_norm_forward:
-                    read_by: Any = list(map(block._modules.get, linears))
-                    if set(map(type, read_by)) != {nn.Linear}:
-                        read_by = called_by(read_by)
-                    called_by_name[name] = None if read_by is None else [block, *read_by]
-        is_known = None not in called_by_name.values()
-        if is_known and are_plain_calls(*chain.from_iterable(called_by_name.values()), inside=type(self)):  # type: ignore[arg-type]
-            return straight(self, *args, **kwargs)
-        return other(self, called_by_name)(self, *args, **kwargs)
+            is_same = is_same and activation.is_now(act)
+            if activation.kind is not None:
+                called.append(act)
+        run = straight if is_same and are_plain_calls(*called, inside=type(self)) else other(self)
+        if recompute and (run is straight or run is calling):
+            return call_recomputing(run, self, args, kwargs, recompute)
+        return run(self, *args, **kwargs)
 
     return forward
-
-
-def _takes_residual(norm: Any) -> bool:
-    """Return whether ``norm(x, residual)`` reaches the forward of a fused norm, though other code may stand before it.
-
-    That is accelerate, which calls the forward that it has kept; a hook would see the residual.
-    """
-    if not isinstance(norm, FusedNorm) or has_hooks(norm) or type(norm).forward is not FusedNorm.forward:
-        return False
-    own = norm.__dict__
-    forward = own["_old_forward"] if "_old_forward" in own else own.get("forward")
-    is_reached = forward is None or getattr(forward, "__func__", None) is FusedNorm.forward
-    return is_reached and are_plain_calls(inside=type(norm))
 
 
 def _look_up(origin: Any, act: Callee) -> Callable[[nn.Module], Any]:

@@ -26,12 +26,19 @@ from ..kernels.norm import ADD_RMS_NORM, RMS_NORM
 from ..kernels.operator import Operator, norm_spec
 from ..spec import Casting, GatedNormSpec, NormSpec
 from . import hooks
-from .hooks import Fused, are_plain_calls
+from .hooks import Fused, are_plain_calls, has_hooks
 
 logger = logging.getLogger("fused_norm")
 
-_disabled_depth = 0
-_disabled_lock = threading.Lock()
+
+class _Switch:
+    """The switch that turns all fusing off: it is off while ``depth``, the number of ``disabled`` blocks, is not 0."""
+
+    depth = 0
+    lock = threading.Lock()
+
+
+switch = _Switch()
 _warned: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -43,19 +50,18 @@ def disabled() -> Iterator[None]:
     threads of its own. Enter and leave it between steps: a checkpoint that was saved fused and is recomputed stock, or
     the other way round, holds other tensors.
     """
-    global _disabled_depth
-    with _disabled_lock:
-        _disabled_depth += 1
+    with switch.lock:
+        switch.depth += 1
     try:
         yield
     finally:
-        with _disabled_lock:
-            _disabled_depth -= 1
+        with switch.lock:
+            switch.depth -= 1
 
 
 def is_disabled() -> bool:
     """Return whether ``disabled`` is in force."""
-    return _disabled_depth > 0
+    return switch.depth > 0
 
 
 class FusedNorm(Fused):
@@ -107,6 +113,19 @@ def norm_after_add(norm: FusedNorm, x: Any, residual: Any, scale: float, reason:
     else:
         warn_once(norm.fused_norm_origin, reason, "PyTorch's add")
     return y, total
+
+
+def takes_residual(norm: Any) -> bool:
+    """Return whether ``norm(x, residual)`` reaches the forward of a fused norm, though other code may stand before it.
+
+    That is accelerate, which calls the forward that it has kept; a hook would see the residual.
+    """
+    if not isinstance(norm, FusedNorm) or has_hooks(norm) or type(norm).forward is not FusedNorm.forward:
+        return False
+    own = norm.__dict__
+    forward = own["_old_forward"] if "_old_forward" in own else own.get("forward")
+    is_reached = forward is None or getattr(forward, "__func__", None) is FusedNorm.forward
+    return is_reached and are_plain_calls(inside=type(norm))
 
 
 class FusedGatedNorm(FusedNorm):
@@ -187,7 +206,7 @@ def run_fused(
         replaces: the key of that stock code, as ``Operator.try_fused`` takes it.
         unless: as in ``Operator.try_fused``.
     """
-    if _disabled_depth:
+    if switch.depth:
         return None, ""
     if (hooks.latest_mode is not None or hooks.modes()) and (mode := hooks.function_mode()) is not None:
         return None, mode

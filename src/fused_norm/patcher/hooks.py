@@ -76,18 +76,27 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def are_plain_calls(*modules: Any, inside: Any = None) -> bool:
+def are_plain_calls(*modules: Any, inside: Any = None, linears: bool = False) -> bool:
     """Return whether calls of modules run the forwards of their classes, and no hook or wrapper sees them.
 
     A fused class among theirs has to stand for what runs in stock: no code has put another forward on its origin since,
     nor other code into that forward, as ``%autoreload`` does.
 
-    ``inside``: a fused class of which that is asked too; without modules of it alone.
+    Args:
+        modules: the modules.
+        inside: a fused class of which that is asked too; without modules of it alone.
+        linears: linears are among them, so that ``replaced_linear`` has to be None.
     """
     if modules and (
         _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks
     ):
         return False
+    if linears:
+        is_suspect = functional.linear is not _LINEAR or latest_mode is not None or modes()
+        for kind, forward, code in _OF_LINEARS:
+            is_suspect = is_suspect or kind.forward is not forward or forward.__code__ is not code
+        if is_suspect and replaced_linear() is not None:
+            return False
     fused = [] if inside is None else [inside]
     for module in modules:
         own, kind = module.__dict__, type(module)
@@ -139,15 +148,14 @@ def function_mode() -> str | None:
 
 
 def replaced_linear() -> str | None:
-    """Return the reason why linears may not compute what PyTorch's do, as other code has a say in them; or None."""
-    forward = nn.Linear.forward
-    if functional.linear is _LINEAR and (forward, getattr(forward, "__code__", None)) == _GENUINE.get(nn.Linear):
-        return function_mode() if latest_mode is not None or modes() else None
+    """Return the reason why linears, or dropouts before them, may not compute what PyTorch's do; or None."""
     if functional.linear is not _LINEAR:
         return f"torch.nn.functional.linear was replaced, by {name_of_function(functional.linear)}"
-    if not is_genuine(nn.Linear):
-        return f"the forward of torch.nn.Linear was replaced, by {name_of_function(nn.Linear.forward)}"
-    return function_mode()
+    for kind, genuine, code in _OF_LINEARS:
+        forward: Any = kind.forward
+        if forward is not genuine or forward.__code__ is not code:
+            return f"the forward of torch.nn.{kind.__name__} was replaced, by {name_of_function(forward)}"
+    return function_mode() if latest_mode is not None or modes() else None
 
 
 def is_genuine(cls: Any) -> bool:
@@ -171,7 +179,11 @@ def is_genuine(cls: Any) -> bool:
 _GENUINE: dict[Any, tuple[Any, Any]] = {}
 """The forwards, with their code, that classes have had from their own source; asked for at every call."""
 
-is_genuine(nn.Linear)  # before other code may replace it
+# Before other code may replace them; one that was replaced before this import never is what it was.
+_OF_LINEARS = [
+    (kind, kind.forward, kind.forward.__code__ if is_genuine(kind) else None)
+    for kind in (nn.Linear, nn.Dropout, nn.Identity)
+]
 
 
 def replaced_forward(cls: Any) -> str | None:
@@ -199,7 +211,9 @@ def runs_as_compared(value: Any, function: Any, running: RunningCode) -> bool:
     if value is not function:
         return False
     if type(value) is FunctionType:
-        return running.is_in(value)
+        quick = None if is_dynamo_compiling() else running.quick
+        is_same = quick is not None and quick == (value.__code__, id(value.__defaults__), value.__kwdefaults__)
+        return is_same or running.is_in(value)
     return _has_forward_of_class(value) and not has_hooks(value) and running.is_in(type(value).forward)
 
 

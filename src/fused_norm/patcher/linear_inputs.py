@@ -2,7 +2,7 @@
 
 The rewritten forward of a layer passes what a norm returns on to the attention or MLP that consumes it, in place of the
 one tensor that stock code passes. If other code may see what is passed there, because of a hook or a wrapper on the
-block or on a linear in it, the layer's guard runs another forward, which passes the tensor.
+block or on a linear in it, the norm returns the tensor.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .adapters import FusedAdapter, adapter_reads_in, is_lora_layer, linear_read
 from .four_bit import AdapterInput, FusedLinear4bit, why_linear_is_stock, why_unreadable
 from .fused_block import runtime
 from .fused_norm_module import is_disabled, spec_and_weights, warn_once
+from .hooks import are_plain_calls
 from .recompute import recomputes
 
 _SINCE = (
@@ -70,7 +71,7 @@ class ConsumerOutputs:
 def consumer_spec(block: Any, *tensors: Any) -> ConsumerSpec | None:
     """Return the spec for a norm whose only consumer is ``block``; None for one output as in stock code.
 
-    The guard of the layer has asked whether the linears are plain (``called_by``).
+    It is None too if other code sees what the block or a linear in it is called with.
 
     ``tensors``: those that the norm's dtype depends on, x first; None for one that is not there.
     """
@@ -79,18 +80,30 @@ def consumer_spec(block: Any, *tensors: Any) -> ConsumerSpec | None:
     dtype = autocast_dtype(tensors[0]) if is_any_autocast_on() else None
     if dtype is None and not torch.is_grad_enabled():
         return None
-    consumers = list(map(block._modules.get, block.fused_norm_linears))
-    count = len(consumers)
-    for linear in consumers:
-        count += type(linear) is not Linear and not isinstance(linear, FusedLinear4bit)
+    kind: Any = type(block)  # a wrapper may forward the attributes of what is inside
+    names = getattr(kind, "fused_norm_linears", ())
+    if not names or kind.forward is not kind.fused_norm_forward:
+        return None
+    consumers, called = list(map(block._modules.get, names)), [block]
+    read_by = consumers if set(map(type, consumers)) == {Linear} else called_by(consumers, called)
+    if read_by is None or not are_plain_calls(*called, *read_by, linears=True):
+        _warn_about(consumers, block)
+        return None
+    count = len(read_by)
     if count > MOST_CONSUMERS:
         return None
-    wide = None if dtype is None else _wide_consumers(consumers, tensors, dtype)
-    return ConsumerSpec(count) if wide is None else ConsumerSpec(count, dtype, wide)
+    for tensor in tensors:
+        if dtype is not None and tensor is not None and tensor.dtype == torch.float32:  # and so the norm
+            wide = _wide_consumers(consumers, dtype)
+            return ConsumerSpec(count) if wide is None else ConsumerSpec(count, dtype, wide)
+    return ConsumerSpec(count)
 
 
 def called_by(
-    linears: Iterable[Any], *, fused: tuple[type[nn.Module], ...] = (FusedAdapter, FusedLinear4bit)
+    linears: Iterable[Any],
+    others: list[Any] | None = None,
+    *,
+    fused: tuple[type[nn.Module], ...] = (FusedAdapter, FusedLinear4bit),
 ) -> list[nn.Module] | None:
     """Return the modules, one for each tensor that linears read as their input, whose calls have to be plain.
 
@@ -99,6 +112,7 @@ def called_by(
 
     Args:
         linears: the linears, or what is there in their place.
+        others: gets the other modules whose calls have to be plain; None if these are asked at once.
         fused: the classes of LoRA layers and of 4-bit linears.
     """
     called: list[nn.Module] = []
@@ -111,7 +125,7 @@ def called_by(
                 reason = why_linear_is_stock(linear)
             else:
                 reason = None if type(base) is Linear else why_unreadable(base)
-                reason = why_stock(linear) if reason is None else reason
+                reason = why_stock(linear, others) if reason is None else reason
                 called.append(base)
             if reason is not None:
                 return None
@@ -119,20 +133,18 @@ def called_by(
     return called
 
 
-def warn_about_consumers(block: Any) -> None:
+def _warn_about(consumers: Sequence[Any], block: Any) -> None:
     """Log if LoRA layers that no kernel takes are why a block's linears get the result of a norm as it is in stock."""
-    for linear in map(block._modules.get, getattr(block, "fused_norm_linears", ())):
+    for linear in consumers:
         if is_lora_layer(linear) and not isinstance(linear, FusedAdapter) and not is_disabled():
             warn_once(block.fused_norm_origin, why_unfused(linear) or _SINCE, "LoRA layers as PEFT has them")
 
 
-def _wide_consumers(linears: Sequence[Any], tensors: Sequence[Any], dtype: torch.dtype) -> int | None:
+def _wide_consumers(linears: Sequence[Any], dtype: torch.dtype) -> int | None:
     """The adapters, as bits, that drop some of a norm in float32; all else casts it to autocast's dtype first.
 
-    None if the norm is not float32, or if something casts it to another dtype.
+    None if something casts it to another dtype.
     """
-    if not any(tensor is not None and tensor.dtype == torch.float32 for tensor in tensors):
-        return None
     wide = consumer = 0
     for linear in linears:
         base: Any = linear
@@ -186,11 +198,11 @@ def fused_norm_inputs(block: Any, x: Any) -> tuple[Any, Sequence[Any]]:
         y = x.as_in_stock()
         return y, (y,) * len(linears)
     in_stock = None
-    if dtype is not None and (
-        wide or any(getattr(block._modules[name], "fused_norm_is_quantised", False) for name in linears)
-    ):
-        spec, weight = spec_and_weights(x.norm)
-        in_stock = norm_dtype(spec, x.x.dtype, weight)
+    for name in () if dtype is None else linears:
+        if wide or getattr(block._modules[name], "fused_norm_is_quantised", False):
+            spec, weight = spec_and_weights(x.norm)
+            in_stock = norm_dtype(spec, x.x.dtype, weight)
+            break
     if in_stock is None and len(tensors) in (1, len(linears)):
         return y, tensors if len(tensors) > 1 else (y,) * len(linears)
     outputs = iter(tensors if len(tensors) > 1 else ())

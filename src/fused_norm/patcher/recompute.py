@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -39,7 +39,7 @@ from ..kernels.operator import Operator, Recompute, calls
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
 from ..kernels.triton.devices import is_transformed
 from ..options import RecomputeLevel
-from .fused_norm_module import is_disabled
+from .fused_norm_module import switch
 from .recompute_linears import CAST, Kept, LinearOutputs, Matrix, Recipe
 
 logger = logging.getLogger("fused_norm")
@@ -104,7 +104,7 @@ def recomputes_linears() -> bool:
 
 def _is_possible() -> bool:
     """Return whether hooks of ours would be the only ones that see what is saved."""
-    if calls.interceptor is not None or is_disabled() or is_transformed() or torch._C._len_torch_dispatch_stack():
+    if calls.interceptor is not None or switch.depth or is_transformed() or torch._C._len_torch_dispatch_stack():
         return False
     autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():
@@ -191,11 +191,12 @@ class _SavedTensorHook:
                     argument if recipe is None else recipe for argument, recipe in zip(arguments, linears, strict=False)
                 ]
                 recompute = recompute._replace(arguments=(*first, *arguments[2:]))
-        # DeepSpeed's ZeRO-3 has taken weights with a ``ds_id`` apart, and they are whole only while their module runs.
-        if recompute is None or any(
-            isinstance(argument, nn.Parameter) and hasattr(argument, "ds_id") for argument in recompute.arguments
-        ):
+        if recompute is None:
             return results
+        # DeepSpeed's ZeRO-3 has taken weights with a ``ds_id`` apart, and they are whole only while their module runs.
+        for argument in recompute.arguments:
+            if hasattr(argument, "ds_id"):
+                return results
         again = recompute.operator
         recipe = Recipe.from_call(lambda *operands: Recompute(again, operands).outputs(), *recompute.arguments)
         recomputed = _Recomputable(recipe, feeds_linears=again is RECOMPUTED_NORM and bool(self._consumers))
@@ -289,8 +290,9 @@ class _Output:
         if source._version != self._version or source.untyped_storage()._cdata != self._storage.cdata:
             return None
         call = self._recomputable
-        if [read._version for read in call._reads] != call._versions or any(map(_is_freed, call._reads)):
-            return None
+        for read, version in zip(call._reads, call._versions, strict=True):
+            if read._version != version or (not read.untyped_storage().size() and read.numel()):
+                return None
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
         return call.recipe_for_view((self._place, tensor.dtype), *layout, tensor)
 

@@ -116,14 +116,20 @@ def _others(function: Any) -> list[Any]:
     """The keyword defaults of a function, what it closes over, and the function that it wraps."""
     if not isinstance(function, FunctionType):
         return []
-    others: list[Any] = [*chain(*(function.__kwdefaults__ or {}).items())]
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if name != "__class__":
-            try:
-                others.append(cell.cell_contents)
-            except ValueError:
-                others.append(ValueError)  # it is empty
+    others: list[Any] = [*chain(*(function.__kwdefaults__ or {}).items()), *closed_over(function)]
     attributes = vars(function)
     if "__wrapped__" in attributes:
         others.append(attributes["__wrapped__"])
     return others
+
+
+def closed_over(function: FunctionType) -> list[Any]:
+    """The values of a function's variables of enclosing functions; ``ValueError`` for one that has none yet."""
+    values: list[Any] = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":
+            try:
+                values.append(cell.cell_contents)
+            except ValueError:
+                values.append(ValueError)
+    return values

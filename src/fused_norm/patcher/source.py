@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from .probe import found_once
-from .running_code import RunningCode
+from .running_code import RunningCode, closed_over
 
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
@@ -242,9 +242,13 @@ def _unwrap(forward: Any) -> tuple[FunctionType, list[FunctionType]]:
     """
     wrappers = []
     while hasattr(forward, "__wrapped__"):
-        if getattr(forward, "__globals__", {}).get("__name__") != "transformers.modeling_layers":
-            wrappers.append(forward)
-        forward = forward.__wrapped__
+        wrapper, forward = forward, forward.__wrapped__
+        module = getattr(wrapper, "__globals__", {}).get("__name__")
+        if module != "transformers.modeling_layers":
+            wrappers.append(wrapper)
+        # ``%autoreload`` writes over a wrapper, but for what it closes over and so calls.
+        if isinstance(wrapper, FunctionType) and not any(value is forward for value in closed_over(wrapper)):
+            raise SourceError(f"its forward is wrapped by {module}, which calls another function than it names")
     if not isinstance(forward, FunctionType):
         raise SourceError(f"its forward is a {type(forward).__name__}, not a function")
     return forward, wrappers

@@ -33,7 +33,7 @@ from .hooks import are_plain_calls, replaced_forward, replaced_linear
 from .loss_survey import head_of, survey_loss
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Cause, Site
-from .patterns import MATCHES, decide_matches, fused_parts
+from .patterns import MATCHES, decide_matches, fused_sites
 from .patterns.heads import QK_NAME
 from .probe import UnrecognisedError, no_code_changes
 from .recompute import COMPILED
@@ -248,7 +248,7 @@ def _decide_block(block: Block, *, is_layer: bool) -> None:
     try:
         module = block.module
         if block.is_sealed and isinstance(module, FusedBlock) and are_plain_calls(inside=type(module)):
-            block.sealed_parts = fused_parts(block.origin, module.fused_norm_rewrites)
+            block.sealed_sites = fused_sites(block.origin, module.fused_norm_rewrites)
         block.sites += decide_matches(block)
     except SourceError as error:
         problem = error

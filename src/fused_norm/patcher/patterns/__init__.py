@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from ...spec import Kind
 from ..activation_recognition import Activation
 from ..block import Block
 from ..fused_block import Rewrite
@@ -51,11 +52,13 @@ def decide_matches(block: Block) -> Iterator[Site]:
 
 
 def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> Callable[..., Any]:
-    """The forward of a class with these patterns fused.
+    """The forward of a class with these patterns fused; its own one if there are none.
 
     Raises:
         SourceError: if the forward cannot be rewritten.
     """
+    if not rewrites:
+        return layer.forward
     source = source_of(layer)
     # Copied together, so that the copied matches consist of nodes of the copied definition.
     definition, patterns = copy.deepcopy((source.definition, patterns_of(layer)))
@@ -79,22 +82,11 @@ def functions_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> dict[str, tuple[A
     return {name: tuple(f for f in dict.fromkeys(found) if f is not None) for name, found in functions.items()}
 
 
-def fused_parts(layer: Any, rewrites: tuple[Rewrite, ...]) -> set[tuple[str, str]]:
-    """What ``rewrites`` fuse: the kinds of sites, each with the attribute of its norm, which is empty without one.
-
-    A norm that has no site in the forward, as one of heads alone, has an empty kind.
-    """
-    patterns, kinds = patterns_of(layer), {"norm": "residual", "inner": "sandwich"}
-    fused: set[tuple[str, str]] = set()
-    for rewrite in rewrites:
-        match: Match = getattr(patterns, rewrite.pattern)[rewrite.index]
-        if match.kind is not None:
-            fused.add((match.kind, ""))
-            continue
-        for part, name in match.bypassed(rewrite.parts):
-            fused.add((kinds.get(part, part), name))
-            fused |= {("rope", name)} if "rotation" in rewrite.parts else set()
-    return fused
+def fused_sites(layer: Any, rewrites: tuple[Rewrite, ...]) -> set[tuple[Kind | None, str]]:
+    """The sites that ``rewrites`` fuse, see ``Match``."""
+    patterns = patterns_of(layer)
+    matches = ((getattr(patterns, rewrite.pattern)[rewrite.index], rewrite.parts) for rewrite in rewrites)
+    return {site for match, parts in matches for site in match.fused_sites(parts)}
 
 
 def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
@@ -102,42 +94,31 @@ def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
     return next((rewrite.parts for rewrite in rewrites if rewrite.pattern == "inputs"), ())
 
 
-def bypassed_by(
-    layer: Any, rewrites: tuple[Rewrite, ...]
-) -> tuple[list[str], list[str], list[tuple[Callee, Activation]]]:
-    """What the forward of a class with these rewrites assumes to be plain, by the names of a module's attributes.
-
-    These are norms that it computes without a call, blocks whose linears read a norm, and activations.
-    """
+def bypassed_by(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[list[str], list[tuple[Callee, Activation]]]:
+    """The norms and the activations that the forward of a class with these rewrites computes without a call."""
     patterns = patterns_of(layer)
     norms: dict[str, None] = {}
-    consumers: dict[str, None] = {}
     activations: dict[tuple[Callee, Activation], None] = {}
     for rewrite in rewrites:
         match = getattr(patterns, rewrite.pattern)[rewrite.index]
         if rewrite.activation is not None:
             activations[match.act, rewrite.activation] = None
         else:
-            for part, name in match.bypassed(rewrite.parts):
-                (consumers if part == "consumers" else norms)[name] = None
-    return list(norms), list(consumers), list(activations)
+            norms |= dict.fromkeys(match.bypassed(rewrite.parts))
+    return list(norms), list(activations)
 
 
-def rewrites_around(layer: Any, rewrites: tuple[Rewrite, ...], seen: Mapping[str, bool]) -> Iterator[Rewrite]:
-    """The rewrites that remain if other code sees the calls of some modules.
+def rewrites_with_calls(layer: Any, rewrites: tuple[Rewrite, ...]) -> Iterator[Rewrite]:
+    """What remains of the rewrites of a forward that calls all norms and activations, and passes on what they return.
 
-    ``seen``: their names, and whether each is a norm that may be called with a residual.
+    A norm after an add may be called with the residual.
     """
-    patterns = patterns_of(layer)
     for rewrite in rewrites:
-        match = getattr(patterns, rewrite.pattern)[rewrite.index]
-        removed = {part: seen[name] for part, name in match.bypassed(rewrite.parts) if name in seen}
-        if removed.get("norm"):
+        patterns = patterns_of(layer)
+        if not getattr(patterns, rewrite.pattern)[rewrite.index].bypassed(rewrite.parts):
+            yield rewrite
+        elif rewrite.pattern == "adds" and "norm" in rewrite.parts:
             yield replace(rewrite, parts=("norm", "called"))
-        elif "" not in removed:
-            removed |= {also: False for part, also in (("inner", "dropout"), ("norm", "consumers")) if part in removed}
-            parts = tuple(part for part in rewrite.parts if part not in removed)
-            yield from [replace(rewrite, parts=parts)] if parts or not removed else []
         elif "rotation" in rewrite.parts:
             indices = (index for index, call in enumerate(patterns.rotations) if call.heads == rewrite.index)
             yield from (Rewrite("rotations", index) for index in indices)

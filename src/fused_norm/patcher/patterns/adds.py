@@ -51,10 +51,11 @@ from ...kernels.norm import (
     NORM_ADD_NORM,
     NORM_ADD_NORM_FOR_CONSUMERS,
 )
+from ...spec import Kind
 from ..block import Block, alike
 from ..dataflow import Conditions, Dataflow, computed, computes_nothing, flow_of, may_hold, mentions
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, warn_once
+from ..fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, takes_residual, warn_once
 from ..hooks import is_idle_dropout
 from ..linear_inputs import ConsumerOutputs, consumer_spec
 from ..patch_report import Site
@@ -135,12 +136,19 @@ class Add(Match):
         norms = {"norm": self.after, "inner": self.inner, "dropout": self.before}
         return [norm.call for part, norm in norms.items() if part in parts and norm is not None]
 
-    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+    def bypassed(self, parts: Sequence[str]) -> list[str]:
         """See ``Match``."""
         norm, inner, before = self.names
-        consumer = None if self.consumer is None else self.consumer.module.attr
-        named = ("norm", norm), ("inner", before if "dropout" in parts else inner), ("consumers", consumer)
-        return [(part, name) for part, name in named if part in parts and name is not None]
+        named = ("norm", norm), ("inner", before if "dropout" in parts else inner)
+        return [name for part, name in named if part in parts and name is not None]
+
+    def fused_sites(self, parts: Sequence[str]) -> Iterator[tuple[Kind | None, str]]:
+        """See ``Match``."""
+        norm, inner, before = self.names
+        if "norm" in parts and norm is not None:
+            yield "residual", norm
+        if "inner" in parts:
+            yield "sandwich", (before if "dropout" in parts else inner) or ""
 
     def decide(self, block: Block, index: int, found: Patterns) -> Iterator[Site]:
         """The rows of the add with the norm after it, and with the norm of its branch.
@@ -390,10 +398,13 @@ def _drops(self: Any, dropout: Any) -> bool:
 
 @runtime
 def fused_norm_add_by_call(self: Any, norm: Any, residual: Any, branch: Any, *, scale: Any = 1.0) -> tuple[Any, Any]:
-    """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm."""
+    """``(norm(s), s)`` of ``s = residual + scale * branch``, by a call of the norm, with the residual if it may."""
     if type(scale) not in (float, int):
         branch, scale = branch * scale, 1.0
-    return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
+    if takes_residual(norm):
+        return norm(branch, residual) if scale == 1.0 else norm(branch, residual, scale)
+    total = residual + (branch if scale == 1.0 else branch * scale)
+    return norm(total), total
 
 
 @runtime

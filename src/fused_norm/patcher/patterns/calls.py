@@ -106,12 +106,16 @@ class Match(Part):
         """The calls of norms, or of dropouts, that a rewrite of these parts replaces."""
         return []
 
-    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
-        """The modules that a rewrite of these parts assumes to be plain: the part that needs it, and its name.
-
-        They are norms and activations that are not called, and the consumer of a norm. The empty part means all parts.
-        """
+    def bypassed(self, parts: Sequence[str]) -> list[str]:
+        """The names of the norms and the activation that a rewrite of these parts computes without a call."""
         return []
+
+    def fused_sites(self, parts: Sequence[str]) -> Iterator[tuple[Kind | None, str]]:
+        """The sites that a rewrite of these parts fuses: their kind, and the name of a norm or nothing.
+
+        The kind of a norm that has no site in the forward, as one of heads alone, is None.
+        """
+        yield from [(self.kind, "")] if self.kind is not None else [(None, name) for name in self.bypassed(parts)]
 
 
 def _shown(value: Any) -> str:

@@ -185,10 +185,9 @@ class ConsumedNorm(Match):
                         norms.append(ConsumedNorm(statement, call, consumer, later))
         return norms
 
-    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+    def bypassed(self, parts: Sequence[str]) -> list[str]:
         """See ``Match``."""
-        read = [("consumers", self.consumer.module.attr)] if self.consumer is not None and "consumers" in parts else []
-        return [("", callee_name(self.call)), *read]
+        return [callee_name(self.call)]
 
     def decide(self, block: Block, index: int, found: Patterns) -> tuple[()]:
         """Decide whether the norm gives its consumers outputs of their own, and passes its input through."""

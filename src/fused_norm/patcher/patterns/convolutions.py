@@ -75,10 +75,6 @@ class ConvolutionFunction:
     running: RunningCode
     ignored: frozenset[str]
 
-    def is_now(self, value: Any) -> bool:
-        """Return whether ``value`` is this function, and no hook or other code would see it called."""
-        return runs_as_compared(value, self.function, self.running)
-
     def convolve(
         self, x: Any = None, weight: Any = None, bias: Any = None, activation: Any = None, **extra: Any
     ) -> tuple[Any, str | None]:
@@ -290,9 +286,9 @@ class Convolution(Match):
             block.rewrites.append(Rewrite("convolutions", index, activation=activation, what="conv"))
         yield row
 
-    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+    def bypassed(self, parts: Sequence[str]) -> list[str]:
         """See ``Match``."""
-        return [] if self.act is None else [("", self.act.name)]
+        return [] if self.act is None else [self.act.name]
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Put the fused call in the convolution's place."""
@@ -353,7 +349,7 @@ def _length_of(cut: ast.expr, is_turned: bool) -> ast.expr | None:
 def fused_norm_conv(self: Any, convolve: Any, *args: Any, **named: Any) -> Any:
     """``convolve(*given, **named)``, a causal convolution."""
     for convolution in self.fused_norm_convolutions:
-        if convolution.is_now(convolve):
+        if runs_as_compared(convolve, convolution.function, convolution.running):
             y, reason = convolution.convolve(*args, **named)
             if reason is None:
                 return y

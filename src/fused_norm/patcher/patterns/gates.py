@@ -143,9 +143,9 @@ class Gate(Match):
         reached = {gate.product for gate in found.gates if may_hold(gate.conditions, block.module)}
         yield from (row for product, row in rows.items() if product in reached)
 
-    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+    def bypassed(self, parts: Sequence[str]) -> list[str]:
         """See ``Match``."""
-        return [("", self.act.name)]
+        return [self.act.name]
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Replace the product by the fused call."""

@@ -34,11 +34,12 @@ from ..block import Block, alike
 from ..dataflow import Dataflow, edits_in_place, flow_of, mentions
 from ..fused_block import Rewrite, runtime
 from ..fused_norm_module import run_fused, spec_and_weights
+from ..hooks import runs_as_compared
 from ..patch_report import Site
 from ..source import global_of
 from .attentions import Attention, find_attentions
 from .calls import EditedForward, Match, Part, Patterns, call_of_own, callee_name
-from .rotations import rotation_or_none, unless_unrecognised
+from .rotations import full_cos_sin, rotation_or_none, unless_unrecognised
 
 QK_NAME = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")
 """The names of norms of queries and keys."""
@@ -106,9 +107,16 @@ class Heads(Match):
         """The attributes of the attention that hold the norms."""
         return [callee_name(call) for call in self.calls]
 
-    def bypassed(self, parts: Sequence[str]) -> list[tuple[str, str]]:
+    def bypassed(self, parts: Sequence[str]) -> list[str]:
         """See ``Match``."""
-        return [("", name) for name in self.names]
+        return list(self.names)
+
+    def fused_sites(self, parts: Sequence[str]) -> Iterator[tuple[Kind | None, str]]:
+        """See ``Match``."""
+        for name in self.names:
+            yield None, name
+            if "rotation" in parts:
+                yield "rope", name
 
     @property
     def rotate(self) -> str | None:
@@ -229,7 +237,8 @@ def fused_norm_rotated(
     tensors = q, k, *weights
     rotated = *tensors, cos, sin, spec, named.get("unsqueeze_dim", 1), dtype
     for rotation in self.fused_norm_rotations:
-        if rotation.fits_qk_norm and rotation.is_now(rotate):
+        is_alike = rotation.angles is full_cos_sin and not rotation.tokens_first and rotation.layout == "half"
+        if is_alike and runs_as_compared(rotate, rotation.function, rotation.running):
             key, unless = rotation.key, rotation.unlike_qk_norm
             outputs, reason = run_fused(QK_NORM, *rotated, replaces=key, unless=unless)
             if reason is None:

@@ -123,15 +123,6 @@ class Rotation:
     angles_by_pair: bool
     key: object = field(default_factory=object, init=False, compare=False, repr=False)
 
-    def is_now(self, value: Any) -> bool:
-        """Return whether ``value`` is this rotation, and no hook or other code would see it called."""
-        return runs_as_compared(value, self.function, self.running)
-
-    @property
-    def fits_qk_norm(self) -> bool:
-        """Whether ``QK_NORM`` rotates as it does, after the norms of queries and keys."""
-        return self.angles is full_cos_sin and not self.tokens_first and self.layout == "half"
-
     def unlike_qk_norm(
         self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, spec: Any, heads_dim: int, *options: Any
     ) -> str | None:
@@ -434,7 +425,8 @@ def _fused_rotation(
     (q, k), (cos, sin, *extra) = heads, angles
     arguments = (1 if k is None else 2) + len(angles)
     for rotation in self.fused_norm_rotations:
-        if rotation.is_now(rotate) and rotation.arguments == arguments and not (rotation.tokens_first and named):
+        is_alike = rotation.arguments == arguments and not (rotation.tokens_first and named)
+        if is_alike and runs_as_compared(rotate, rotation.function, rotation.running):
             break
     else:
         return None
