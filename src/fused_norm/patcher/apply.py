@@ -121,7 +121,7 @@ def _check(report: PatchReport, lacking: list[str]) -> None:
         )
 
 
-class _Part(NamedTuple):
+class _ModelPart(NamedTuple):
     """A layer of a decoder of a known family, or the decoder without its layers.
 
     Attributes:
@@ -141,15 +141,15 @@ class _Part(NamedTuple):
         return [row for row in self.rows if row.kind == kind or (kind == "mlp" and row.kind == "experts")]
 
 
-def _known_parts(model: nn.Module, rows: Sequence[Site]) -> Iterator[_Part]:
+def _known_parts(model: nn.Module, rows: Sequence[Site]) -> Iterator[_ModelPart]:
     """The parts of the decoders of known families in ``model``."""
     paths = {module: path for path, module in model.named_modules()}
     rows_at: dict[str, list[Site]] = {}
     for row in rows:
         rows_at.setdefault(row.path, []).append(row)
 
-    def part(path: str, modules: dict[str, nn.Module], counts: Mapping[Kind, int]) -> _Part:
-        return _Part(path, modules, [row for inside in modules for row in rows_at.get(inside, ())], counts)
+    def part(path: str, modules: dict[str, nn.Module], counts: Mapping[Kind, int]) -> _ModelPart:
+        return _ModelPart(path, modules, [row for inside in modules for row in rows_at.get(inside, ())], counts)
 
     for decoder in paths:
         family = FAMILIES.get(getattr(getattr(decoder, "config", None), "model_type", ""))
@@ -165,7 +165,7 @@ def _known_parts(model: nn.Module, rows: Sequence[Site]) -> Iterator[_Part]:
         yield part(paths[decoder], outside, {"norm": family.decoder_norms})
 
 
-def _replaced_in(part: _Part) -> Iterator[Site]:
+def _replaced_in(part: _ModelPart) -> Iterator[Site]:
     """A row for an attention or MLP of a layer whose code others have replaced, so that nothing is fused in it."""
     file = stock_class(part.modules[part.path]).__module__
     names: Mapping[Kind, re.Pattern[str]] = {"rope": _ATTENTION, "mlp": _MLP}
@@ -187,7 +187,7 @@ def _replaced_in(part: _Part) -> Iterator[Site]:
                 yield row
 
 
-def _lacking(part: _Part) -> Iterator[str]:
+def _lacking(part: _ModelPart) -> Iterator[str]:
     """What a part of a model lacks of the sites of its family, in words."""
     for kind, count in part.counts.items():
         sites = part.rows_of(kind)
