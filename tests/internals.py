@@ -94,7 +94,7 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.fused_block.Rewrite": "forwards as text have no model, so that a test says what is to be fused",
     "fused_norm.patcher.fused_classes": "gets a planted fault",
     "fused_norm.patcher.fused_norm_module": "forgets which warnings were given; gets a planted fault",
-    "fused_norm.patcher.fused_norm_module.is_disabled": "tells a planted fault to leave the stock step right",
+    "fused_norm.patcher.fused_norm_module.switch": "tells a planted fault to leave the stock step right",
     "fused_norm.patcher.fused_norm_module.run_fused": "falls back silently, as a planted fault",
     "fused_norm.patcher.lazy_logits.CrossEntropy": (
         "a planted fault is put into the fused loss, and a test says which loss ran"

@@ -22,7 +22,7 @@ from fused_norm.kernels.operator import OPERATORS, Recompute
 from fused_norm.patcher import fused_classes, linear_inputs, losses, recompute
 from fused_norm.patcher.adapters import AdapterInput, FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
-from fused_norm.patcher.fused_norm_module import is_disabled
+from fused_norm.patcher.fused_norm_module import switch
 from fused_norm.patcher.lazy_logits import LazyLogits
 from fused_norm.patcher.losses import LossCall
 from fused_norm.patcher.recompute import _Recomputable
@@ -179,11 +179,11 @@ def _held_for_ever(right: Any, memory: dict[str, list[Any]], *arguments: Any) ->
 
 
 def _nothing_dropped(right: Any, memory: Any, dropout: nn.Dropout, x: Tensor) -> Any:
-    return right(dropout, x) if is_disabled() else x
+    return right(dropout, x) if switch.depth else x
 
 
 def _dropped_as_in_the_first(right: Any, memory: dict[str, Tensor], dropout: nn.Dropout, x: Tensor) -> Any:
-    if is_disabled():
+    if switch.depth:
         return right(dropout, x)
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         state = memory.setdefault("state", torch.get_rng_state())

@@ -186,7 +186,7 @@ def in_head(change: Callable[[CrossEntropy], CrossEntropy]) -> Planting:
     """Plant a fault in the loss that a head is asked for."""
 
     def wrong(right: Any, memory: Any, head: FusedHead, x: Tensor, request: CrossEntropy, *args: Any) -> Tensor:
-        loss: Tensor = right(head, x, request if fused_norm_module.is_disabled() else change(request), *args)
+        loss: Tensor = right(head, x, request if fused_norm_module.switch.depth else change(request), *args)
         return loss
 
     return replaced_by(FusedHead, "fused_norm_cross_entropy", wrong)

@@ -25,7 +25,7 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
 from .activation_recognition import FORMULAS, Activation, ActivationName, recognise_activation
-from .fused_norm_module import is_disabled, run_fused, warn_once
+from .fused_norm_module import run_fused, switch, warn_once
 from .hooks import Fused, are_plain_calls, defined_function, name_of_function
 from .probe import (
     DTYPES,
@@ -119,7 +119,7 @@ class FusedExperts(Fused):
             first = list(takewhile(lambda value: value is not None, inputs))
             rest = zip(_ARGUMENTS[len(first) :], inputs[len(first) :], strict=True)
             return stock(self, *first, *args, **{name: value for name, value in rest if value is not None}, **named)
-        if torch.compiler.is_compiling() or is_disabled():
+        if torch.compiler.is_compiling() or switch.depth:
             return stock(self, *inputs, *args, **named)
         reason = why_stock(self)
         if reason is None and (args or named):

@@ -59,11 +59,6 @@ def disabled() -> Iterator[None]:
             switch.depth -= 1
 
 
-def is_disabled() -> bool:
-    """Return whether ``disabled`` is in force."""
-    return switch.depth > 0
-
-
 class FusedNorm(Fused):
     """Base of the classes put on norm instances; a subclass also derives from the instance's own class.
 
@@ -161,7 +156,7 @@ class FusedGatedNorm(FusedNorm):
 
 def _without_kernel(norm: FusedNorm, spec: NormSpec | None, x: Any, weight: Any, reason: str) -> Any:
     """The norm by its stock code, or by PyTorch's operators if options replace its rounding points."""
-    if norm.fused_norm_replaced is None or spec is None or is_disabled():
+    if norm.fused_norm_replaced is None or spec is None or switch.depth:
         warn_once(norm.fused_norm_origin, reason)
         return norm.fused_norm_origin.forward(norm, x)
     warn_once(norm.fused_norm_origin, reason, "PyTorch's operators")

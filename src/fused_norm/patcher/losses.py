@@ -25,7 +25,7 @@ from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.operator import dispatch_modes
 from ..kernels.sharded import is_plain
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
-from .fused_norm_module import is_disabled, warn_once
+from .fused_norm_module import switch, warn_once
 from .hooks import Fused, are_plain_calls, has_hooks, replaced_linear
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 from .running_code import RunningCode
@@ -76,7 +76,7 @@ class FusedHead(Fused):
             how: what is done to logits, and the loss.
             max_labels: as ``linear_cross_entropy`` has it.
         """
-        if is_disabled():
+        if switch.depth:
             num_items = None if how.num_items is None else torch.as_tensor(how.num_items)
             args = x, self.weight, self.bias, how.target, num_items, how.reduction, how.ignore_index
             return reference.linear_cross_entropy(*args, how.label_smoothing, how.scale, how.cap, how.in_fp32)
@@ -159,7 +159,7 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
     @wraps(origin.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = args[place] if len(args) > place else kwargs.get("labels")
-        if labels is None or torch.compiler.is_compiling() or is_disabled() or not are_plain_calls(inside=type(self)):
+        if labels is None or torch.compiler.is_compiling() or switch.depth or not are_plain_calls(inside=type(self)):
             return origin.forward(self, *args, **kwargs)
         head = self.get_output_embeddings()
         if any(call.head is head for call in _calls.stack):  # such as BLIP-2's, which counts this loss as its own

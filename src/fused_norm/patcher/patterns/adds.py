@@ -55,7 +55,7 @@ from ...spec import Kind
 from ..block import Block, alike
 from ..dataflow import Conditions, Dataflow, computed, computes_nothing, flow_of, may_hold, mentions
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import is_disabled, norm_after_add, run_fused, spec_and_weights, takes_residual, warn_once
+from ..fused_norm_module import norm_after_add, run_fused, spec_and_weights, switch, takes_residual, warn_once
 from ..hooks import is_idle_dropout
 from ..linear_inputs import ConsumerOutputs, consumer_spec
 from ..patch_report import Site
@@ -387,7 +387,7 @@ def _drops(self: Any, dropout: Any) -> bool:
     """Return whether a dropout has to be called; the log says so once."""
     if is_idle_dropout(dropout):
         return False
-    if not is_disabled():
+    if not switch.depth:
         warn_once(
             self.fused_norm_origin,
             "a dropout between them is active, or other code sees its call",

@@ -36,7 +36,7 @@ from ..activation_recognition import recognise_activation
 from ..block import Block
 from ..dataflow import Conditions, Dataflow, flow_of, may_hold
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import is_disabled, run_fused, warn_once
+from ..fused_norm_module import run_fused, switch, warn_once
 from ..hooks import are_plain_calls, is_function_as_module, is_genuine, runs_as_compared, short_name, stock_class
 from ..native_code import native_code
 from ..patch_report import Site
@@ -129,7 +129,7 @@ def is_causal_convolution(module: Any) -> bool:
 
 def _convolve(x: Tensor, weight: Tensor, bias: Any, activation: str | None) -> tuple[Any, str | None]:
     """The convolution of x [batch, channels, length], in the dtype that autocast has PyTorch's compute in."""
-    if is_disabled():
+    if switch.depth:
         return None, ""
     dtype = autocast_dtype(x)
     if dtype is not None and torch.float64 not in (x.dtype, weight.dtype):

@@ -46,7 +46,7 @@ from ..block import Block
 from ..dataflow import Conditions, Dataflow, edits_in_place, flow_of, may_hold
 from ..four_bit import AdapterInput, FusedLinear4bit, Summands
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import is_disabled, run_fused, warn_once
+from ..fused_norm_module import run_fused, switch, warn_once
 from ..hooks import are_plain_calls, stock_class
 from ..patch_report import Site
 from ..probe import UnrecognisedError
@@ -292,7 +292,7 @@ def fused_norm_gated(self: Any, activation: ActivationName, act: Any, linear: An
         gate, up = _sum(gate), _sum(up)
         if dtype is not None and getattr(gate, "dtype", None) == getattr(up, "dtype", None) == torch.float32:
             tensors = gate, up, None, None
-    if tensors is not None and not is_disabled():
+    if tensors is not None and not switch.depth:
         consumers = 1 if dtype is None or isinstance(linear, FusedLinear4bit) else 2
         outputs = self.fused_norm_product(activation, act, *tensors, consumers, dtype or torch.float32, wide)
         if outputs is not None:
@@ -323,7 +323,7 @@ def fused_norm_product(
     outputs, reason = run_fused(GLU_FOR_CONSUMERS, *tensors, activation, consumers, dtype, wide)
     if reason is None:
         return outputs
-    if not is_disabled():
+    if not switch.depth:
         return None
     gate, up = (_sum(Summands(*summands)) for summands in ((gate, gate_added), (up, up_added)))
     y = act(gate) * up

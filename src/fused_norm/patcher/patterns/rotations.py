@@ -43,7 +43,7 @@ from ...spec import RotaryLayout
 from ..block import Block
 from ..dataflow import Conditions, flow_of, may_hold
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import is_disabled, run_fused, warn_once
+from ..fused_norm_module import run_fused, switch, warn_once
 from ..hooks import is_function_as_module, runs_as_compared, short_name, stock_class
 from ..native_code import native_code
 from ..patch_report import Site
@@ -430,7 +430,7 @@ def _fused_rotation(
             break
     else:
         return None
-    if rotation.angles is not full_cos_sin and not is_disabled() and isinstance(q, Tensor) and runs_kernels_on(q):
+    if rotation.angles is not full_cos_sin and not switch.depth and isinstance(q, Tensor) and runs_kernels_on(q):
         if not all(map(is_plain, (q, cos, sin))):
             what = f"{short_name(rotation.function)} is called with tensors of other kinds than the kernel takes"
             warn_once(self.fused_norm_origin, what)
