@@ -29,12 +29,24 @@ from .four_bit import (
     FusedLinear4bit,
     Summands,
     is_linear_4bit,
+    override_reason,
     packed_weight,
     why_linear_is_stock,
     why_unreadable,
 )
 from .fused_norm_module import run_fused, switch, warn_once
-from .hooks import Fused, are_plain_calls, is_genuine, is_idle_dropout, replaced_forward, replaced_linear, stock_class
+from .hooks import (
+    Fused,
+    are_plain_calls,
+    is_genuine,
+    is_idle_dropout,
+    name_of,
+    replaced_forward,
+    replaced_linear,
+    stock_class,
+)
+from .module_features import FusedModule, ModuleFeature
+from .probe import UnrecognisedError
 
 _DROPOUT = functional.dropout
 _PEFTS = "PEFT's LoRA code"
@@ -176,11 +188,6 @@ def is_quantised_lora_layer(module: nn.Module) -> bool:
     return is_known and _is_recent(module)
 
 
-def name_of(cls: type) -> str:
-    """The name of a class for messages: that of a LoRA layer as PEFT prints it."""
-    return f"lora.{cls.__name__}" if cls.__module__.startswith("peft.tuners.lora.") else cls.__name__
-
-
 def _is_recent(layer: nn.Module) -> bool:
     # Older ones cast in their forward, and have no variants.
     return hasattr(layer, "_cast_input_dtype") and "lora_variant" in vars(layer)
@@ -238,6 +245,21 @@ def _adds_something(layer: Any) -> bool:
     """Return whether a LoRA layer, as it is now, adds anything to what its linear returns."""
     is_off = layer.disable_adapters or layer.merged
     return not is_off and any(name in layer.lora_A for name in layer.active_adapters)
+
+
+def _fused(layer: Any, origin: Any) -> FusedModule:
+    if reason := why_unfused(layer):
+        raise UnrecognisedError(reason)
+    return FusedModule(FusedAdapter, {"fused_norm_is_quantised": is_quantised_lora_layer(layer)})
+
+
+ADAPTERS = ModuleFeature(
+    "adapter",
+    lambda module: is_lora_layer(module) or is_quantised_lora_layer(module),
+    override_reason,
+    _fused,
+    reads=lambda layer: [layer._modules.get("base_layer")],
+)
 
 
 def is_quantised(module: nn.Module) -> bool:

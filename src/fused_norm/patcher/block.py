@@ -10,7 +10,6 @@ from torch import nn
 
 from ..options import FuseOptions
 from ..spec import Kind
-from .adapters import is_lora_layer, is_quantised_lora_layer, why_unfused
 from .class_swap import (
     ClassChange,
     Fused,
@@ -20,10 +19,8 @@ from .class_swap import (
     is_called_around,
     stock_class,
 )
-from .four_bit import is_linear_4bit
 from .fused_block import FusedBlock, Rewrite
-from .hooks import are_plain_calls, has_hooks
-from .linear_inputs import called_by
+from .hooks import has_hooks
 from .norm_recognition import looks_like_norm, subtracts_mean
 from .patch_report import Cause, Site
 from .source import member_of
@@ -158,18 +155,9 @@ class Block:
         self.sites = [row.skipped(reason, cause) for row in self.sites]
         self.consumers_row = None if self.consumers_row is None else self.consumers_row.skipped(reason, None)
 
-    def output_count(self, name: str) -> int:
-        """Return the number of tensors that a linear of this name will read as its input; 0 if it is not plain."""
-        linear, fused = self.member(name), tuple[type[nn.Module], ...]()
-        is_adapter = is_lora_layer(linear) or is_quantised_lora_layer(linear)
-        if is_adapter or is_linear_4bit(linear):
-            kind: Kind = "adapter" if is_adapter else "linear"
-            reason = why_left_out(kind, self._model.paths[id(linear)], linear, self._model.options)
-            if reason is not None or (is_adapter and why_unfused(linear)):
-                return 0
-            fused = (type(linear),)
-        called = called_by([linear], fused=fused)
-        return len(called) if called is not None and are_plain_calls(*called) else 0
+    def why_left_out(self, kind: Kind, module: nn.Module) -> str | None:
+        """The reason why the options leave a site of this kind out, that of a module of the model; or None."""
+        return why_left_out(kind, self._model.paths[id(module)], module, self._model.options)
 
     def holds_norm(self, name: str | None) -> bool:
         """Return whether an attribute is a norm, or a wrapper (PEFT's) with nothing but norms inside.

@@ -19,6 +19,8 @@ from ..kernels.linear_4bit import LINEAR_4BIT
 from ..kernels.triton.dequantize_kernels import SCALES_TOGETHER, PackedWeight
 from .fused_norm_module import run_fused, switch, warn_once
 from .hooks import Fused, are_plain_calls, is_genuine, replaced_forward, replaced_linear, stock_class
+from .module_features import FusedModule, ModuleFeature
+from .probe import UnrecognisedError
 
 _MOST_ROWS = 4096
 """Up to so many rows a release whose own rule is unknown may multiply by a kernel of its own."""
@@ -128,6 +130,20 @@ def is_linear_4bit(module: Any) -> bool:
     """Return whether a module is a 4-bit linear of bitsandbytes, fused or not."""
     layers = sys.modules.get("bitsandbytes.nn.modules")
     return layers is not None and stock_class(module) is layers.Linear4bit
+
+
+def override_reason(origin: Any) -> str | None:
+    """The reason, for a report, that other code has put a forward on linears or on this class of them, or None."""
+    return replaced_forward(origin) or replaced_linear()
+
+
+def _fused(linear: Any, origin: Any) -> FusedModule:
+    if reason := why_linear_is_stock(linear):
+        raise UnrecognisedError(reason)
+    return FusedModule(FusedLinear4bit, {"fused_norm_is_quantised": True})
+
+
+LINEARS_4BIT = ModuleFeature("linear", is_linear_4bit, override_reason, _fused)
 
 
 def why_unreadable(linear: Any, *, is_called: bool = False) -> str | None:

@@ -25,8 +25,10 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
 from .activation_recognition import FORMULAS, Activation, ActivationName, recognise_activation
+from .class_swap import class_override_reason
 from .fused_norm_module import run_fused, switch, warn_once
 from .hooks import Fused, are_plain_calls, defined_function, name_of_function
+from .module_features import FusedModule, ModuleFeature, OverriddenError
 from .probe import (
     DTYPES,
     UnrecognisedError,
@@ -295,6 +297,16 @@ def recognise_experts(experts: Any, origin: Any) -> GateOfExperts:
     key = recognise_experts, key_of_module(origin, plain), *[activation.formula for _, activation in activations]
     gate = found_once(lambda: _compared(origin, function, plain, experts), *key)
     return GateOfExperts(*gate, method, RunningCode(method), activations, function, RunningCode(function))
+
+
+def _fused(experts: Any, origin: Any) -> FusedModule:
+    if reason := other_implementation(experts, origin):
+        raise OverriddenError(reason)
+    gate = recognise_experts(experts, origin)
+    return FusedModule(FusedExperts, {"fused_norm_gate": gate}, str(gate))
+
+
+EXPERTS = ModuleFeature("experts", is_experts, class_override_reason, _fused)
 
 
 _TOKENS, _EXPERTS, _TOP_K, _WIDTH, _INNER = 12, 3, 2, 16, 8

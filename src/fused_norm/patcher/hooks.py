@@ -191,6 +191,11 @@ def replaced_forward(cls: Any) -> str | None:
     return None if is_genuine(cls) else f"its class's forward was replaced, by {name_of_function(cls.forward)}"
 
 
+def name_of(cls: type) -> str:
+    """The name of a class for messages: that of a LoRA layer as PEFT prints it."""
+    return f"lora.{cls.__name__}" if cls.__module__.startswith("peft.tuners.lora.") else cls.__name__
+
+
 def name_of_function(function: Any) -> str:
     """Return the full name of a function for a message; of a method or a partial, that of the function inside."""
     function = getattr(function, "func", getattr(function, "__func__", function))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..kernels.sharded import is_plain, is_sharded
 from ..options import FuseOptions
-from .adapters import name_of
 from .block import SurveyedModel, why_left_out
 from .class_swap import (
     class_override_reason,
@@ -20,7 +19,7 @@ from .class_swap import (
     stock_class,
 )
 from .fused_classes import fused_class, fused_loss_class
-from .hooks import name_of_function
+from .hooks import name_of, name_of_function
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
 from .loss_trial import trial_of
 from .losses import FusedHead, replaced_function, why_compiled_loss, why_read, why_seen

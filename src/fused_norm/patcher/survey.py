@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
-from .adapters import FusedAdapter, is_lora_layer, is_quantised, is_quantised_lora_layer, name_of, why_unfused
+from .adapters import ADAPTERS
 from .block import Block, Surveyed, SurveyedModel, why_left_out
 from .class_swap import (
     ClassChange,
@@ -24,13 +24,14 @@ from .class_swap import (
     has_derived_class,
     stock_class,
 )
-from .four_bit import FusedLinear4bit, is_linear_4bit, why_linear_is_stock
+from .four_bit import LINEARS_4BIT
 from .fused_block import FusedBlock
 from .fused_classes import fused_block_class, fused_class
-from .fused_experts import FusedExperts, is_experts, other_implementation, recognise_experts
+from .fused_experts import EXPERTS
 from .fused_norm_module import FusedGatedNorm, FusedNorm
-from .hooks import are_plain_calls, replaced_forward, replaced_linear
+from .hooks import are_plain_calls, name_of
 from .loss_survey import head_of, survey_loss
+from .module_features import ModuleFeature, OverriddenError
 from .norm_recognition import Recognised, looks_like_norm, recognise
 from .patch_report import Cause, Site
 from .patterns import MATCHES, decide_matches, fused_sites
@@ -40,6 +41,9 @@ from .recompute import COMPILED
 from .source import SourceError, WrappedError
 
 logger = logging.getLogger("fused_norm")
+
+MODULE_FEATURES: tuple[ModuleFeature, ...] = (EXPERTS, LINEARS_4BIT, ADAPTERS)
+"""What fuses modules by themselves, in the order of their rows."""
 
 _ANY_WIDTH = 64
 """Placeholder width for a weight held entirely by another rank."""
@@ -58,22 +62,23 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     surveyed = SurveyedModel.of(model, options)
     modules = surveyed.modules
     norms = {path: module for path, module in modules.items() if looks_like_norm(module)}
-    experts = {path: module for path, module in modules.items() if is_experts(module)}
+    found = [
+        (feature, {path: module for path, module in modules.items() if feature.is_site(module)})
+        for feature in MODULE_FEATURES
+    ]
+    alone = {path: module for _, sites in found for path, module in sites.items()}
+    inside = {id(read) for feature, sites in found for module in sites.values() for read in feature.reads(module)}
     blocks = {
         path: module
         for path, module in modules.items()
         if path not in norms
-        and path not in experts
+        and path not in alone
         and not isinstance(module, torch.jit.ScriptModule)
         and _may_have_sites(module)
     }
-    linears = {path: module for path, module in modules.items() if is_linear_4bit(module)}
-    adapters = {
-        path: module for path, module in modules.items() if is_lora_layer(module) or is_quantised_lora_layer(module)
-    }
     heads = {path: head for path, module in modules.items() if (head := head_of(module, surveyed)) is not None}
     head_paths = {surveyed.paths[id(head)]: head for head in heads.values()}
-    selectable = norms | blocks | experts | linears | adapters | head_paths
+    selectable = norms | blocks | alone | head_paths
     _check_patterns(surveyed, norms, selectable, next(iter(norms | blocks), None))
 
     for path, norm in norms.items():
@@ -86,13 +91,10 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
     for block in surveyed.blocks.values():  # some have no site of their own, and read a norm that is passed to them
         _compile(block, surveyed)
     rows = [*surveyed.norm_sites.values(), *(row for path in decided for row in surveyed.block(path).sites)]
-    rows += [surveyed.planned(module, _survey_experts(path, module, surveyed)) for path, module in experts.items()]
-    for adapter in adapters.values():  # it reads the weight of its linear
-        linears.pop(surveyed.paths.get(id(adapter._modules.get("base_layer")), ""), None)
-    rows += [
-        surveyed.planned(module, _survey_linear(path, module, surveyed))
-        for path, module in (linears | adapters).items()
-    ]
+    for feature, sites in found:
+        for path, module in sites.items():
+            if id(module) not in inside:
+                rows.append(surveyed.planned(module, _survey_module(path, module, feature, surveyed)))
     recomputed = _decide_recompute(surveyed, rows)
     for path in heads:
         row = survey_loss(path, modules[path], surveyed)
@@ -174,39 +176,22 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Surveyed:
     return site, fused
 
 
-def _survey_experts(path: str, experts: nn.Module, model: SurveyedModel) -> Surveyed:
-    """The row of a module of experts, and its class."""
-    origin = stock_class(experts)
-    row = Site(path, "experts", origin.__name__)
-    if override := forward_override_reason(experts) or class_override_reason(origin):
+def _survey_module(path: str, module: nn.Module, feature: ModuleFeature, model: SurveyedModel) -> Surveyed:
+    """The row of a module that is fused by itself, and its class."""
+    origin = stock_class(module)
+    row = Site(path, feature.kind, name_of(origin))
+    if override := forward_override_reason(module) or feature.override_reason(origin):
         return row.skipped(override, "overridden"), None
-    if unwanted := why_left_out("experts", path, experts, model.options):
+    if unwanted := why_left_out(feature.kind, path, module, model.options):
         return row.skipped(unwanted, "option"), origin
-    if other := other_implementation(experts, origin):
-        return row.skipped(other, "overridden"), origin
     try:
-        gate = recognise_experts(experts, origin)
+        base, members, activation = feature.fused(module, origin)
     except UnrecognisedError as error:
-        return row.skipped(str(error)), origin
-    fused = fused_class(FusedExperts, origin, fused_norm_gate=gate)
+        return row.skipped(str(error), "overridden" if isinstance(error, OverriddenError) else "unrecognised"), origin
+    fused = fused_class(base, origin, **members)
     if override := fused_override_reason(fused):
         return row.skipped(override, "overridden"), None
-    return replace(row, activation=str(gate)), fused
-
-
-def _survey_linear(path: str, linear: nn.Module, model: SurveyedModel) -> Surveyed:
-    """The row of a 4-bit linear or a LoRA layer, which asks at each call what kernels take, and its class."""
-    origin, is_adapter = stock_class(linear), not is_linear_4bit(linear)
-    kind: Kind = "adapter" if is_adapter else "linear"
-    row = Site(path, kind, name_of(origin))
-    if override := forward_override_reason(linear) or replaced_forward(origin) or replaced_linear():
-        return row.skipped(override, "overridden"), None
-    if unwanted := why_left_out(kind, path, linear, model.options):
-        return row.skipped(unwanted, "option"), origin
-    if reason := why_unfused(linear) if is_adapter else why_linear_is_stock(linear):
-        return row.skipped(reason), origin
-    base = FusedAdapter if is_adapter else FusedLinear4bit
-    return row, fused_class(base, origin, fused_norm_is_quantised=is_quantised(linear))
+    return replace(row, activation=activation), fused
 
 
 def _recognise(norm: nn.Module, origin: Any) -> Recognised:

@@ -43,13 +43,14 @@ from ...kernels.norm import (
     RMS_NORM_FOR_CONSUMERS,
 )
 from ...kernels.triton.norm_backward import MOST_CONSUMERS
-from ..adapters import name_of
+from ..adapters import ADAPTERS, why_unfused
 from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
+from ..four_bit import LINEARS_4BIT
 from ..fused_block import Rewrite, runtime
 from ..fused_norm_module import run_fused, spec_and_weights
-from ..hooks import are_plain_calls
-from ..linear_inputs import ConsumerOutputs, ConsumerSpec, consumer_spec
+from ..hooks import are_plain_calls, name_of
+from ..linear_inputs import ConsumerOutputs, ConsumerSpec, called_by, consumer_spec
 from ..source import SourceError, cached_by_forward, names_in
 from .calls import EditedForward, Match, Part, Patterns, call_of_own, callee_name
 
@@ -104,7 +105,7 @@ class Inputs(Match):
             return "its forward may change autocast before its linears"
         total = 0
         for name in self.consumers_in(block):
-            count = block.output_count(name)
+            count = _tensors_read_by(name, block)
             if not count:
                 kind = type(block.member(name))
                 if kind is nn.Linear:
@@ -120,6 +121,18 @@ class Inputs(Match):
         start = 0 if ast.get_docstring(forward.definition) is None else 1
         source = f"{self.name}, {_INPUTS} = self.fused_norm_inputs({self.name})"
         forward.definition.body.insert(start, forward.code(source))
+
+
+def _tensors_read_by(name: str, block: Block) -> int:
+    """Return the number of tensors that a linear of a module will read as its input; 0 if it is not plain."""
+    linear, fused = block.member(name), tuple[type[nn.Module], ...]()
+    feature = next((feature for feature in (LINEARS_4BIT, ADAPTERS) if feature.is_site(linear)), None)
+    if feature is not None:
+        if block.why_left_out(feature.kind, linear) is not None or (feature is ADAPTERS and why_unfused(linear)):
+            return 0
+        fused = (type(linear),)
+    called = called_by([linear], fused=fused)
+    return len(called) if called is not None and are_plain_calls(*called) else 0
 
 
 @dataclass(repr=False)
