@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from fused_norm.kernels import operator, recording
 
 from .conftest import ALL
 from .numerics import BF16
+
+import_module("fused_norm.patcher")  # which has the operators of LoRA layers
 
 Call = Callable[[], torch.Tensor]
 
