@@ -329,19 +329,21 @@ def test_float64_and_other_dtypes_beside_each_other_are_pytorchs(device: str) ->
         ours(mixed.x, mixed.weight.float(), None, mixed.target)
 
 
-@pytest.mark.parametrize("layout", ["a transposed x", "a transposed weight", "rows apart"])
+@pytest.mark.parametrize("layout", ["a transposed x", "a transposed weight", "rows apart", "labels apart"])
 def test_strides_change_nothing(layout: str, device: str) -> None:
     case = make_case(device)
     expected = case.results(ours)
-    x, weight = case.x.detach(), case.weight.detach()
+    x, weight, target = case.x.detach(), case.weight.detach(), case.target
     if layout == "a transposed x":
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
     elif layout == "a transposed weight":
         weight = weight.t().contiguous().t()
-    else:
+    elif layout == "rows apart":
         x = torch.cat([x, x], -1)[..., : x.shape[-1]]
+    else:
+        target = torch.stack([target, target.flip(0)], -1)[..., 0]
     leaves = x.requires_grad_(), weight.requires_grad_()
-    loss = ours(*leaves, None, case.target)
+    loss = ours(*leaves, None, target)
     for a, b in zip((loss, *torch.autograd.grad(loss, leaves)), expected, strict=True):
         assert error(a, b) < 1e-3
 

@@ -184,7 +184,7 @@ def _by_chunks(
     x, weight, bias, target, _, _, ignored, smoothing, scale, cap, in_fp32, most, _ = arguments
     train_x, train_weight, train_bias = trained
     vocabulary, width = weight.shape
-    all_rows, labels = x.reshape(-1, width), target.reshape(-1)
+    all_rows, labels = x.reshape(-1, width), target.reshape(-1).contiguous()
     _check_labels(labels, vocabulary, ignored, most)
     rows, order = all_rows, None
     if most is not None and most < len(labels):

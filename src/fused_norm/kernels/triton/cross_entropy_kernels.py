@@ -155,6 +155,8 @@ def _cross_entropy_kernel(
         # Before the gradient overwrites it. An invalid label makes the loss NaN.
         is_valid = (label >= 0) & (label < V)
         at_label = tl.load(row_ptr + label, mask=is_valid, other=float("nan")).to(tl.float32)
+        if KEEPS_TANH:  # all warps read it before one of them writes a tanh over it
+            tl.debug_barrier()
         at_label, _ = _transformed(at_label, options, dtype)
         m = tl.full([LANES], -1e38, tl.float32)
         s = tl.zeros([LANES], tl.float32)
@@ -212,7 +214,7 @@ def launch_cross_entropy(
 
     Args:
         logits: rows of one stride, elements side by side.
-        labels: [M], int64.
+        labels: [M], int64, side by side.
         losses: [M], float32.
         gradient: one float32, the gradient of each row's loss; None leaves the logits as they are.
         ignored: the label of rows whose loss is 0, and has no gradient.
