@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -197,3 +200,20 @@ def test_a_compiled_function_of_them_has_one_graph_and_is_logged(
         results.append([torch.tensor(len(graphs)), *values])
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
     assert "torch.compile does not trace" in caplog.text
+
+
+def test_a_pytorch_without_the_names_that_skip_code_compiles_the_right_values() -> None:
+    program = """
+import torch
+frames = torch._C._dynamo.eval_frame
+own = frames.set_code_exec_strategy
+del frames.set_code_exec_strategy
+import fused_norm.patcher.lazy_logits
+frames.set_code_exec_strategy = own  # which this PyTorch's compiler needs
+from tests.patcher.test_logits_after_the_forward import call, pair
+stock, fused = pair("cpu")
+compiled = torch.compile(lambda logits: logits.float().logsumexp(-1), backend="eager")
+torch.testing.assert_close(compiled(call(fused).logits), call(stock).logits.float().logsumexp(-1))
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)

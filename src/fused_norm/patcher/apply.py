@@ -188,7 +188,7 @@ def _replaced_in(part: _ModelPart) -> Iterator[Site]:
 
 
 def _lacking(part: _ModelPart) -> Iterator[str]:
-    """What a part of a model lacks of the sites of its family, in words."""
+    """Yield a message for each kind of site of which a part of a model has fewer than its family."""
     for kind, count in part.counts.items():
         sites = part.rows_of(kind)
         if kind in ("residual", "sandwich"):  # kept for their layer's sake, all have the row of the layer

@@ -146,7 +146,7 @@ class Block:
 
     @property
     def recomputes(self) -> bool:
-        """Whether it is to recompute outputs of fused operators in its backward."""
+        """True for a layer that recomputes outputs of fused operators in its backward."""
         return self.recompute_row is not None and self.recompute_row.reason is None
 
     def keep(self, reason: str, cause: Cause) -> None:

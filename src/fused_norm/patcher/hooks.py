@@ -49,11 +49,11 @@ class Fused(nn.Module):
 
     @property
     def fused_norm_what(self) -> str:
-        """What is fused in this module, in words."""
+        """The name of what is fused in this module, such as ``norm (llama)``."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows of the stock module, and what is fused in it."""
+        """Return the line of ``print(model)``: that of the stock module, and after it what is fused."""
         return ", ".join(filter(None, [super().extra_repr(), f"fused: {self.fused_norm_what}"]))
 
 

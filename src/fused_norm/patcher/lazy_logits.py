@@ -15,6 +15,7 @@ a function's result, no loss is made of the head's inputs any more.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -583,8 +584,10 @@ def _sample(tensor: Tensor) -> Tensor:
     return flat[:: max(1, len(flat) // _SAMPLED)].clone()
 
 
-# A function that torch.compile traces is given real logits by these methods, which are none of its code.
-_frames: Any = torch._C._dynamo.eval_frame
-_SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-for _method in (LazyLogits.__torch_function__, LazySum.__torch_function__, LazyTensor.__torch_dispatch__):
-    _frames.set_code_exec_strategy(_method.__func__.__code__, _SKIPPED)  # type: ignore[attr-defined]
+# A function that torch.compile traces is given real logits by these methods, which are none of its code. A PyTorch that
+# has no such names any more compiles them too, in graphs of their own.
+with contextlib.suppress(AttributeError):
+    _frames: Any = torch._C._dynamo.eval_frame
+    _SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+    for _method in (LazyLogits.__torch_function__, LazySum.__torch_function__, LazyTensor.__torch_dispatch__):
+        _frames.set_code_exec_strategy(_method.__func__.__code__, _SKIPPED)  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from .probe import UnrecognisedError, cpu_replica, own_attributes, plain_pytorch
 
 
 class _Outputs:
-    """What a base model returns: hidden states under each of their names, and None for all else."""
+    """The output of a base model in a trial: hidden states under each of their names, and None for all else."""
 
     def __init__(self, hidden: Tensor) -> None:
         self._hidden = hidden

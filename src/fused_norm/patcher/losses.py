@@ -164,11 +164,11 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
         head = self.get_output_embeddings()
         if any(call.head is head for call in _calls.stack):  # such as BLIP-2's, which counts this loss as its own
             return origin.forward(self, *args, **kwargs)
-        reason = _why_real_logits(self, labels)
+        reason = _why_real_logits(self, head, labels)
         if reason is not None:
             warn_once(origin, reason)
             return origin.forward(self, *args, **kwargs)
-        call = LossCall(origin, self.get_output_embeddings())
+        call = LossCall(origin, head)
         _calls.stack.append(call)
         try:
             output = call.returned(origin.forward(self, *args, **kwargs))
@@ -208,9 +208,8 @@ def why_seen(head: Any) -> str | None:
     return None
 
 
-def _why_real_logits(model: Any, labels: Any) -> str | None:
+def _why_real_logits(model: Any, head: Any, labels: Any) -> str | None:
     """The reason why the head of a model has to return real logits in a call with these labels, or None."""
-    head = model.get_output_embeddings()
     own = vars(head)
     if type(head) is nn.Linear and "forward" not in own:  # a new one, as resize_token_embeddings makes
         head.__class__ = model.fused_norm_head_class

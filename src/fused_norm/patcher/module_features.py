@@ -1,4 +1,4 @@
-"""Features that fuse a module by itself, whatever calls it; each is one object beside the code that it is made of."""
+"""Features that fuse one module, whatever its parent is; each feature is one object in the file of its code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OverriddenError(UnrecognisedError):
 
 
 class FusedModule(NamedTuple):
-    """What a fused class for a module is made of.
+    """The parts of a fused class for one module.
 
     Attributes:
         base: the class that has the fused forward.
@@ -38,7 +38,7 @@ class ModuleFeature:
         kind: of its rows.
         is_site: returns whether a module is of the kind, fused or not.
         override_reason: returns why code that others have put on the stock class runs, or None.
-        fused: returns what the fused class of a module with this stock class is made of. It raises
+        fused: returns the parts of the fused class for a module with this stock class. It raises
             ``UnrecognisedError`` if the module stays stock.
         reads: returns the modules inside whose weights it reads; these are no sites.
     """

@@ -43,7 +43,7 @@ from .source import SourceError, WrappedError
 logger = logging.getLogger("fused_norm")
 
 MODULE_FEATURES: tuple[ModuleFeature, ...] = (EXPERTS, LINEARS_4BIT, ADAPTERS)
-"""What fuses modules by themselves, in the order of their rows."""
+"""The features that fuse one module each, in the order of their rows."""
 
 _ANY_WIDTH = 64
 """Placeholder width for a weight held entirely by another rank."""
@@ -177,7 +177,7 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Surveyed:
 
 
 def _survey_module(path: str, module: nn.Module, feature: ModuleFeature, model: SurveyedModel) -> Surveyed:
-    """The row of a module that is fused by itself, and its class."""
+    """The row of a module that a feature fuses, and its class."""
     origin = stock_class(module)
     row = Site(path, feature.kind, name_of(origin))
     if override := forward_override_reason(module) or feature.override_reason(origin):

@@ -109,7 +109,7 @@ def bypassed_by(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[list[str], l
 
 
 def rewrites_with_calls(layer: Any, rewrites: tuple[Rewrite, ...]) -> Iterator[Rewrite]:
-    """What remains of the rewrites of a forward that calls all norms and activations, and passes on what they return.
+    """The rewrites of the forward that makes every call of a norm or an activation, and passes on what they return.
 
     A norm after an add may be called with the residual.
     """

@@ -163,7 +163,7 @@ def _reader_of(attend: FunctionType, code: CodeType) -> _Reader | None:
         calls = [(vars(torch.nn.functional), "scaled_dot_product_attention", torch._C._nn.scaled_dot_product_attention)]
     elif attend is defined_function(_FLASH, "flash_attention_forward"):
         names = {"_flash_attention_forward": _FLASH_UTILS}
-        if "get_target_dtype" in own:  # else transformers 4, in which it asks by itself
+        if "get_target_dtype" in own:  # transformers 4 has no such function, and asks inside
             names["get_target_dtype"] = _FLASH
         utils = vars(sys.modules[_FLASH_UTILS])
         calls = [(utils, "fa_peft_integration_check", defined_function(_FLASH_UTILS, "fa_peft_integration_check"))]

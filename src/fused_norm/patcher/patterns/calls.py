@@ -31,7 +31,7 @@ class Callee:
     is_function: bool = False
 
     def resolve(self, block: Block) -> Any:
-        """What the name stands for in a module, or among the globals of its forward."""
+        """Return the member of a module, or the global of its forward, that has this name."""
         return global_of(block.origin, self.name) if self.is_function else block.member(self.name)
 
 

@@ -172,7 +172,7 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
 
 def _compare(function: Any, arguments: int) -> Rotation:
     """The rotation, without its function and its code."""
-    # A forward is called by itself: no hook may see the samples.
+    # The forward is called and not the module: no hook may see the samples.
     rotate = partial(type(function).forward, function) if isinstance(function, nn.Module) else function
     tensors = min(arguments - 2, 2)
     forms: list[tuple[AngleForm, bool]] = [(full_cos_sin, False), (half_cos_sin, False), (full_cos_sin, True)]
