@@ -18,7 +18,13 @@ ONE, TWO = ((1, 512), (2, 300)) if HAS_GPU else ((1, 7), (2, 5))
 """Two shapes of tokens."""
 
 _SMALL = (
-    {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
     if HAS_GPU
     else {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 )
@@ -77,7 +83,9 @@ class Run:
         report: of ``apply_fused_norm``.
     """
 
-    def __init__(self, mode: str, *, graphs: bool, attention: str = "sdpa", layers: int = LAYERS, **options: Any) -> None:
+    def __init__(
+        self, mode: str, *, graphs: bool, attention: str = "sdpa", layers: int = LAYERS, **options: Any
+    ) -> None:
         self.mode = mode
         self.model = base_model(attention, layers)
         if mode == "lora":
@@ -266,9 +274,9 @@ def exceptions_between(run: Run) -> None:
         except KeyError as error:
             held = error if number == 1 else None
         hook.remove()
-        run.step(ONE, 4 + number)
-        del held
-        held = None
+        run.step(ONE, 4 + number)  # with the graph of the second one held
+        if held is not None:
+            held.__traceback__ = None
     run.step(ONE, 8)
 
 

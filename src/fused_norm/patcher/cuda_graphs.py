@@ -216,7 +216,9 @@ class _GraphPair:
         self._owners = list(map(torch._C._storage_Use_Count, self._storages))
         self.output_grads: list[Tensor | None] = [None] * len(self.outputs)
         self._result: list[Tensor] | None = None
-        self._leaves: list[Tensor] | None = None
+        self._uses: _Uses | None = None
+        self._grads: list[Tensor | None] = []
+        self._repeated: list[int] = []
         self.blocks: frozenset[int] = frozenset()
         self.live = frozenset(graphs.with_activations) | {self.number}
         self._capture()
@@ -259,17 +261,16 @@ class _GraphPair:
             result = self._run(heads, leaves)
         for buffer, tensor in zip(self.outputs, result, strict=True):
             buffer.copy_(tensor.detach())
-        self._result, self._leaves = result, [*(heads[i] for i in self.differentiable), *leaves]
         torch.clear_autocast_cache()  # of casts that lie in the pool
+        self._result = result
+        if self.is_training:
+            self._uses = _Uses(result, [*(heads[i] for i in self.differentiable), *leaves])
+            self._repeated = self._uses.repeated
 
     def _backward(self) -> None:
         assert self._result is not None
-        assert self._leaves is not None
-        pairs = [(r, g) for r, g in zip(self._result, self.output_grads, strict=True) if g is not None]
-        self._grads: list[Tensor | None] = [None] * len(self._leaves)
-        if pairs:
-            results, grads = zip(*pairs, strict=True)
-            self._grads = list(torch.autograd.grad(results, self._leaves, grads, retain_graph=True, allow_unused=True))
+        assert self._uses is not None
+        self._grads = self._uses.gradients(self._result, self.output_grads, retain_graph=True)
 
     def _run(self, tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
         """The layer's outputs that are tensors."""
@@ -292,7 +293,7 @@ class _GraphPair:
 
     def drop_activations(self) -> None:
         """Let the pool give its activations' memory to other captures."""
-        self._result = self._leaves = None
+        self._result = self._uses = None
 
     def why_not_now(self, tensors: Sequence[Tensor]) -> str | None:
         """The reason not to replay it on these tensors, or None."""
@@ -317,7 +318,8 @@ class _GraphPair:
                 _copy(buffer, tensor)
         if self.is_training:
             held = [tensors[place] for place in self._chained if place not in self.differentiable]
-            outputs = _apply(self, held, *[tensors[place] for place in self.differentiable], *self.trained)
+            inputs = [*[tensors[place] for place in self.differentiable], *self.trained]
+            outputs = _apply(self, held, *inputs, *[inputs[place] for place in self._repeated])
         else:
             self.launch([])
             outputs = tuple([buffer.detach() for buffer in self.outputs])
@@ -396,21 +398,75 @@ class _GraphPair:
                 device.set_random_state(flight.random_state)
             with torch.enable_grad(), self._call.autocast(device.device.type):
                 results = self._run(inputs, leaves)
-                pairs = [
-                    (result, grad)
-                    for result, grad in zip(results, grads, strict=True)
-                    if grad is not None and result.requires_grad
-                ]
-                wanted = [*(inputs[place] for place in self.differentiable), *leaves]
-                if not pairs:
-                    return [None] * len(wanted)
-                outputs, of_outputs = zip(*pairs, strict=True)
-                return list(
-                    torch.autograd.grad(outputs, wanted, of_outputs, create_graph=creates_graph, allow_unused=True)
-                )
+                uses = _Uses(results, [*(inputs[place] for place in self.differentiable), *leaves])
+                return uses.gradients(results, grads, create_graph=creates_graph)
         finally:
             if after is not None:
                 device.set_random_state(after)
+
+
+class _Uses:
+    """Where a layer's computation uses the tensors that it is to be differentiated by.
+
+    A tensor that is used several times has several gradients, which autograd adds to those of its uses elsewhere one by
+    one: their sum would be another sum in the last place.
+
+    Attributes:
+        repeated: the places of leaves with several uses, once for each further use.
+    """
+
+    def __init__(self, results: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        self._leaves = leaves
+        self._nodes: dict[Any, list[tuple[int, int]]] = {}
+        """The leaves, and the numbers of the gradients, that nodes give, for those of several uses."""
+        nodes = [leaf.grad_fn or torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+        place_of = {(node, leaf.output_nr): place for place, (node, leaf) in enumerate(zip(nodes, leaves, strict=True))}
+        waiting: list[Any] = [result.grad_fn for result in results if result.grad_fn is not None]
+        seen, number = set(waiting), [0] * len(leaves)
+        while waiting:
+            node = waiting.pop()
+            for position, edge in enumerate(node.next_functions):
+                place = place_of.get(edge)
+                if place is not None:
+                    number[place] += 1
+                    self._nodes.setdefault(node, []).append((place, position))
+                elif edge[0] is not None and edge[0] not in seen:
+                    seen.add(edge[0])
+                    waiting.append(edge[0])
+        self.repeated = [place for place, count in enumerate(number) for _ in range(count - 1)]
+        several = set(self.repeated)
+        self._nodes = {
+            node: gives
+            for node, pairs in self._nodes.items()
+            if (gives := [(place, position) for place, position in pairs if place in several])
+        }
+
+    def gradients(self, results: Sequence[Tensor], grads: Sequence[Tensor | None], **how: bool) -> list[Tensor | None]:
+        """The gradients of the leaves, one of each, and after them those of ``repeated``.
+
+        ``grads``: those of the results. ``how``: ``retain_graph`` or ``create_graph``.
+        """
+        pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
+        if not pairs:
+            return [None] * (len(self._leaves) + len(self.repeated))
+        of_uses: list[list[Tensor | None]] = [[] for _ in self._leaves]
+
+        def take(gives: list[tuple[int, int]], given: Sequence[Tensor | None], _: Any) -> None:
+            for place, position in gives:
+                of_uses[place].append(given[position])
+
+        hooks = [node.register_hook(partial(take, gives)) for node, gives in self._nodes.items()]
+        try:
+            outputs, of_outputs = zip(*pairs, strict=True)
+            sums = torch.autograd.grad(outputs, self._leaves, of_outputs, allow_unused=True, **how)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        further: list[Tensor | None] = []
+        for place in self.repeated:
+            uses = of_uses[place]
+            further.append(uses.pop(1) if len(uses) > 1 else None)
+        return [*(uses[0] if uses else total for uses, total in zip(of_uses, sums, strict=True)), *further]
 
 
 class _Call(NamedTuple):

@@ -8,7 +8,8 @@ A forward reads its arguments (``Arguments``), its modules and their attributes 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from operator import is_
@@ -36,6 +37,9 @@ _SPECS = 1024
 
 UNREAD = "num_items_in_batch"
 """The argument that trainers pass down to layers, none of which reads it; it is another number in each step."""
+
+_RECORDER = "transformers.utils.output_capturing"
+"""The module with the hooks by which transformers 5 returns hidden states and attentions."""
 
 GRAPHS = "_fused_norm_graphs"
 """The attribute of a layer that holds its graphs."""
@@ -249,10 +253,15 @@ class Snapshot:
         self._values: dict[str, Any] = {}
         self._tensors: dict[int, Tensor] = {}
         self._seen: dict[int, Any] = {}
+        self._recorded: set[str] = set()
         for cls in dict.fromkeys(map(type, self.modules)):
             self._look_at_class(cls)
         for module in self.modules:
             self._look_at_module(module, is_layer=module is layer)
+        if self._recorded:
+            self._tests.append(f"{self._name(partial(_records_none, self._recorded))}()")
+            if not _records_none(self._recorded):
+                raise RunEagerError("outputs of modules inside are recorded, as by output_attentions=True")
         tensors = self._tensors.values()
         self.parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         self.buffers = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
@@ -305,11 +314,12 @@ class Snapshot:
         if not is_layer:  # those of the layer itself are around its graphs
 
             def has_hooks() -> bool:
-                return any(own[name] for name in _HOOKS)
+                return any(_keys_of_hooks(own[name]) is None for name in _HOOKS)
 
             if has_hooks():
                 raise RunEagerError(f"{what} inside has hooks", has_hooks)
-            alike |= {name: {} for name in _HOOKS}
+            alike |= {name: dict(own[name]) for name in _HOOKS}
+            self._recorded.update(key for name in _HOOKS for key in _keys_of_hooks(own[name]) or ())
             forward = own.get("forward")
             if forward is not None and getattr(forward, "__func__", None) is not cls.forward:
                 raise RunEagerError(f"the forward of {what} inside was replaced")
@@ -411,6 +421,25 @@ class Snapshot:
             f"{name}.shape == {shape}",
             f"{name}.stride() == {stride}",
         ]
+
+
+def _keys_of_hooks(hooks: Mapping[int, Any]) -> set[str] | None:
+    """The keys that transformers' own hooks record outputs for; None if there are other hooks.
+
+    Once outputs were asked for, these hooks stay, and return at once unless outputs are asked for again.
+    """
+    keys: set[str] = set()
+    for hook in hooks.values():
+        if getattr(hook, "__module__", "") != _RECORDER or hook.__code__.co_freevars[-1] != "key":
+            return None
+        keys.add(hook.__closure__[-1].cell_contents)
+    return keys
+
+
+def _records_none(keys: set[str]) -> bool:
+    """Return whether transformers records no outputs for these keys now."""
+    collected = sys.modules[_RECORDER]._active_collector.get()
+    return collected is None or keys.isdisjoint(collected)
 
 
 def _is_config(value: Any) -> bool:
