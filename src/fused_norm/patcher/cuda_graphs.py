@@ -140,7 +140,7 @@ class _Replayed(torch.autograd.Function):
     """A replayed forward as a node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, pair: _GraphPair, held: list[Tensor], *inputs: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, pair: _GraphPair, held: list[Tensor], *inputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.pair, ctx.flight = pair, pair.launch(held)
         ctx.save_for_backward(*inputs[: len(pair.differentiable)])
@@ -151,7 +151,7 @@ class _Replayed(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         pair, flight = ctx.pair, ctx.flight
         saved = ctx.saved_tensors  # raises if one of them was written to, as in stock
         if list(map(_version, pair.trained)) != flight.versions:
@@ -589,9 +589,9 @@ class LayerReplay:
                     self._moved(new)
                 break
         known.insert(0, new)
-        for old in known[_STATES:]:
-            self._forget(lambda pair, old=old: pair.snapshot.number == old.number)
-        del known[_STATES:]
+        if len(known) > _STATES:
+            oldest = known.pop().number
+            self._forget(lambda pair: pair.snapshot.number == oldest)
         return new
 
     def _moved(self, snapshot: Snapshot) -> None:
@@ -947,7 +947,7 @@ def _copies_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         if tensor is not None:
             places.setdefault(tensor.dtype, []).append(place)
     for of_dtype in places.values():
-        results = torch._foreach_mul([tensors[place] for place in of_dtype], 1)  # type: ignore[arg-type,misc]
+        results = torch._foreach_mul([tensors[place] for place in of_dtype], 1)  # type: ignore[misc]
         for place, copy in zip(of_dtype, results, strict=True):
             copies[place] = copy
     return copies

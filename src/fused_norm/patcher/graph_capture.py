@@ -111,7 +111,7 @@ class CudaDevice:
         storage = tensor.untyped_storage()
         memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _end_failed(graph: Any) -> None:

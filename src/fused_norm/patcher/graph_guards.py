@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import partial
-from operator import is_
+from functools import lru_cache, partial
+from itertools import chain
+from operator import attrgetter, is_, itemgetter, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from ..kernels.triton.devices import is_transformed
 from .fused_norm_module import switch
@@ -31,6 +33,15 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward."""
+
+_LEAVES: Mapping[Any, tuple[str, ...]] = {nn.Linear: (), nn.Dropout: ("p", "training", "inplace"), nn.Identity: ()}
+"""The attributes that the forwards of PyTorch's own modules read, besides their parameters."""
+
+_HOLDERS = (dict, list, tuple, set, frozenset)
+_CLASS = attrgetter("forward", "__call__")
+_CLASS_AND_CODE = attrgetter("forward", "__call__", "forward.__code__")
+_values_of = methodcaller("values")
+_requires_grad = attrgetter("requires_grad")
 
 _SPECS = 1024
 """Kinds of arguments that are told apart at a time."""
@@ -229,13 +240,15 @@ def flags(device: torch.device) -> tuple[Any, ...]:
 class Snapshot:
     """All that a layer's forward may read of its modules, as it was at one time.
 
+    A layer of a large model has a thousand such values in as many places of memory, which costs more than to compare
+    them: so they are read by few loops in C, and compared with one list.
+
     Attributes:
         number: equal for two snapshots of one layer if all that they saw is the same.
         key: what they saw.
         modules: all in the layer, itself the first.
         parameters: all of these, each once.
         buffers: their buffers, and other tensors among their attributes.
-        is_now: a function that returns whether all but the memory of tensors is as it was.
         is_in_place: a function that returns whether tensors have the memory that they had.
     """
 
@@ -249,178 +262,205 @@ class Snapshot:
         self.number = next(_new_number)
         self.modules = list(layer.modules())
         self._key: list[Any] = []
-        self._tests: list[str] = []
-        self._values: dict[str, Any] = {}
-        self._tensors: dict[int, Tensor] = {}
+        self._attributes: list[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]]] = []
+        self._with_forward: list[nn.Module] = []
+        self._mappings: list[Mapping[str, Any]] = []
+        self._sequences: list[Any] = []
+        self._sets: list[tuple[Any, Any]] = []
         self._seen: dict[int, Any] = {}
+        self._tensors: dict[int, Tensor] = {}
         self._recorded: set[str] = set()
-        for cls in dict.fromkeys(map(type, self.modules)):
-            self._look_at_class(cls)
+        self._handles = RemovableHandle.next_id
+        self._look_at_classes()
         for module in self.modules:
             self._look_at_module(module, is_layer=module is layer)
-        if self._recorded:
-            self._tests.append(f"{self._name(partial(_records_none, self._recorded))}()")
-            if not _records_none(self._recorded):
-                raise RunEagerError("outputs of modules inside are recorded, as by output_attentions=True")
+        self._check_recorder()
         tensors = self._tensors.values()
         self.parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         self.buffers = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
+        self._values = self._read()
         self.key = tuple(self._key)
-        self.is_now = self._function(self._tests)
-        self.is_in_place = self._function([test for tensor in tensors for test in self._memory_of(tensor)])
+        self.is_in_place = _memory_test(tensors)
 
-    def _name(self, value: Any) -> str:
-        name = f"v{len(self._values)}"
-        self._values[name] = value
-        return name
+    def is_now(self) -> bool:
+        """Return whether all but the memory of tensors is as it was."""
+        if RemovableHandle.next_id != self._handles:  # somebody has put on a hook, of a module or a tensor
+            if self._keys_of_hooks() != self._hook_keys:
+                return False
+            self._handles = RemovableHandle.next_id
+        values = self._read()
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            return False
+        return all(copy == value for value, copy in self._sets) and (
+            not self._recorded or _records_none(self._recorded)
+        )
 
-    def _function(self, tests: Sequence[str]) -> Callable[[], bool]:
-        source = "lambda: " + (" and ".join(tests) or "True")
-        function: Callable[[], bool] = eval(source, self._values)
-        return function
+    def _read(self) -> tuple[Any, ...]:
+        return (
+            *chain.from_iterable([read(cls) for read, cls in self._classes]),
+            *map(type, self._with_forward),
+            *map(_requires_grad, self._tensors.values()),
+            *chain.from_iterable([read(attributes) for read, attributes in self._attributes]),
+            *map(len, self._mappings),
+            *chain.from_iterable(map(_values_of, self._mappings)),
+            *map(len, self._sequences),
+            *chain.from_iterable(self._sequences),
+        )
 
-    def _is(self, source: str, value: Any, in_key: Any) -> None:
-        self._tests.append(f"{source} is {self._name(value)}")
-        self._key.append(in_key)
-
-    def _look_at_class(self, cls: Any) -> None:
-        name = self._name(cls)
-        self._is(f"{name}.forward", cls.forward, id(cls.forward))
-        self._is(f"{name}.__call__", cls.__call__, id(cls.__call__))
-        if hasattr(cls, "fused_norm_origin"):
-            self._look_at_class(cls.fused_norm_origin)
-        elif isinstance(cls.forward, FunctionType):
-            self._is(f"{name}.forward.__code__", cls.forward.__code__, id(cls.forward.__code__))
+    def _look_at_classes(self) -> None:
+        classes = dict.fromkeys(map(type, self.modules))
+        classes |= dict.fromkeys(map(stock_class, self.modules))
+        self._classes = [
+            (_CLASS_AND_CODE if isinstance(getattr(cls, "forward", None), FunctionType) else _CLASS, cls)
+            for cls in classes
+        ]
+        self._key += [tuple(map(id, read(cls))) for read, cls in self._classes]
 
     def _look_at_module(self, module: nn.Module, *, is_layer: bool) -> None:
-        own = vars(module)
-        cls, attributes = type(module), self._name(own)
+        own, cls = vars(module), type(module)
+        for group in ("_modules", "_parameters", "_buffers"):
+            held: Mapping[str, Any] = own[group]
+            if cls not in _LEAVES or held:
+                self._mappings.append(held)
+            for name, value in held.items():
+                self._key.append((name, id(value)))
+                if isinstance(value, Tensor):
+                    self._look_at_tensor(value)
         if cls in _CONTAINERS:
-            self._tests.append(f'{attributes}["_modules"] == {self._name(dict(own["_modules"]))}')
-            self._key += map(id, own["_modules"].values())
-            self._look_at_tensors(attributes, own["_parameters"], "_parameters")
             return
         what = stock_class(module).__name__
-        self._is(f"{self._name(module)}.__class__", cls, id(cls))
-        # One comparison of dictionaries: of most values it asks for identity, and then for equality.
-        alike = dict(own)
-        for group in ("_parameters", "_buffers"):
-            if own[group]:
-                self._look_at_tensors(attributes, own[group], group)
-            else:
-                alike[group] = {}
-        alike["_modules"] = dict(own["_modules"])
-        self._key += map(id, own["_modules"].values())
-        if not is_layer:  # those of the layer itself are around its graphs
+        self._with_forward.append(module)
+        self._key.append(id(cls))
+        if not is_layer:  # its own hooks, forward and compiler are around its graphs
 
             def has_hooks() -> bool:
                 return any(_keys_of_hooks(own[name]) is None for name in _HOOKS)
 
             if has_hooks():
                 raise RunEagerError(f"{what} inside has hooks", has_hooks)
-            alike |= {name: dict(own[name]) for name in _HOOKS}
             self._recorded.update(key for name in _HOOKS for key in _keys_of_hooks(own[name]) or ())
             forward = own.get("forward")
             if forward is not None and getattr(forward, "__func__", None) is not cls.forward:
-                raise RunEagerError(f"the forward of {what} inside was replaced")
+                raise RunEagerError(f"the forward of {what} inside was replaced", lambda: own.get("forward") is forward)
             if module._compiled_call_impl is not None:
                 raise RunEagerError(f"{what} inside is compiled")
-        is_tested = True
-        for name, value in own.items():
-            if name in _OF_MODULES or name == GRAPHS:
-                continue
-            source, of_module = f"{attributes}[{name!r}]", f"{name} of {what}"
-            if isinstance(value, Tensor):
-                is_tested = False
-                self._look_at(source, value, of_module)
-            elif _is_plain(value):
-                alike[name] = _copy_of(value)
-                self._key.append((name, _container_key(value)))
-            else:
-                self._look_at(source, value, of_module)
-        if is_tested:
-            self._tests.append(f"{attributes} == {self._name(alike)}")
-        else:  # tensors are not to be compared by ``==``
-            for name, value in alike.items():
-                if not isinstance(value, Tensor):
-                    self._tests.append(f"{attributes}[{name!r}] == {self._name(value)}")
-            self._tests.append(f"len({attributes}) == {len(own)}")
-
-    def _look_at_tensors(self, attributes: str, held: dict[str, Tensor | None], group: str) -> None:
-        """Look at the parameters, or the buffers, of a module."""
-        self._tests.append(f'len({attributes}["{group}"]) == {len(held)}')
-        for name, value in held.items():
-            self._is(f'{attributes}["{group}"][{name!r}]', value, (name, id(value)))
-            if value is not None:
-                self._look_at_tensor(value)
+        names = _LEAVES.get(cls)
+        if names is None:
+            names = tuple([name for name in own if name not in _OF_MODULES and name != GRAPHS])
+        if names:
+            self._attributes.append((_getter(*names), own))
+        for name in names:
+            self._look_at(own[name], f"{name} of {what}")
 
     def _look_at_tensor(self, tensor: Tensor) -> None:
-        if id(tensor) in self._tensors:
-            return
-        self._tensors[id(tensor)] = tensor
-        name = self._name(tensor)
-        self._tests.append(f"{'' if tensor.requires_grad else 'not '}{name}.requires_grad")
-        self._key.append((id(tensor), tensor.requires_grad))
-        state = getattr(tensor, "quant_state", None)
-        if state is not None:
-            self._look_at(f"{name}.quant_state", state, "quant_state of a weight")
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = tensor
+            self._key.append((id(tensor), tensor.requires_grad))
+            state = getattr(tensor, "quant_state", None)
+            if state is not None:
+                self._attributes.append((_getter("quant_state"), vars(tensor)))
+                self._look_at(state, "quant_state of a weight")
 
-    def _look_at(self, source: str, value: Any, what: str) -> None:
-        """Look at the value of an attribute or an element, which an expression gives."""
+    def _look_at(self, value: Any, what: str) -> None:
+        """Look at the value of an attribute or an element, which is compared by identity, and at what is in it."""
         kind = type(value)
         if kind in _PLAIN:
-            self._is(source, value, _plain_key(value))
-        elif kind in (dict, list, tuple, set, frozenset):
-            self._look_at_container(source, value, what)
-        elif isinstance(value, Tensor):
-            self._is(source, value, id(value))
+            self._key.append(_plain_key(value))
+            return
+        self._key.append(kind if kind in _HOLDERS else id(value))
+        if isinstance(value, Tensor):
             self._look_at_tensor(value)
-        elif isinstance(value, _BY_IDENTITY):
-            self._is(source, value, id(value))
+        elif isinstance(value, _BY_IDENTITY) or id(value) in self._seen:
+            return
+        elif kind in _HOLDERS:
+            self._seen[id(value)] = value
+            self._look_inside(value, what)
         elif _is_config(value):
-            self._is(source, value, id(value))
-            if id(value) not in self._seen:
-                self._seen[id(value)] = value
-                attributes = vars(value)
-                self._tests.append(f"{self._name(attributes)} == {self._name(_copy_of(attributes))}")
-                self._key.append(_container_key(attributes))
+            self._seen[id(value)] = value
+            self._look_inside(vars(value), what, is_config=True)
         elif kind.__name__ == "QuantState" and kind.__module__.startswith("bitsandbytes."):
-            self._is(source, value, id(value))
-            name = self._name(vars(value))
-            for attribute, inner in vars(value).items():
-                self._look_at(f"{name}[{attribute!r}]", inner, f"{attribute} of {what}")
+            self._seen[id(value)] = value
+            self._look_inside(vars(value), what)
         else:
             raise RunEagerError(f"nobody compares {what}, a {kind.__name__}")
 
-    def _look_at_container(self, source: str, value: Any, what: str) -> None:
-        """Look at a container and all in it."""
-        if _is_plain(value):
-            self._tests.append(f"{source} == {self._name(_copy_of(value))}")
-            self._key.append(_container_key(value))
+    def _look_inside(self, held: Any, what: str, *, is_config: bool = False) -> None:
+        """Look at all in a container; objects in a configuration are compared by identity alone."""
+        if isinstance(held, (set, frozenset)):
+            if not all(type(element) in _PLAIN for element in held):
+                raise RunEagerError(f"nobody compares {what}, a set of objects")
+            self._sets.append((held, frozenset(held)))
+            self._key.append(frozenset(held))
             return
-        if isinstance(value, (set, frozenset)) or (isinstance(value, dict) and not all(type(k) is str for k in value)):
-            raise RunEagerError(f"nobody compares {what}, which holds objects")
-        self._key.append((type(value), len(value)))
-        self._tests.append(f"len({source}) == {len(value)}")
-        for key, element in value.items() if isinstance(value, dict) else enumerate(value):
+        is_mapping = isinstance(held, dict)
+        (self._mappings if is_mapping else self._sequences).append(held)
+        self._key.append(len(held))
+        for key, value in held.items() if is_mapping else enumerate(held):
+            if type(key) not in _PLAIN:
+                raise RunEagerError(f"nobody compares {what}, whose keys are objects")
             self._key.append(key)
-            self._look_at(f"{source}[{key!r}]", element, what)
+            if is_config and type(value) not in (*_PLAIN, *_HOLDERS):
+                self._key.append(id(value))
+                self._seen[id(value)] = value
+            else:
+                self._look_at(value, what)
 
-    def _memory_of(self, tensor: Tensor) -> list[str]:
+    def _check_recorder(self) -> None:
+        if self._recorded and not _records_none(self._recorded):
+            raise RunEagerError("outputs of modules inside are recorded, as by output_attentions=True")
+        self._hook_keys = self._keys_of_hooks()
+
+    def _keys_of_hooks(self) -> list[set[str] | None]:
+        return [_keys_of_hooks(vars(module)[name]) for module in self.modules[1:] for name in _HOOKS]
+
+
+def _memory_test(tensors: Iterable[Tensor]) -> Callable[[], bool]:
+    """A function that returns whether tensors have the memory, the dtype and the form that they have now.
+
+    Raises:
+        RunEagerError: for tensors whose memory others give and take.
+    """
+    values: dict[str, Any] = {}
+    tests: list[str] = []
+    for tensor in tensors:
         if tensor.is_meta:
             raise RunEagerError("a parameter is on the meta device")
         if type(tensor) not in (Tensor, nn.Parameter) and type(tensor).__name__ not in ("Params4bit", "Int8Params"):
             raise RunEagerError(f"a parameter is a {type(tensor).__name__}")
         if hasattr(tensor, "ds_id"):
             raise RunEagerError("DeepSpeed's ZeRO-3 gives parameters other memory in each step")
-        name, dtype = self._name(tensor), self._name(tensor.dtype)
-        shape, stride = self._name(tensor.shape), self._name(tensor.stride())
-        return [
-            f"{name}.data_ptr() == {tensor.data_ptr()}",
-            f"{name}.dtype is {dtype}",
-            f"{name}.shape == {shape}",
-            f"{name}.stride() == {stride}",
-        ]
+        if tensor.requires_grad and type(tensor) is not nn.Parameter:
+            raise RunEagerError("a weight that needs a gradient is no plain parameter")
+        for prefix, value in (("t", tensor), ("d", tensor.dtype), ("s", tensor.shape), ("p", tensor.stride())):
+            values[f"{prefix}{len(tests)}"] = value
+        n = len(tests)
+        tests.append(
+            f"t{n}.data_ptr() == {tensor.data_ptr()} and t{n}.dtype is d{n} and t{n}.shape == s{n}"
+            f" and t{n}.stride() == p{n}"
+        )
+    function: Callable[[], bool] = eval("lambda: " + (" and ".join(tests) or "True"), values)
+    return function
+
+
+@lru_cache(maxsize=1024)
+def _getter(*names: str) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that returns a tuple of a mapping's values for these names."""
+    getter: Callable[[Any], tuple[Any, ...]] = itemgetter(*names, names[0])
+    return getter
+
+
+def is_plain_value(value: Any) -> bool:
+    """Return whether a value is a number, a string, None or the like."""
+    return type(value) in _PLAIN
+
+
+def _plain_key(value: Any) -> Any:
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def _is_config(value: Any) -> bool:
+    """Return whether a value is a configuration of transformers."""
+    return any(cls.__name__ in ("PretrainedConfig", "PreTrainedConfig") for cls in type(value).__mro__)
 
 
 def _keys_of_hooks(hooks: Mapping[int, Any]) -> set[str] | None:
@@ -440,44 +480,3 @@ def _records_none(keys: set[str]) -> bool:
     """Return whether transformers records no outputs for these keys now."""
     collected = sys.modules[_RECORDER]._active_collector.get()
     return collected is None or keys.isdisjoint(collected)
-
-
-def _is_config(value: Any) -> bool:
-    """Return whether a value is a configuration of transformers."""
-    return any(cls.__name__ in ("PretrainedConfig", "PreTrainedConfig") for cls in type(value).__mro__)
-
-
-def is_plain_value(value: Any) -> bool:
-    """Return whether a value is a number, a string, None or the like."""
-    return type(value) in _PLAIN
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value and all in it is compared by ``==``, which calls 0.0 and -0.0 equal."""
-    if isinstance(value, dict):
-        return all(type(key) in _PLAIN and _is_plain(inner) for key, inner in value.items())
-    if type(value) in (list, tuple, set, frozenset):
-        return all(map(_is_plain, value))
-    return type(value) in _PLAIN and not (type(value) in (float, complex) and value == 0)
-
-
-def _copy_of(value: Any) -> Any:
-    """A copy of containers; other objects in them are the same."""
-    if type(value) is dict:
-        return {key: _copy_of(inner) for key, inner in value.items()}
-    return type(value)(map(_copy_of, value)) if type(value) in (list, tuple, set, frozenset) else value
-
-
-def _plain_key(value: Any) -> Any:
-    return type(value), repr(value) if isinstance(value, (float, complex)) else value
-
-
-def _container_key(value: Any) -> Any:
-    """A key that is equal for containers of the same values; of objects in them, for the same objects."""
-    if isinstance(value, dict):
-        return dict, tuple([(key, _container_key(inner)) for key, inner in value.items()])
-    if isinstance(value, (set, frozenset)):
-        return type(value), frozenset(value)
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_container_key, value))
-    return _plain_key(value) if type(value) in _PLAIN else id(value)
