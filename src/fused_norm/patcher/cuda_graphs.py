@@ -21,7 +21,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -32,7 +32,16 @@ import torch
 from torch import Tensor, nn
 
 from .graph_capture import CudaDevice
-from .graph_guards import GRAPHS, Arguments, LatestArguments, RunEagerError, Snapshot, flags, is_plain_value
+from .graph_guards import (
+    GRAPHS,
+    Arguments,
+    LatestArguments,
+    RunEagerError,
+    Snapshot,
+    WatchedDict,
+    flags,
+    is_plain_value,
+)
 
 logger = logging.getLogger("fused_norm")
 
@@ -648,7 +657,8 @@ class LayerReplay:
         graphs, device, snapshot = self.graphs, self.graphs.device, call.snapshot
         read = [*call.arguments.tensors, *snapshot.parameters, *snapshot.buffers]
         versions, state = list(map(_version, read)), device.random_state()
-        out = call.forward(snapshot.modules[0], *args, **kwargs)
+        watched = {name: WatchedDict(value) for name, value in kwargs.items() if type(value) is UserDict}
+        out = call.forward(snapshot.modules[0], *args, **kwargs | watched)
         graphs.note_eager("first sight of its arguments")
         parts = [out] if isinstance(out, Tensor) else out
         if not isinstance(out, (Tensor, tuple, list)) or type(out) not in (Tensor, tuple, list):
@@ -657,6 +667,8 @@ class LayerReplay:
             self.refused = "it returns more than tensors"
         elif list(map(_version, read)) != versions:
             self.refused = "it writes into an argument, a parameter or a buffer"
+        elif used := [name for name, value in watched.items() if value.is_used]:
+            self.refused = f"it reads or writes {used[0]}"
         elif not snapshot.is_now():
             self.refused = "its forward changes its modules' attributes"
         else:
