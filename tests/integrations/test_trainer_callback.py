@@ -127,10 +127,14 @@ def graphs(monkeypatch):
         monkeypatch.setattr(survey, "why_no_graphs", lambda devices: None)
 
 
-def replaying(folder: Path, *, use_cache: bool = False, arguments: Any = {}, **options: Any) -> tuple[Any, Any]:
-    """Return a Trainer after three steps of two batches each, and its callback; one norm alone is fused."""
+def replaying(folder: Path, *, use_cache: bool = False, is_on: Any = (), **options: Any) -> tuple[Any, Any]:
+    """Return a Trainer after three steps of two batches each, and its callback; one norm alone is fused.
+
+    ``is_on``: names of the Trainer's arguments that are to be True.
+    """
     callback = FusedNormCallback(modules="model.norm", **options)
-    run = trainer(llama(), folder, [callback], max_steps=3, gradient_accumulation_steps=2, **arguments)
+    arguments = {"max_steps": 3, "gradient_accumulation_steps": 2, **dict.fromkeys(is_on, True)}
+    run = trainer(llama(), folder, [callback], **arguments)
     run.model.config.use_cache = use_cache
     run.train()
     return run, callback
@@ -160,21 +164,21 @@ def test_replayed_layers_train_as_eager_ones_to_the_bit(use_cache, tmp_path, gra
 def test_a_cache_that_the_arguments_ask_for_stays_and_is_a_reason(tmp_path, graphs):
     if not hasattr(TrainingArguments, "use_cache"):
         pytest.skip("this transformers has no such argument")
-    _, callback = replaying(tmp_path, use_cache=True, arguments={"use_cache": True}, cuda_graphs=True)
+    _, callback = replaying(tmp_path, use_cache=True, is_on=["use_cache"], cuda_graphs=True)
     assert callback.report.replays.eager == {"past_key_values is a DynamicCache: pass use_cache=False": 6}
 
 
 def test_under_checkpointing_layers_run_eager_and_a_warning_names_the_way_out(tmp_path, graphs, caplog):
-    checkpointing = {"gradient_checkpointing": True}
-    eager, _ = replaying(tmp_path, arguments=checkpointing)
-    run, callback = replaying(tmp_path, arguments=checkpointing, cuda_graphs=True)
+    checkpointing = ["gradient_checkpointing"]
+    eager, _ = replaying(tmp_path, is_on=checkpointing)
+    run, callback = replaying(tmp_path, is_on=checkpointing, cuda_graphs=True)
     assert_same_training(run, eager)
     assert callback.report.replays.eager.keys() == {EAGER_UNDER_CHECKPOINTING}
     assert callback.report.replays.forwards == 0
     warnings = [message for message in caplog.messages if "gradient checkpointing" in message]
     (warning,) = [message for message in warnings if message.startswith("cuda_graphs")]
     assert "recompute='attention' takes the place of checkpointing" in warning
-    run, callback = replaying(tmp_path, arguments=checkpointing, cuda_graphs=True, recompute="attention")
+    run, callback = replaying(tmp_path, is_on=checkpointing, cuda_graphs=True, recompute="attention")
     assert_same_training(run, eager)
     assert callback.report.replays.forwards == 5
 
