@@ -1,4 +1,4 @@
-"""Models with replayed layers are copied, saved, loaded, patched again and put back; other layers say why they are not."""
+"""Models with replayed layers: copied, saved, loaded, patched again, put back; and layers that say why they are not."""
 
 from __future__ import annotations
 
