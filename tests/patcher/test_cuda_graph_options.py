@@ -7,12 +7,15 @@ import io
 import json
 import pickle
 import re
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
@@ -260,6 +263,64 @@ def test_replayed_layers_that_are_sharded_afterwards_run_eager() -> None:
         assert (replays.forwards, sum(replays.eager.values())) == (0, 6 * LAYERS), replays
     finally:
         dist.destroy_process_group()
+
+
+def as_under_zero3(model: Any) -> Any:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.ds_id = number
+    return nullcontext()
+
+
+EAGER_STEPS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "ZeRO-3": (as_under_zero3, "DeepSpeed's ZeRO-3 gives parameters other memory in each step"),
+    "activation offloading": (
+        lambda model: torch.autograd.graph.save_on_cpu(),
+        "saved-tensor hooks are active, as under gradient checkpointing or offloading",
+    ),
+}
+
+
+@pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize("what", EAGER_STEPS)
+def test_a_step_that_cannot_be_replayed_runs_eager_and_is_counted_with_its_reason(what: str) -> None:
+    patched(eager := base_model())
+    expected = step(eager, ids())
+    replays = patched(model := base_model(), cuda_graphs=True).replays
+    context, reason = EAGER_STEPS[what]
+    with context(model):
+        for _ in range(3):
+            assert_same_bits(step(model, ids()), expected)
+    assert (replays.forwards, replays.eager) == (0, {reason: 3 * LAYERS})
+
+
+@pytest.mark.usefixtures("replaying")
+def test_while_a_layer_runs_calls_of_another_thread_run_eager() -> None:
+    first, started, go_on = threading.current_thread(), threading.Event(), threading.Event()
+
+    class Activation(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if threading.current_thread() is not first:
+                started.set()
+                assert go_on.wait(60)
+            return nn.functional.silu(x)
+
+    model = base_model()
+    model.model.layers[0].mlp.act_fn = Activation()
+    replays = patched(model, cuda_graphs=True).replays
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(model(input_ids=ids()).logits))
+    thread.start()
+    try:
+        assert started.wait(60)
+        logits = model(input_ids=ids()).logits
+        assert replays.eager == {"another thread runs a layer of this model": LAYERS}
+    finally:
+        go_on.set()
+        thread.join()
+    assert torch.equal(results[0], logits)
+    for _ in range(2):
+        assert torch.equal(model(input_ids=ids()).logits, logits)
+    assert replays.forwards >= LAYERS
 
 
 def test_without_a_gpu_no_layer_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ class FusedNormCallback(TrainerCallback):
         # By now the model may be sharded, and norms that FSDP has flattened are recognised no more.
         if not any(isinstance(module, Fused) for module in kwargs["model"].modules()):
             self._patch(kwargs["model"], args)
-        if any(row.reason is None for row in (self.report and self.report.graphs) or ()):
+        if self.report is not None and self.report.replays is not None:
             _switch_caches_off(kwargs["model"], args)
 
     def _patch(self, model: nn.Module, args: TrainingArguments) -> None:
