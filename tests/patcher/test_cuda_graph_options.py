@@ -255,12 +255,12 @@ def test_replayed_layers_that_are_sharded_afterwards_run_eager() -> None:
             for layer in sharded.model.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(sharded, mesh=mesh)
-        for seed in range(6):
+        for seed in range(5):
             losses = [run(input_ids=ids(seed).cpu(), labels=ids(seed).cpu()).loss for run in (model, eager)]
             assert torch.equal(*losses)
             for loss in losses:
                 loss.backward()
-        assert (replays.forwards, sum(replays.eager.values())) == (0, 6 * LAYERS), replays
+        assert (replays.forwards, sum(replays.eager.values())) == (0, 5 * LAYERS), replays
     finally:
         dist.destroy_process_group()
 
