@@ -185,6 +185,8 @@ def check_step(
 ) -> StepCheck:
     """Run one forward and backward pass of a model: the truth, stock (``STOCK_STEPS`` times), fused.
 
+    Under ``cuda_graphs`` a second fused pass, which is replayed, is the one that is compared.
+
     The truth is the stock code on a float64 copy of the same weights, with float64 wherever the code asks for float32:
     norms, softmax, rotary tables and the loss upcast by name, and a model that is merely cast to float64 would compute
     them in float32 all the same. Dropout is off.
@@ -223,6 +225,8 @@ def check_step(
                 errors_of_stock = _stock_errors(model, input_ids, labels, exact)
             else:
                 report = apply_fused_norm(model, **vars(options))
+                if options.cuda_graphs:
+                    _step(model, input_ids, labels)  # layers are replayed from the second step on
                 errors_of_fused = relative_errors(_step(model, input_ids, labels), exact)
     finally:
         remove_fused_norm(model)
