@@ -382,7 +382,7 @@ class Snapshot:
                 raise RunEagerError(f"{what} inside is compiled")
         names = _LEAVES.get(cls)
         if names is None:
-            read = _names_read_by(stock_class(module))
+            read = _names_read_by(stock_class(module))  # type: ignore[arg-type]
             names = tuple(
                 [name for name in own if name not in _OF_MODULES and name != GRAPHS and (read is None or name in read)]
             )
