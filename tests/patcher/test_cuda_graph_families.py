@@ -26,7 +26,7 @@ NOT_REPLAYED = {
 @pytest.mark.parametrize("family", families_here())
 def test_layers_of_a_family_are_replayed(family: str, mode: str) -> None:
     results, counts = [], None
-    for graphs in (True, False):
+    for graphs in (True, False, False):
         model = build(family, seed=0, dtype=DTYPE, device=DEVICE)
         model.set_attn_implementation("eager")
         torch.manual_seed(0)
@@ -35,20 +35,25 @@ def test_layers_of_a_family_are_replayed(family: str, mode: str) -> None:
         few = {} if HAS_GPU else {"modules": "model.norm"}
         report = fused_norm.apply_fused_norm(model, cuda_graphs=graphs, **few)
         counts = report.replays or counts
-        values = []
+        values = {}
         for step in range(STEPS):
             ids = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(step)).to(DEVICE)
             torch.manual_seed(step)
             with torch.autocast(DEVICE, DTYPE, enabled=mode == "lora" and HAS_GPU):
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
-            values += [loss.detach().clone()]
-            for parameter in model.parameters():
-                values.append(None if parameter.grad is None else parameter.grad.clone())
+            values[f"loss {step}"] = loss.detach().clone()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    values[f"{name} {step}"] = parameter.grad.clone()
                 parameter.grad = None
         results.append(values)
-    same = [(a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(*results, strict=True)]
-    assert all(same), (same.count(False), counts)
+    replayed, eager, again = results
+    assert replayed.keys() == eager.keys()
+    differing = [name for name in eager if not torch.equal(replayed[name], eager[name])]
+    noise = [name for name in eager if not torch.equal(again[name], eager[name])]
+    assert not differing or (noise and HAS_GPU), (differing, counts)
+    assert set(differing) <= set(noise), (differing, noise, counts)
     reasons = set(counts.eager) - {"first sight of its arguments"}
     known = NOT_REPLAYED.get((family, mode))
     assert counts.backwards > 0 or known is not None, counts

@@ -26,7 +26,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not deterministic
     yield
+    torch.backends.cuda.enable_cudnn_sdp(True)
     torch.use_deterministic_algorithms(False)
 
 

@@ -1,7 +1,7 @@
 """A CUDA device as layers' graphs need it: capture into one memory pool, the pool's blocks, random numbers.
 
-All graphs of a model have one pool. A graph that is never replayed keeps it, and the workspaces of cuBLAS: these are
-allocated by the first product on a stream, one for each thread, so that a product of the forward and one of the
+All graphs of a model have one pool. A graph that is never replayed keeps it, and the workspaces of cuBLAS and cuBLASLt:
+these are allocated by the first product on a stream, one for each thread, so that products of the forward and of the
 backward are captured before all else.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Replay = Callable[[], None]
 
@@ -40,17 +41,18 @@ class CudaDevice:
     def renew(self) -> None:
         """Take a new pool; graphs of the old one must not be replayed any more."""
         self._pool = torch.cuda.graph_pool_handle()
-        x = torch.ones(32, 32, device=self.device, requires_grad=True)
-
-        def products() -> None:
-            with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-                torch.autograd.grad((x @ x).sum(), x)
-
         with torch.cuda.stream(self._stream):
-            products()
+            self._products()
         torch.cuda.synchronize(self.device)
-        self._keeper = self.capture(products)[1]
+        self._keeper = self.capture(self._products)[1]
         self.workspaces = self.live_blocks()
+
+    def _products(self) -> None:
+        """Compute products with and without a bias, in this thread and in that of the backward."""
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                x = torch.ones(32, 32, device=self.device, dtype=dtype, requires_grad=True)
+                torch.autograd.grad(_Products.apply(x).sum(), x)
 
     def capture(self, run: Callable[[], None]) -> tuple[Replay, Any]:
         """Capture what ``run`` launches; return a function that launches it again, and the graph, which is to be held.
@@ -112,6 +114,18 @@ class CudaDevice:
         memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+class _Products(torch.autograd.Function):
+    """Products with and without a bias, in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x @ x + functional.linear(x, x, x[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad @ grad + functional.linear(grad, grad, grad[0])
 
 
 def _end_failed(graph: Any) -> None:
