@@ -124,7 +124,7 @@ class _Products(torch.autograd.Function):
         return x @ x + functional.linear(x, x, x[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad @ grad + functional.linear(grad, grad, grad[0])
 
 
