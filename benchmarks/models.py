@@ -114,8 +114,9 @@ def _stock(step: BenchmarkedModel, seed: int = 0) -> list[Tensor]:
 def _checked(run: BenchmarkRun, row: _Row, result: Result) -> Result:
     """Make a variant, hold it against stock and measure its peak of memory; one that is right is ready then."""
     release_memory(run.device)
-    # Twins leave next to nothing behind, but for sharded ones, which have weights of their own.
-    of_others = _allocated(run.device) - (row.weights if row.step.shares_weights else 0)
+    # Twins leave next to nothing behind, but for sharded ones, which have weights of their own, and the memory of graphs.
+    shared = row.weights if row.step.shares_weights else 0
+    of_others, reserved_for_others = (held - shared for held in (_allocated(run.device), _reserved(run.device)))
     twin, patched = _made(result.by, row.step)
     with patched.running():
         error = relative_error(twin.outputs_and_gradients(patched.model), row.stock)
@@ -129,7 +130,7 @@ def _checked(run: BenchmarkRun, row: _Row, result: Result) -> Result:
     if peak is None:
         return result
     allocated, reserved = peak
-    return replace(result, peak_bytes=allocated - of_others, reserved_bytes=reserved - of_others)
+    return replace(result, peak_bytes=allocated - of_others, reserved_bytes=reserved - reserved_for_others)
 
 
 def _made(variant: str, step: BenchmarkedModel) -> tuple[BenchmarkedModel, Patched]:
@@ -188,6 +189,10 @@ def _take_turns(run: BenchmarkRun, row: _Row, part: Part) -> None:
 
 def _allocated(device: torch.device) -> int:
     return 0 if device.type == "cpu" else torch.cuda.memory_allocated(device)
+
+
+def _reserved(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.cuda.memory_reserved(device)
 
 
 def _in_words(result: Result) -> str:
