@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_norm import FusedNormError, apply_fused_norm, remove_fused_norm
 from fused_norm.check.against_float64 import budget, check_step
 from fused_norm.model_configs import FAMILIES, build, families_here, tiny_config
+from fused_norm.patcher import cuda_graphs
+
+from ..conftest import HAS_GPU
 
 
 def tokens_of(model):
@@ -183,3 +187,45 @@ def test_a_16_bit_model_may_be_held_against_float32(device):
     result = check_step(model, tokens_of(model), truth=torch.float32)
     assert result.ok
     assert "truth in float32" in str(result)
+
+
+REPLAYED = {"cuda_graphs": True, "modules": "model.layers.*"}
+
+
+@pytest.mark.usefixtures("replays_anywhere")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replayed_step_has_the_bits_of_the_eager_one(dtype, device):
+    model = build("llama", seed=1, dtype=dtype, device=device)
+    result = check_step(model, tokens_of(model), options=REPLAYED)
+    assert result.ok, str(result)
+    assert (result.replay.replayed, result.replay.eager, result.replay.differing) == (2, (), ())
+    assert result.replay.compared == len(result.deviations) == 2 + len(list(model.parameters()))
+    words = f"CUDA graphs: 2 calls of layers replayed, equal to eager to the bit in {result.replay.compared} tensors"
+    assert words in str(result)
+    assert json.loads(result.to_json())["replay"]["replayed"] == 2
+
+
+def aliases(grads):
+    """Return gradients as they lie in the memory of graphs, which the next replay overwrites."""
+    return [None if grad is None else grad.detach() for grad in grads]
+
+
+@pytest.mark.usefixtures("replays_anywhere")
+def test_a_replay_whose_gradients_are_the_pools_is_told_by_its_bits(device, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_copies_of", aliases)
+    model = build("llama", seed=1, dtype=torch.float32, device=device)
+    result = check_step(model, tokens_of(model), options=REPLAYED)
+    assert not result.ok
+    assert result.replay.replayed == 2
+    assert all(name.endswith(".grad") for name in result.replay.differing)
+    assert re.search(r"differs from eager in \d+ of \d+ tensors: model\.layers\.", str(result))
+    assert str(result).endswith("CUDA graphs compute something else")
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there layers are replayed")
+def test_a_step_that_is_not_replayed_says_why(device):
+    model = small("llama", device=device)
+    result = check_step(model, tokens_of(model), options=REPLAYED)
+    assert (result.ok, result.replay.replayed) == (True, 0)
+    assert "CUDA graphs: not replayed: there is no CUDA device" in str(result)
+    assert check_step(model, tokens_of(model)).replay is None
