@@ -20,7 +20,7 @@ from .model_steps import ALLOWED_ERROR, BenchmarkedModel, prepare, relative_erro
 from .model_variants import COMPILED, VARIANTS, Patched, float8_linears_alone, missing
 from .results import Part, Result
 from .samples import PairedRatio, Timing
-from .timing import Call, host_and_step_time, peak_memory
+from .timing import Call, host_and_step_time, memory_now, peak_memory
 
 BASE = "fused"
 """The variant that those of ``features`` are compared with, each in the same round."""
@@ -76,9 +76,9 @@ def measure(
 
 def _measure_case(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], dtype: torch.dtype, part: Part) -> None:
     """Measure one case in this process, which for a sharded model is one of several that do the same."""
-    before = _allocated(run.device)
+    before, _ = memory_now(run.device)
     step = prepare(case, dtype, run.device)
-    weights = _allocated(run.device) - before
+    weights = memory_now(run.device)[0] - before
     row: _Row | None = None
     try:
         # Dynamo compiles the same code for many variants, and raises if it would run it eagerly.
@@ -114,9 +114,9 @@ def _stock(step: BenchmarkedModel, seed: int = 0) -> list[Tensor]:
 def _checked(run: BenchmarkRun, row: _Row, result: Result) -> Result:
     """Make a variant, hold it against stock and measure its peak of memory; one that is right is ready then."""
     release_memory(run.device)
-    # Twins leave next to nothing behind, but for sharded ones, which have weights of their own, and the memory of graphs.
+    # Twins leave next to nothing behind, but for graphs, and for sharded ones, which have weights of their own.
     shared = row.weights if row.step.shares_weights else 0
-    of_others, reserved_for_others = (held - shared for held in (_allocated(run.device), _reserved(run.device)))
+    of_others, reserved_for_others = (held - shared for held in memory_now(run.device))
     twin, patched = _made(result.by, row.step)
     with patched.running():
         error = relative_error(twin.outputs_and_gradients(patched.model), row.stock)
@@ -185,14 +185,6 @@ def _take_turns(run: BenchmarkRun, row: _Row, part: Part) -> None:
         timing, of_host = (Timing.of([seconds / step.parts for seconds in column], "wall") for column in (whole, host))
         ratio = PairedRatio.of(whole, times[BASE][1]) if part == "features" and BASE in times else None
         row.results[variant] = replace(row.results[variant], timing=timing, host=of_host, ratio=ratio)
-
-
-def _allocated(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else torch.cuda.memory_allocated(device)
-
-
-def _reserved(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else torch.cuda.memory_reserved(device)
 
 
 def _in_words(result: Result) -> str:

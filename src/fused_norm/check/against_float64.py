@@ -278,9 +278,7 @@ def check_step(
     return StepCheck(report, dtype, truth, input_ids.device, tuple(deviations), replay)
 
 
-def _check_replay(
-    model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, options: FuseOptions
-) -> ReplayCheck:
+def _check_replay(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, options: FuseOptions) -> ReplayCheck:
     """Compare a step that replays layers with two eager ones."""
     with sdpa_kernel(SDPBackend.MATH):  # the backwards of other kernels for attention sum in any order on a GPU
         apply_fused_norm(model, **vars(replace(options, cuda_graphs=False)))

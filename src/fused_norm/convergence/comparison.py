@@ -66,10 +66,11 @@ WITHOUT_ADAPTERS = ("eager", "compile", "checkpointing", "recompute", GRAPHS, "l
 
 EXECUTIONS = (*WITHOUT_ADAPTERS, *LORA)
 """The ways a step runs. ``recompute``, ``graphs`` and ``lora-recompute`` are ways of the fused model alone: their stock
-models and controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole ones; the
-others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
-freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and ``qlora-dropout`` are these
-two with linears of 4 bits; ``qlora-qv`` has adapters on those of queries and values alone."""
+models and controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole
+ones; the others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them;
+``lora-alone`` freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and
+``qlora-dropout`` are these two with linears of 4 bits; ``qlora-qv`` has adapters on those of queries and values
+alone."""
 
 WITH_DROPOUT = ("lora-dropout", "qlora-dropout")
 """The executions whose adapters have dropout."""
