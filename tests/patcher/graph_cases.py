@@ -158,6 +158,29 @@ def padding_masks(run: Run) -> None:
 
 
 @case
+def positions_in_flight(run: Run) -> None:
+    """Evaluate with other positions while a forward waits for its backward: cosines are an argument of all layers."""
+    for shape in (ONE, TWO):  # of the second one, the evaluation is captured while nothing waits
+        near = torch.arange(shape[1])[None].expand(shape).to(DEVICE)
+        for seed in range(3):
+            run.step(shape, seed, position_ids=near)
+            with torch.no_grad():
+                run.note(run.loss(shape, seed, position_ids=near * 3))
+        for seed in range(5):
+            loss = run.loss(shape, seed, position_ids=near)
+            with torch.no_grad():
+                run.note(run.loss(shape, seed, position_ids=near * 3))
+            loss.backward()
+            run.gradients()
+
+
+@case
+def settings_passed(run: Run) -> None:
+    for seed in range(6):
+        run.step(ONE, seed, is_causal=seed % 2 == 0)
+
+
+@case
 def packed_rows(run: Run) -> None:
     shape = (1, ONE[1])
     for seed in range(4):
@@ -405,7 +428,7 @@ def backward_from_within(run: Run) -> None:
         loss = run.loss(ONE, 3)
         got.pop().float().square().mean().backward(retain_graph=True)
         loss.backward()
-        run.note(loss)
+        run.note(loss, torch.rand(3, device=DEVICE))
         run.gradients()
     hook.remove()
     run.step(ONE, 4)

@@ -6,6 +6,7 @@ are NaN from then on. A replay takes the activations of all pairs that did not h
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -53,8 +54,10 @@ class StandIn:
             if other.number not in pair.live:
                 other.drop_activations()
         run()
-        own = {id(buffer) for buffer in pair.output_grads}
-        self._given = [g for g in getattr(pair, "_grads", ()) if g is not None and id(g) not in own and g._base is None]
+        self._given = []
+        if run.__name__ == "_backward":
+            own = {buffer.data_ptr() for buffer in pair.output_grads if buffer is not None}
+            self._given = [grad for grad in pair._grads if grad is not None and grad.data_ptr() not in own]
 
     def live_blocks(self) -> frozenset[int]:
         return frozenset(self.blocks)
@@ -75,4 +78,7 @@ class StandIn:
         return False
 
     def without_owner(self, tensor: Tensor) -> Tensor:
-        return tensor
+        storage = tensor.untyped_storage()
+        memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+        flat = torch.frombuffer(memory, dtype=tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()

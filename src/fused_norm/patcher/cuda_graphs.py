@@ -21,7 +21,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -32,7 +32,16 @@ import torch
 from torch import Tensor, nn
 
 from .graph_capture import CudaDevice
-from .graph_guards import GRAPHS, Arguments, LatestArguments, RunEagerError, Snapshot, flags, is_plain_value
+from .graph_guards import (
+    GRAPHS,
+    Arguments,
+    LatestArguments,
+    RunEagerError,
+    Snapshot,
+    WatchedDict,
+    flags,
+    is_plain_value,
+)
 
 logger = logging.getLogger("fused_norm")
 
@@ -85,13 +94,12 @@ class _Flight:
         is_done: its backward has run, and does not run again.
         random_state: of the generator before it, if the layer draws random numbers.
         versions: of its trained parameters.
-        held: inputs that need no gradient and that another pair would otherwise overwrite.
     """
 
-    __slots__ = ("__weakref__", "held", "is_done", "random_state", "versions")
+    __slots__ = ("__weakref__", "is_done", "random_state", "versions")
 
-    def __init__(self, random_state: Any, versions: list[int], held: list[Tensor]) -> None:
-        self.is_done, self.random_state, self.versions, self.held = False, random_state, versions, held
+    def __init__(self, random_state: Any, versions: list[int]) -> None:
+        self.is_done, self.random_state, self.versions = False, random_state, versions
 
 
 class _Shared:
@@ -140,9 +148,9 @@ class _Replayed(torch.autograd.Function):
     """A replayed forward as a node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, pair: _GraphPair, held: list[Tensor], *inputs: Tensor) -> Any:
+    def forward(ctx: Any, pair: _GraphPair, *inputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.pair, ctx.flight = pair, pair.launch(held)
+        ctx.pair, ctx.flight = pair, pair.launch()
         ctx.save_for_backward(*inputs[: len(pair.differentiable)])
         outputs = tuple([buffer.detach() for buffer in pair.outputs])
         constant = [output for output, grad in zip(outputs, pair.output_grads, strict=True) if grad is None]
@@ -159,7 +167,7 @@ class _Replayed(torch.autograd.Function):
                 "a parameter of a layer that is replayed as a CUDA graph was changed in place between forward and "
                 "backward; apply_fused_norm(model, cuda_graphs=False) lets the layer run eager"
             )
-        return None, None, *pair.backward(flight, saved, grads)
+        return None, *pair.backward(flight, saved, grads)
 
 
 _apply = super(torch.autograd.Function, _Replayed).apply  # without looking for torch.func, which the guards have done
@@ -194,12 +202,10 @@ class _GraphPair:
         self._flight: weakref.ref[_Flight] | None = None
         self.inputs: list[Tensor] = []
         self.shared: dict[int, _Shared] = {}
-        self._chained: list[int] = []
         self._buffers: list[Tensor] = []
         for place, tensor in enumerate(tensors):
             buffer = graphs.output_at(tensor)
             if buffer is not None:
-                self._chained.append(place)
                 self._buffers.append(buffer)
                 buffer = device.without_owner(buffer)
             elif place in self.differentiable or place == 0:
@@ -317,11 +323,10 @@ class _GraphPair:
             elif buffer.data_ptr() != tensor.data_ptr():
                 _copy(buffer, tensor)
         if self.is_training:
-            held = [tensors[place] for place in self._chained if place not in self.differentiable]
             inputs = [*[tensors[place] for place in self.differentiable], *self.trained]
-            outputs = _apply(self, held, *inputs, *[inputs[place] for place in self._repeated])
+            outputs = _apply(self, *inputs, *[inputs[place] for place in self._repeated])
         else:
-            self.launch([])
+            self.launch()
             outputs = tuple([buffer.detach() for buffer in self.outputs])
         self._graphs.replays.forwards += 1
         kind, parts, values = self._output[:3]
@@ -330,10 +335,10 @@ class _GraphPair:
         rest = iter(outputs)
         return kind([value if part is None else next(rest) for part, value in zip(parts, values, strict=True)])
 
-    def launch(self, held: list[Tensor]) -> _Flight:
-        """Replay the forward; the flight keeps the inputs ``held``."""
+    def launch(self) -> _Flight:
+        """Replay the forward."""
         state = self._device.random_state() if self._output.draws else None
-        flight = _Flight(state, list(map(_version, self.trained)), held)
+        flight = _Flight(state, list(map(_version, self.trained)))
         if self.is_training:
             self._flight = weakref.ref(flight)
             self._graphs.in_flight[self.number] = self._flight, self.family
@@ -369,7 +374,7 @@ class _GraphPair:
                 graphs.replays.recomputed[reason] += 1
                 results = self._recomputed_grads(flight, saved, grads, creates_graph=creates_graph)
             if not keeps_graph and not creates_graph:
-                flight.is_done, flight.held = True, []
+                flight.is_done = True
                 graphs.in_flight.pop(self.number, None)
         return results
 
@@ -652,7 +657,8 @@ class LayerReplay:
         graphs, device, snapshot = self.graphs, self.graphs.device, call.snapshot
         read = [*call.arguments.tensors, *snapshot.parameters, *snapshot.buffers]
         versions, state = list(map(_version, read)), device.random_state()
-        out = call.forward(snapshot.modules[0], *args, **kwargs)
+        watched = {name: WatchedDict(value) for name, value in kwargs.items() if type(value) is UserDict}
+        out = call.forward(snapshot.modules[0], *args, **kwargs | watched)
         graphs.note_eager("first sight of its arguments")
         parts = [out] if isinstance(out, Tensor) else out
         if not isinstance(out, (Tensor, tuple, list)) or type(out) not in (Tensor, tuple, list):
@@ -661,6 +667,8 @@ class LayerReplay:
             self.refused = "it returns more than tensors"
         elif list(map(_version, read)) != versions:
             self.refused = "it writes into an argument, a parameter or a buffer"
+        elif used := [name for name, value in watched.items() if value.is_used]:
+            self.refused = f"it reads or writes {used[0]}"
         elif not snapshot.is_now():
             self.refused = "its forward changes its modules' attributes"
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache, partial
@@ -78,12 +79,33 @@ class RunEagerError(Exception):
 class UnreadArgument:
     """Stands for an argument while a layer is captured; the capture fails if it is used."""
 
-    def _refuse(self, *_: Any) -> Any:
-        raise RunEagerError(f"it reads {UNREAD}")
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "_name", name)
 
+    def _refuse(self, *_: Any) -> Any:
+        raise RunEagerError(f"it reads {object.__getattribute__(self, '_name')}")
+
+    __contains__ = __setitem__ = __delitem__ = __setattr__ = _refuse
     __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __getattr__ = __getitem__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __eq__ = _refuse
     __hash__ = None  # type: ignore[assignment]
+
+
+class WatchedDict(UserDict[Any, Any]):
+    """A dictionary that layers hand to each other, with a note of whether a layer looks into it.
+
+    Attributes:
+        is_used: whether it has.
+    """
+
+    def __init__(self, watched: UserDict[Any, Any]) -> None:
+        self.is_used, self._data = False, watched.data
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """Its contents, which are those of the watched one."""
+        self.is_used = True
+        return self._data
 
 
 class Arguments(NamedTuple):
@@ -91,7 +113,8 @@ class Arguments(NamedTuple):
 
     Attributes:
         number: equal for calls whose arguments differ in the contents of tensors alone.
-        spec: their structure, with the values of all that are not tensors, and the properties of those that are.
+        spec: their structure, with the values of all that are not tensors, and the properties of those that are; of
+            those that most layers do not look at, the names.
         tensors: the tensors, in the order of ``spec``.
     """
 
@@ -110,7 +133,12 @@ class Arguments(NamedTuple):
         positional, named, unread = self.spec
         args = [_value_of(spec, rest) for spec in positional]
         kwargs: dict[str, Any] = {name: _value_of(spec, rest) for name, spec in named}
-        return args, kwargs | ({UNREAD: UnreadArgument()} if unread else {})
+        return args, kwargs | {name: UnreadArgument(name) for name in unread}
+
+
+def is_unread(name: str, value: Any) -> bool:
+    """Return whether a named argument is one that layers get and most do not look at."""
+    return (name == UNREAD and value is not None) or type(value) is UserDict
 
 
 def _spec_of(value: Any, tensors: list[Tensor], name: str) -> tuple[Any, ...]:
@@ -169,9 +197,9 @@ class LatestArguments:
             return last._replace(tensors=[args[0], *last.tensors])
         self.forget()
         tensors: list[Tensor] = []
-        unread = kwargs.get(UNREAD) is not None
+        unread = tuple([name for name, value in kwargs.items() if is_unread(name, value)])
         positional = tuple([_spec_of(value, tensors, "an argument") for value in args])
-        named = tuple([(name, _spec_of(value, tensors, name)) for name, value in kwargs.items() if name != UNREAD])
+        named = tuple([(name, _spec_of(value, tensors, name)) for name, value in kwargs.items() if name not in unread])
         spec = positional, named, unread
         if len(self._numbers) > _SPECS:
             self._numbers.clear()
