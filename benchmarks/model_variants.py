@@ -98,12 +98,8 @@ def _replayed(step: BenchmarkedModel, **options: Any) -> Patched:
 
 def refuse_if_eager(report: PatchReport | None) -> None:
     """Raise RefusedError, with the reasons, if layers were to be replayed as CUDA graphs, and none was."""
-    replays = None if report is None else report.replays
-    if report is None or (replays is not None and replays.forwards and replays.backwards):
-        return
-    reasons = dict.fromkeys(row.reason for row in report.graphs or () if row.reason is not None)
-    counted = replays.eager | replays.recomputed if replays is not None else {}
-    raise RefusedError(f"no layer was replayed: {'; '.join([*reasons, *counted])}")
+    if report is not None and (reason := report.why_not_replayed()) is not None:
+        raise RefusedError(f"no layer was replayed: {reason}")
 
 
 def _without(step: BenchmarkedModel, option: str) -> Patched:

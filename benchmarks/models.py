@@ -7,9 +7,11 @@ linears a model is far from stock; what is done to it beside them may take it ha
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,9 +83,7 @@ def _measure_case(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], d
     weights = memory_now(run.device)[0] - before
     row: _Row | None = None
     try:
-        # Dynamo compiles the same code for many variants, and raises if it would run it eagerly.
-        limits = {"recompile_limit": _MOST_GRAPHS, "accumulated_recompile_limit": 4 * _MOST_GRAPHS}
-        with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True}):
+        with many_graphs():
             row = _Row(step, weights, _stock(step))
             for variant in variants:
                 what = f"{case.name} {variant}"
@@ -102,6 +102,15 @@ def _measure_case(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], d
         if any(variant in COMPILED for variant in variants):
             torch.compiler.reset()
         release_memory(run.device)
+
+
+def many_graphs() -> contextlib.AbstractContextManager[Any]:
+    """A context in which Dynamo compiles the same code for many variants, and raises if it would run it eagerly."""
+    limits = {"recompile_limit": _MOST_GRAPHS, "accumulated_recompile_limit": 4 * _MOST_GRAPHS}
+    context: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
+        {**limits, "fail_on_recompile_limit_hit": True}
+    )
+    return context
 
 
 def _stock(step: BenchmarkedModel, seed: int = 0) -> list[Tensor]:

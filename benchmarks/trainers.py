@@ -25,6 +25,7 @@ from .benchmark_run import BenchmarkRun, attempt, in_a_line
 from .model_cases import ModelCase
 from .model_steps import ALLOWED_ERROR, BenchmarkedModel, prepare, relative_error, release_memory, why_not_here
 from .model_variants import COMPILED, VARIANTS, missing, refuse_if_eager
+from .models import many_graphs
 from .results import Result
 from .samples import Timing
 from .timing import memory_now, peak_memory, synchronize
@@ -121,14 +122,16 @@ def _measure_case(run: BenchmarkRun, case: TrainerCase, variants: Sequence[str],
     step = prepare(case.model, dtype, run.device)
     row = _Row(step, memory_now(run.device)[0] - before)
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, many_graphs():
             # Stock comes first, measured or not, because the others are held against it.
             for variant in dict.fromkeys(("stock", *variants)):
                 if not run.passes_over(f"{case.name} {variant}", missing(variant, run.device)):
                     result = Result("trainers", case.name, variant)
                     row.results[variant] = attempt(result, partial(_checked, run, case, row, Path(folder)))
-            for variant in row.results.keys() - {*variants}:
-                del row.results[variant], row.ready[variant]
+                if not row.stock:
+                    raise RuntimeError(f"stock failed: {row.results['stock'].detail}")
+            if "stock" not in variants:
+                del row.results["stock"], row.ready["stock"]
             samples = run.take_turns(row.results, row.ready, _ROUNDS, _SECONDS)
         for variant, pairs in samples.items():
             host, whole = (Timing.of(column, "wall") for column in zip(*pairs, strict=True))

@@ -45,13 +45,12 @@ def slow_rows(*rows: Sequence[Any]) -> list[Any]:
 def replays_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let layers be replayed as CUDA graphs, by a stand-in if there is no GPU."""
     if not HAS_GPU:
-        from fused_norm.patcher import cuda_graphs, graph_capture, survey
+        from fused_norm.patcher import cuda_graphs, survey
 
         from .patcher.graph_stand_in import StandIn
 
         monkeypatch.setattr(cuda_graphs, "make_device", StandIn)
-        for module in (survey, graph_capture):
-            monkeypatch.setattr(module, "why_no_graphs", lambda devices: None)
+        monkeypatch.setattr(survey, "why_no_graphs", lambda devices: None)
 
 
 def pytest_collection_finish() -> None:

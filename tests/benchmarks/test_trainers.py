@@ -41,3 +41,14 @@ def test_trainers_run_every_variant_with_the_losses_and_gradients_of_stock(name,
         assert 0 < result.host.median <= result.timing.median
         assert result.error < 1e-4
     assert [result.by for result in run.results.of("trainers")] == ["fused", "fused-graphs"]
+
+
+@pytest.mark.skipif(not has_trl, reason="TRL is not installed")
+def test_without_a_stock_step_nothing_is_compared(run, monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(trainers, "_trainer", fails)
+    trainers.measure(run, [TrainerCase.named("SFT tiny-llama 1x8")], ["fused"], torch.float32)
+    assert [(result.by, result.verdict, result.timing) for result in run.results.rows] == [("stock", "failed", None)]
+    assert run.results.left_out == ["SFT tiny-llama 1x8: RuntimeError: stock failed: RuntimeError: out of luck"]

@@ -1,7 +1,11 @@
 """Training whose layers are replayed as CUDA graphs has the bits of training whose layers are not, or is not green."""
 
+import contextlib
+import itertools
+
 import pytest
 
+from fused_norm.convergence.suite import fused_for
 from fused_norm.patcher import cuda_graphs
 
 from ..conftest import HAS_GPU
@@ -54,3 +58,21 @@ def test_layers_that_ran_eager_all_the_time_prove_nothing(tmp_path, monkeypatch)
     assert reason.startswith("model.layers.0 and 1 other places: not replayed as CUDA graphs: ")
     assert "its capture failed" in reason
     assert not any(row["calls"]["bits"].values())
+
+
+def test_training_that_differs_from_run_to_run_proves_nothing(tmp_path, monkeypatch):
+    draws = itertools.count(1)
+
+    def of_feature(feature):
+        @contextlib.contextmanager
+        def noisy(model):
+            with fused_for(feature)(model) as sites:
+                model.lm_head.weight.register_hook(lambda grad: grad * (1 + 2**-7 * next(draws)))
+                yield sites
+
+        return noisy
+
+    monkeypatch.setattr("fused_norm.convergence.suite.fused_for", of_feature)
+    row = converged(tmp_path)
+    assert row["outcome"] == "invalid"
+    assert row["reasons"] == ["training: two runs without CUDA graphs differ, so that their bits prove nothing"]

@@ -25,7 +25,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ..patcher import FuseOptions, PatchReport, apply_fused_norm, remove_fused_norm
-from ..patcher.cuda_graphs import Replays
 from ..patcher.survey import survey
 from ..spec import FusedNormError
 from .distances import distance, distances, share_different
@@ -114,24 +113,21 @@ class ReplayCheck:
     """Whether a step whose layers are replayed as CUDA graphs has the bits of the eager step of the same fused model.
 
     Attributes:
-        replayed: calls of layers that the step replayed, forward; 0 if it proves nothing.
-        eager: the reasons for which layers ran eager.
+        why_not: why the step replayed no layer, so that it proves nothing; None if it did.
         compared: results that were compared: those that two eager steps have in common, bit by bit.
         differing: names of those that came out otherwise.
     """
 
-    replayed: int
-    eager: tuple[str, ...]
+    why_not: str | None
     compared: int
     differing: tuple[str, ...]
 
     def __str__(self) -> str:
-        if not self.replayed:
-            return f"not replayed: {'; '.join(self.eager)}"
-        calls = f"{self.replayed} calls of layers replayed"
+        if self.why_not is not None:
+            return f"not replayed: {self.why_not}"
         if not self.differing:
-            return f"{calls}, equal to eager to the bit in {self.compared} tensors"
-        return f"{calls}, differs from eager in {len(self.differing)} of {self.compared} tensors: {self.differing[0]}"
+            return f"replayed, equal to eager to the bit in {self.compared} tensors"
+        return f"replayed, differs from eager in {len(self.differing)} of {self.compared} tensors: {self.differing[0]}"
 
 
 @dataclass(frozen=True)
@@ -286,15 +282,11 @@ def _check_replay(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tenso
         report = apply_fused_norm(model, **vars(options))
         for _ in range(WARM_UP):
             _step(model, input_ids, labels)
-        replays = report.replays or Replays()  # no layer may be replayed
-        before = copy.deepcopy(replays)
+        before = copy.deepcopy(report.replays)
         replayed = _step(model, input_ids, labels)
-    kept = [row.reason for row in report.graphs or () if row.reason is not None]
-    reasons = [*kept, *(replays.eager - before.eager), *(replays.recomputed - before.recomputed)]
     repeated = [name for name, value in eager.items() if not share_different(again[name], value)]
     return ReplayCheck(
-        replayed=replays.forwards - before.forwards if replays.backwards > before.backwards else 0,
-        eager=tuple(dict.fromkeys(reasons)),
+        why_not=report.why_not_replayed(before),
         compared=len(repeated),
         differing=tuple(name for name in repeated if share_different(replayed[name], eager[name])),
     )

@@ -187,7 +187,7 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan, comparisons_of
     from ..model_configs import families_here
-    from ..patcher.graph_capture import why_no_graphs
+    from ..patcher.survey import why_no_graphs
 
     is_asked_for_graphs = GRAPHS in (args.axis or ())
     if is_asked_for_graphs and (reason := why_no_graphs([device])) is not None:

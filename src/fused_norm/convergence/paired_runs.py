@@ -180,12 +180,8 @@ class PairedRuns:
 
         replayed, eager = (trainer.train(partial(changed, cuda_graphs=is_on)) for is_on in (True, False))
         bits, not_done = other_numbers(replayed, eager), dict[str, list[str]]()
-        report, replays = reports[0], reports[0].replays
-        if replays is None or not (replays.forwards and replays.backwards):
-            kept = [row.reason for row in report.graphs or () if row.reason is not None]
-            counted = [] if replays is None else [*replays.eager, *replays.recomputed]
-            reasons = "; ".join(dict.fromkeys([*kept, *counted]))
-            not_done[f"not replayed as CUDA graphs: {reasons}"] = [row.path for row in report.graphs or ()]
+        if (reason := reports[0].why_not_replayed()) is not None:
+            not_done[f"not replayed as CUDA graphs: {reason}"] = [row.path for row in reports[0].graphs or ()]
         elif any(bits.values()) and any(
             other_numbers(trainer.train(partial(changed, cuda_graphs=False)), eager).values()
         ):
