@@ -96,9 +96,12 @@ def _replayed(step: BenchmarkedModel, **options: Any) -> Patched:
     return Patched(step.model, report=report)
 
 
-def refuse_if_eager(report: PatchReport | None) -> None:
-    """Raise RefusedError, with the reasons, if layers were to be replayed as CUDA graphs, and none was."""
-    if report is not None and (reason := report.why_not_replayed()) is not None:
+def refuse_if_eager(report: PatchReport | None, since: Any = None) -> None:
+    """Raise RefusedError, with the reasons, if layers were to be replayed as CUDA graphs, and none was.
+
+    ``since``: as for ``PatchReport.why_not_replayed``.
+    """
+    if report is not None and (reason := report.why_not_replayed(since)) is not None:
         raise RefusedError(f"no layer was replayed: {reason}")
 
 

@@ -161,8 +161,9 @@ def _checked(run: BenchmarkRun, case: TrainerCase, row: _Row, folder: Path, resu
             trainer.train()
         return clock.host, clock.whole
 
+    before = copy.deepcopy(patched.report and patched.report.replays)
     sample()
-    refuse_if_eager(patched.report)
+    refuse_if_eager(patched.report, before)
     logged = next(log for log in reversed(trainer.state.log_history) if "grad_norm" in log)
     numbers = [torch.tensor(float(logged[name])) for name in ("loss", "grad_norm")]
     row.stock = row.stock or numbers

@@ -1,11 +1,13 @@
 """Steps of TRL's trainers are timed for variants whose losses and gradients are those of stock."""
 
 import importlib.util
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks import trainers
+from benchmarks.model_variants import VARIANTS
 from benchmarks.trainers import CASES, TrainerCase
 
 has_trl = importlib.util.find_spec("trl") is not None
@@ -41,6 +43,26 @@ def test_trainers_run_every_variant_with_the_losses_and_gradients_of_stock(name,
         assert 0 < result.host.median <= result.timing.median
         assert result.error < 1e-4
     assert [result.by for result in run.results.of("trainers")] == ["fused", "fused-graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_trl, reason="TRL is not installed")
+@pytest.mark.usefixtures("replays_anywhere")
+def test_a_variant_that_is_not_replayed_in_the_trainer_is_refused(run, monkeypatch):
+    replayed = VARIANTS["fused-graphs"]
+
+    def replayed_before(step):
+        patched = replayed(step)
+        for layer in step.model.model.layers:
+            layer.self_attn.register_forward_pre_hook(lambda *_: None)
+        return patched
+
+    monkeypatch.setattr(trainers, "missing", lambda variant, device: None)
+    with mock.patch.dict(VARIANTS, {"fused-graphs": replayed_before}):
+        trainers.measure(run, [TrainerCase.named("SFT tiny-llama 1x8")], ["fused-graphs"], torch.float32)
+    (result,) = run.results.rows
+    assert result.verdict == "refused"
+    assert result.detail.startswith("no layer was replayed: ")
 
 
 @pytest.mark.skipif(not has_trl, reason="TRL is not installed")
