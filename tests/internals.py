@@ -104,6 +104,8 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.lazy_logits.Projection": (
         "a planted fault is put into the fused loss, and a test says which loss ran"
     ),
+    "fused_norm.patcher.graph_guards": "loses one rule after the other, as a planted fault",
+    "fused_norm.patcher.graph_guards.LatestArguments": "tells numbers apart that give a layer the same results",
     "fused_norm.patcher.linear_inputs": "gets a planted fault: no norm knows that its consumers read 16 bits",
     "fused_norm.patcher.linear_inputs.ConsumerOutputs": "gets a planted fault: another norm's output",
     "fused_norm.patcher.losses": "a planted fault is put into the fused loss",

@@ -175,12 +175,6 @@ def positions_in_flight(run: Run) -> None:
 
 
 @case
-def settings_passed(run: Run) -> None:
-    for seed in range(6):
-        run.step(ONE, seed, is_causal=seed % 2 == 0)
-
-
-@case
 def packed_rows(run: Run) -> None:
     shape = (1, ONE[1])
     for seed in range(4):

@@ -57,7 +57,8 @@ class StandIn:
         self._given = []
         if run.__name__ == "_backward":
             own = {buffer.data_ptr() for buffer in pair.output_grads if buffer is not None}
-            self._given = [grad for grad in pair._grads if grad is not None and grad.data_ptr() not in own]
+            grads = [*pair._grads, *(flat.grads for flat in pair._flat_grads)]
+            self._given = [grad for grad in grads if grad is not None and grad.data_ptr() not in own]
 
     def live_blocks(self) -> frozenset[int]:
         return frozenset(self.blocks)

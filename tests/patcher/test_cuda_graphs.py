@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -15,11 +17,17 @@ FEW_REPLAYS = {"many_lengths": 0, "padding_masks": 0, "packed_rows": 0}
 
 
 @pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replay by a stand-in if there is no GPU."""
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Replay by a stand-in if there is no GPU; on a GPU let eager give the same bits each time."""
     if not HAS_GPU:
         monkeypatch.setattr(cuda_graphs, "make_device", StandIn)
         monkeypatch.setattr(survey, "why_no_graphs", lambda devices: None)
+        yield
+        return
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def differences(replayed: Run, eager: Run) -> list[int]:

@@ -45,10 +45,13 @@ from .graph_guards import (
 
 logger = logging.getLogger("fused_norm")
 
-Forward = Callable[..., Any]
+LayerForward = Callable[..., Any]
 
 _SHAPES = 4
-"""Shapes of training, and as many of evaluation, whose graphs are kept."""
+"""Shapes that are captured at their second sight, others at their third; twice as many are kept."""
+
+_FLAT = 4 * 2**20
+"""Bytes up to which the gradients of a layer's parameters leave the pool as one tensor."""
 
 _PAIRS = 2
 """Pairs of graphs for one layer and key: a second one if the first is often in flight, as with two forwards a step."""
@@ -126,7 +129,7 @@ class _Shared:
         self._source, self._version = weakref.ref(tensor), tensor._version
 
 
-class _Output(NamedTuple):
+class _LayerOutput(NamedTuple):
     """What a layer returned when it ran eager.
 
     Attributes:
@@ -188,7 +191,7 @@ class _GraphPair:
         family: its shape.
     """
 
-    def __init__(self, layer: LayerReplay, call: _Call, output: _Output) -> None:
+    def __init__(self, layer: LayerReplay, call: _LayerCall, output: _LayerOutput) -> None:
         graphs = self._graphs = layer.graphs
         device = self._device = graphs.device
         self.number = next(_numbers)
@@ -224,6 +227,7 @@ class _GraphPair:
         self._result: list[Tensor] | None = None
         self._uses: _Uses | None = None
         self._grads: list[Tensor | None] = []
+        self._flat_grads: list[_FlatGrads] = []
         self._repeated: list[int] = []
         self.blocks: frozenset[int] = frozenset()
         self.live = frozenset(graphs.with_activations) | {self.number}
@@ -243,6 +247,7 @@ class _GraphPair:
                 ]
                 self._replay_backward, self._backward_graph = device.capture(self._backward)
                 self._grads = [None if grad is None else device.without_owner(grad) for grad in self._grads]
+                self._flat_grads = [flat._replace(grads=device.without_owner(flat.grads)) for flat in self._flat_grads]
                 self.blocks = after - before
                 before = after
             else:
@@ -251,7 +256,7 @@ class _GraphPair:
                 raise RunEagerError(f"it keeps {len(kept)} blocks of the graphs' memory")
         except BaseException:
             self.drop_activations()
-            self._grads = []
+            self._grads, self._flat_grads = [], []
             raise
 
     def _forward(self) -> None:
@@ -276,7 +281,8 @@ class _GraphPair:
     def _backward(self) -> None:
         assert self._result is not None
         assert self._uses is not None
-        self._grads = self._uses.gradients(self._result, self.output_grads, retain_graph=True)
+        grads = self._uses.gradients(self._result, self.output_grads, retain_graph=True)
+        self._grads, self._flat_grads = _flattened(grads, len(self.differentiable))
 
     def _run(self, tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
         """The layer's outputs that are tensors."""
@@ -386,7 +392,11 @@ class _GraphPair:
                 else:
                     buffer.copy_(grad)
         self._replay_backward()
-        return _copies_of(self._grads)
+        copies = _copies_of(self._grads)
+        for flat in self._flat_grads:
+            for place, copy in zip(flat.places, flat.copies(), strict=True):
+                copies[place] = copy
+        return copies
 
     def _recomputed_grads(
         self, flight: _Flight, saved: Sequence[Tensor], grads: Sequence[Tensor | None], *, creates_graph: bool
@@ -474,7 +484,7 @@ class _Uses:
         return [*(uses[0] if uses else total for uses, total in zip(of_uses, sums, strict=True)), *further]
 
 
-class _Call(NamedTuple):
+class _LayerCall(NamedTuple):
     """A call of a layer, as its graphs know it.
 
     Attributes:
@@ -486,7 +496,7 @@ class _Call(NamedTuple):
         family: the shape of its first tensor, and whether it trains.
     """
 
-    forward: Forward
+    forward: LayerForward
     arguments: Arguments
     flags: tuple[Any, ...]
     stream: int
@@ -513,16 +523,16 @@ class LayerReplay:
         """The reason why this layer runs eager for good."""
         self._obstacle: RunEagerError | None = None
         self._snapshots: list[Snapshot] = []
-        self._seen: dict[tuple[Any, ...], _Output] = {}
+        self._seen: dict[tuple[Any, ...], _LayerOutput] = {}
         self.pairs: dict[tuple[Any, ...], list[_GraphPair]] = {}
         self._waits: Counter[tuple[Any, ...]] = Counter()
-        self._failures = self._moves = 0
+        self.failures = self.moves = 0
 
     def __reduce__(self) -> Any:
         """Pickle and copy the layer without its graphs."""
         return LayerReplay, (self.graphs,)
 
-    def __call__(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, forward: LayerForward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``forward(module, *args, **kwargs)``, replayed if it may be."""
         graphs = self.graphs
         if not graphs.lock.acquire(blocking=False):
@@ -545,7 +555,7 @@ class LayerReplay:
             graphs.lock.release()
         return forward(module, *args, **kwargs)
 
-    def _call(self, forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def _call(self, forward: LayerForward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _LayerCall:
         graphs = self.graphs
         refused = self.refused or graphs.refused
         if refused is not None:
@@ -563,7 +573,7 @@ class LayerReplay:
         if graphs.has_shared_parameters and now[2] and now[4] and graphs.shares(snapshot.parameters):
             raise RunEagerError("autocast casts a parameter once that it shares with other modules")
         family = arguments.first, now[0]
-        return _Call(forward, arguments, now, device.stream(), snapshot, family)
+        return _LayerCall(forward, arguments, now, device.stream(), snapshot, family)
 
     def _snapshot(self, module: nn.Module, device: torch.device) -> Snapshot:
         """What the layer may read now: a snapshot that is known, or a new one."""
@@ -601,14 +611,14 @@ class LayerReplay:
 
     def _moved(self, snapshot: Snapshot) -> None:
         """Drop the graphs of parameters that have other memory now."""
-        self._moves += 1
+        self.moves += 1
         self._forget(lambda _: True)
         self._snapshots.clear()
-        if self._moves > _PATIENCE:
+        if self.moves > _PATIENCE:
             self.refused = "its parameters move in memory, as under FSDP or offloading"
         raise RunEagerError("its parameters have other memory than before")
 
-    def _pair(self, call: _Call, key: tuple[Any, ...]) -> _GraphPair | None:
+    def _pair(self, call: _LayerCall, key: tuple[Any, ...]) -> _GraphPair | None:
         """The graphs that may be replayed for a call; None at its first sight.
 
         Raises:
@@ -642,8 +652,8 @@ class LayerReplay:
         try:
             pair = _GraphPair(self, call, output)
         except Exception as error:
-            self._failures += 1
-            if self._failures >= _PATIENCE:
+            self.failures += 1
+            if self.failures >= _PATIENCE:
                 self.refused = f"it cannot be captured: {error}"[:300]
             graphs.clear()
             logger.info("a layer could not be captured as a CUDA graph: %s", error)
@@ -652,7 +662,9 @@ class LayerReplay:
         graphs.captured(pair)
         return pair
 
-    def _first_sight(self, call: _Call, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first_sight(
+        self, call: _LayerCall, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run eager, and remember what comes out and what else the forward does."""
         graphs, device, snapshot = self.graphs, self.graphs.device, call.snapshot
         read = [*call.arguments.tensors, *snapshot.parameters, *snapshot.buffers]
@@ -679,7 +691,7 @@ class LayerReplay:
             ):
                 self.refused = "an output is, or is a view of, an argument or another output"
             elif tensors:
-                self._seen[key] = _Output(
+                self._seen[key] = _LayerOutput(
                     type(out),
                     tuple([(t.shape, t.stride(), t.dtype) if type(t) is Tensor else None for t in parts]),
                     tuple([None if type(part) is Tensor else part for part in parts]),
@@ -911,6 +923,12 @@ class LayerGraphs:
         for buffer in pair.outputs:
             self._outputs.pop(buffer.data_ptr(), None)
 
+    def try_again(self) -> None:
+        """Forget the reasons why layers run eager for good."""
+        self.refused = None
+        for layer in self.layers:
+            layer.refused, layer.failures, layer.moves = None, 0, 0
+
     def clear(self) -> None:
         """Drop all graphs."""
         for layer in self.layers:
@@ -955,17 +973,54 @@ def _copies_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         if tensor is not None:
             places.setdefault(tensor.dtype, []).append(place)
     for of_dtype in places.values():
-        results = torch._foreach_mul([tensors[place] for place in of_dtype], 1)  # type: ignore[misc]
+        grads: Any = [tensors[place] for place in of_dtype]
+        results = torch._foreach_mul(grads, 1) if len(grads) > 1 else [grads[0].clone()]
         for place, copy in zip(of_dtype, results, strict=True):
             copies[place] = copy
     return copies
+
+
+class _FlatGrads(NamedTuple):
+    """Small gradients of a layer's parameters, one after the other in one tensor.
+
+    Attributes:
+        places: theirs among all gradients.
+        forms: tensors of their shapes, without memory.
+        grads: all of them, flat.
+    """
+
+    places: list[int]
+    forms: list[Tensor]
+    grads: Tensor
+
+    def copies(self) -> Sequence[Tensor]:
+        """The gradients as parts of one new tensor."""
+        parts: Sequence[Tensor] = torch._C._nn.unflatten_dense_tensors(self.grads.clone(), self.forms)
+        return parts
+
+
+def _flattened(grads: list[Tensor | None], first: int) -> tuple[list[Tensor | None], list[_FlatGrads]]:
+    """Gradients without the small ones from the first parameter's on, and these, flat."""
+    of_dtypes: dict[torch.dtype, list[int]] = {}
+    for place, grad in enumerate(grads):
+        if place >= first and grad is not None:
+            of_dtypes.setdefault(grad.dtype, []).append(place)
+    rest, flat = list(grads), []
+    for places in of_dtypes.values():
+        members: Any = [grads[place] for place in places]
+        if len(members) > 1 and sum(grad.numel() * grad.element_size() for grad in members) <= _FLAT:
+            forms = [torch.empty(grad.shape, device="meta") for grad in members]
+            flat.append(_FlatGrads(places, forms, torch._C._nn.flatten_dense_tensors(members)))
+            for place in places:
+                rest[place] = None
+    return rest, flat
 
 
 def _is_same(state: Any, other: Any) -> bool:
     return bool(torch.equal(state, other))
 
 
-def replayed(forward: Forward) -> Forward:
+def replayed(forward: LayerForward) -> LayerForward:
     """A layer's forward, replayed as a CUDA graph if it may be."""
 
     @wraps(forward)
@@ -980,7 +1035,9 @@ def attach_graphs(model: nn.Module, layers: Sequence[nn.Module]) -> Replays:
     """Give layers their graphs, those that they have already if they all belong to one model; return its counts."""
     known = [vars(layer).get(GRAPHS) for layer in layers]
     graphs = known[0].graphs if known and known[0] is not None else None
-    if graphs is None or any(replay is None or replay.graphs is not graphs for replay in known):
+    if graphs is not None and all(replay is not None and replay.graphs is graphs for replay in known):
+        graphs.try_again()
+    else:
         holders = Counter(
             parameter
             for module in model.modules()

@@ -15,7 +15,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +32,13 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, partial, type, Enum)
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward."""
+_CONTAINERS: Mapping[Any, str] = {
+    nn.ModuleList: "_modules",
+    nn.ModuleDict: "_modules",
+    nn.ParameterList: "_parameters",
+    nn.ParameterDict: "_parameters",
+}
+"""Modules without a forward, and what they hold."""
 
 _LEAVES: Mapping[Any, tuple[str, ...]] = {nn.Linear: (), nn.Dropout: ("p", "training", "inplace"), nn.Identity: ()}
 """The attributes that the forwards of PyTorch's own modules read, besides their parameters."""
@@ -292,6 +297,7 @@ class Snapshot:
         self._key: list[Any] = []
         self._attributes: list[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]]] = []
         self._with_forward: list[nn.Module] = []
+        self._owns: list[Mapping[str, Any]] = []
         self._mappings: list[Mapping[str, Any]] = []
         self._sequences: list[Any] = []
         self._sets: list[tuple[Any, Any]] = []
@@ -329,6 +335,7 @@ class Snapshot:
             *map(type, self._with_forward),
             *map(_requires_grad, self._tensors.values()),
             *chain.from_iterable([read(attributes) for read, attributes in self._attributes]),
+            *map(len, self._owns),
             *map(len, self._mappings),
             *chain.from_iterable(map(_values_of, self._mappings)),
             *map(len, self._sequences),
@@ -348,7 +355,7 @@ class Snapshot:
         own, cls = vars(module), type(module)
         for group in ("_modules", "_parameters", "_buffers"):
             held: Mapping[str, Any] = own[group]
-            if cls not in _LEAVES or held:
+            if held or (cls not in _LEAVES and cls not in _CONTAINERS) or _CONTAINERS.get(cls) == group:
                 self._mappings.append(held)
             for name, value in held.items():
                 self._key.append((name, id(value)))
@@ -358,6 +365,7 @@ class Snapshot:
             return
         what = stock_class(module).__name__
         self._with_forward.append(module)
+        self._owns.append(own)
         self._key.append(id(cls))
         if not is_layer:  # its own hooks, forward and compiler are around its graphs
 
@@ -374,7 +382,10 @@ class Snapshot:
                 raise RunEagerError(f"{what} inside is compiled")
         names = _LEAVES.get(cls)
         if names is None:
-            names = tuple([name for name in own if name not in _OF_MODULES and name != GRAPHS])
+            read = _names_read_by(stock_class(module))  # type: ignore[arg-type]
+            names = tuple(
+                [name for name in own if name not in _OF_MODULES and name != GRAPHS and (read is None or name in read)]
+            )
         if names:
             self._attributes.append((_getter(*names), own))
         for name in names:
@@ -468,6 +479,40 @@ def _memory_test(tensors: Iterable[Tensor]) -> Callable[[], bool]:
         )
     function: Callable[[], bool] = eval("lambda: " + (" and ".join(tests) or "True"), values)
     return function
+
+
+@lru_cache(maxsize=256)
+def _names_read_by(cls: type[nn.Module]) -> frozenset[str] | None:
+    """The names in the code that the forward of one of PEFT's layers may reach; None for other classes.
+
+    A LoRA layer has a dozen dictionaries, most of which only say how it was made.
+    """
+    if not cls.__module__.startswith("peft.tuners."):
+        return None
+    names: set[str] = set()
+    waiting, seen = ["forward"], set()
+    while waiting:
+        name = waiting.pop()
+        for base in cls.__mro__:
+            value = vars(base).get(name)
+            function = value.fget if isinstance(value, property) else value
+            if base is nn.Module or not isinstance(function, FunctionType) or function in seen:
+                continue
+            seen.add(function)
+            new = set(_names_in(function.__code__)) - names
+            names |= new
+            waiting += new
+    return frozenset(names)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names, and the strings, in a function's code and in the functions in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+        elif isinstance(constant, str):
+            yield constant
 
 
 @lru_cache(maxsize=1024)
