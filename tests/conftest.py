@@ -53,6 +53,18 @@ def replays_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(survey, "why_no_graphs", lambda devices: None)
 
 
+@pytest.fixture
+def replays_hand_out_their_memory(replays_anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a fault: gradients lie in the memory of graphs, which the next replay overwrites."""
+    from fused_norm.patcher import cuda_graphs
+
+    def aliases(grads: Sequence[Any]) -> list[Any]:
+        return [None if grad is None else grad.detach() for grad in grads]
+
+    monkeypatch.setattr(cuda_graphs, "_copies_of", aliases)
+    monkeypatch.setattr(cuda_graphs, "_FLAT", -1)  # bytes of small gradients that are copied together
+
+
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over what lives to the end: all that was imported and collected."""
     gc.collect()

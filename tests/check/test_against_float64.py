@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_norm import FusedNormError, apply_fused_norm, remove_fused_norm
 from fused_norm.check.against_float64 import budget, check_step
 from fused_norm.model_configs import FAMILIES, build, families_here, tiny_config
-from fused_norm.patcher import cuda_graphs
 
 from ..conftest import HAS_GPU
 
@@ -204,14 +203,8 @@ def test_a_replayed_step_has_the_bits_of_the_eager_one(dtype, device):
     assert json.loads(result.to_json())["replay"]["compared"] == result.replay.compared
 
 
-def aliases(grads):
-    """Return gradients as they lie in the memory of graphs, which the next replay overwrites."""
-    return [None if grad is None else grad.detach() for grad in grads]
-
-
-@pytest.mark.usefixtures("replays_anywhere")
-def test_a_replay_whose_gradients_are_the_pools_is_told_by_its_bits(device, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_copies_of", aliases)
+@pytest.mark.usefixtures("replays_hand_out_their_memory")
+def test_a_replay_whose_gradients_are_overwritten_is_told_by_its_bits(device):
     model = build("llama", seed=1, dtype=torch.float32, device=device)
     result = check_step(model, tokens_of(model), options=REPLAYED)
     assert not result.ok

@@ -34,11 +34,8 @@ def test_replayed_training_has_the_bits_of_eager_training_and_is_compared_with_s
     assert len(row["fused"]["losses"]) == 3
 
 
-def test_replays_that_hand_out_their_own_memory_are_red(tmp_path, monkeypatch):
-    def aliases(grads):
-        return [None if grad is None else grad.detach() for grad in grads]
-
-    monkeypatch.setattr(cuda_graphs, "_copies_of", aliases)
+@pytest.mark.usefixtures("replays_hand_out_their_memory")
+def test_replays_that_hand_out_their_own_memory_are_red(tmp_path):
     row = converged(tmp_path)
     assert row["outcome"] == "red"
     assert any(row["calls"]["bits"].values())
