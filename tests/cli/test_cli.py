@@ -406,6 +406,12 @@ def test_check_finds_a_tiny_model_within_budget(capsys, device):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there layers are replayed")
+def test_check_says_why_nothing_is_replayed(capsys):
+    assert main(["check", "llama", "--layers", "1", "--seq", "8", "--cuda-graphs"]) == 0
+    assert "CUDA graphs: not replayed: there is no CUDA device\nverdict: within budget" in capsys.readouterr().out
+
+
 def test_a_command_on_a_cpu_has_kernels_interpreted_without_being_told():
     result = process("-m", "fused_norm", "check", "llama", "--device", "cpu", "--batch", "1", "--seq", "8")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -131,6 +131,18 @@ class PatchReport:
         numbers = Counter([site.kind for site in self.fused])
         return {kind: numbers[kind] for kind in KINDS}
 
+    def why_not_replayed(self, since: Replays | None = None) -> str | None:
+        """Return why no layer was replayed as CUDA graphs, forward and backward; None if one was.
+
+        ``since``: a copy of ``replays`` as it was when the calls in question began; None counts all calls.
+        """
+        now, then = self.replays or Replays(), since or Replays()
+        if now.forwards > then.forwards and now.backwards > then.backwards:
+            return None
+        kept = [row.reason for row in self.graphs or () if row.reason is not None]
+        reasons = dict.fromkeys([*kept, *(now.eager - then.eager), *(now.recomputed - then.recomputed)])
+        return "; ".join(reasons) or "never called"
+
     def to_json(self, *, indent: int | None = 2) -> str:
         """The report as JSON: model, model_type, counts, and rows: fused, kept, recompute, graphs and consumers."""
         fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
