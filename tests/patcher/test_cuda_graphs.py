@@ -9,7 +9,7 @@ import torch
 
 from fused_norm.patcher import cuda_graphs, survey
 
-from .graph_cases import CASES, HAS_GPU, ONE, Run
+from .graph_cases import ATTENTION, CASES, HAS_GPU, ONE, Run
 from .graph_stand_in import StandIn
 
 FEW_REPLAYS = {"many_lengths": 0, "padding_masks": 0, "packed_rows": 0}
@@ -26,9 +26,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not deterministic
     yield
-    torch.backends.cuda.enable_cudnn_sdp(True)
     torch.use_deterministic_algorithms(False)
 
 
@@ -45,9 +43,7 @@ def differences(replayed: Run, eager: Run) -> list[int]:
 @pytest.mark.parametrize("mode", ["full", "lora"])
 @pytest.mark.parametrize("name", CASES)
 def test_replays_give_the_bits_of_eager(name: str, mode: str) -> None:
-    attention = (
-        "eager" if name.startswith(("padding", "packed", "masks")) else "sdpa"
-    )  # whose backward is deterministic
+    attention = "eager" if name.startswith(("padding", "packed")) else ATTENTION
     runs = {graphs: Run(mode, graphs=graphs, attention=attention) for graphs in (True, False)}
     for run in runs.values():
         CASES[name](run)

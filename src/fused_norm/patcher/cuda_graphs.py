@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Sequence
@@ -61,6 +62,9 @@ _PATIENCE = 3
 
 _STATES = 8
 """States of a layer's modules that are known at a time, such as several adapters."""
+
+_RELEASE = 0.5
+"""Seconds in which the temporaries of a captured backward are to be gone."""
 
 _EARLY = 50
 """Forwards after which a model is told that it hardly replays."""
@@ -252,7 +256,11 @@ class _GraphPair:
                 before = after
             else:
                 self._result = None
-            if kept := device.live_blocks() - before:  # scratch that a kernel keeps is there at the next try
+            waited = 0.0
+            while (kept := device.live_blocks() - before) and waited < _RELEASE:
+                time.sleep(0.001)  # autograd's thread lets go of its last tensors when it is scheduled again
+                waited += 0.001
+            if kept:  # scratch that a kernel keeps is there at the next try
                 device.workspaces |= kept
                 raise RunEagerError(f"it keeps {len(kept)} blocks of the graphs' memory")
         except BaseException:
