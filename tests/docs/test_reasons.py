@@ -29,6 +29,8 @@ NOT_SAID = {
     "LoRA layers as PEFT has them",
     "PEFT's LoRA code",
     "sum with the adapter",
+    "an output of the norm for each linear",
+    "outputs computed again in the backward",
     "weight dequantised in one kernel",
     " between grouped products",
     "a part of transformers' experts",

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
-from ..kernels.arguments import ACTIVATIONS
 from ..kernels.autocast import autocast_dtype
-from ..kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
+from ..kernels.experts import EXPERT_ACTIVATIONS, EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
-from .activation_recognition import FORMULAS, Activation, ActivationName, recognise_activation
+from .activation_recognition import Activation, ActivationName, recognise_activation
 from .class_swap import class_override_reason
 from .fused_norm_module import run_fused, switch, warn_once
 from .hooks import Fused, are_plain_calls, defined_function, name_of_function
@@ -57,7 +56,7 @@ class GateOfExperts:
     """What a class of experts computes between its products, and the code that was compared with the formula.
 
     Attributes:
-        activation: one of ``ACTIVATIONS``.
+        activation: one of ``EXPERT_ACTIVATIONS``.
         interleaved: gate and up take turns in a row; otherwise they are its halves.
         limit: the name of the attribute with the limit of gate and up; None without one.
         alpha: the name of the attribute with the factor inside of the activation; None without one.
@@ -324,7 +323,7 @@ def _compared(
     replica._modules.update(experts._modules)
     matches = [
         candidate
-        for candidate in product(ACTIVATIONS, (False, True), (None, *floats), (None, *floats))
+        for candidate in product(EXPERT_ACTIVATIONS, (False, True), (None, *floats), (None, *floats))
         if _is_gate(replica, *candidate)
     ]
     if len(matches) != 1:
@@ -340,7 +339,7 @@ def _options(replica: Any, activation: ActivationName, interleaved: bool, *names
 
 
 def _gate_formula(x: Tensor, absent: Tensor | None, activation: ActivationName, *options: Any) -> Tensor:
-    return reference.expert_gate(x, absent, activation, *options, act=FORMULAS[activation])
+    return reference.expert_gate(x, absent, activation, *options, act=reference.ACTIVATIONS[activation])
 
 
 def _is_gate(replica: Any, activation: ActivationName, interleaved: bool, *names: str | None) -> bool:

@@ -40,7 +40,8 @@ from torch import Tensor, nn
 
 from ...kernels.autocast import autocast_dtype
 from ...kernels.glu import GLU, GLU_FOR_CONSUMERS
-from ..activation_recognition import ActivationName, looks_like_activation, recognise_activation
+from ...kernels.reference import ACTIVATIONS, ActivationName
+from ..activation_recognition import looks_like_activation, recognise_activation
 from ..adapters import adapter_reads_in, is_plain_in_4_bits, is_quantised, linear_reads_in
 from ..block import Block
 from ..dataflow import Conditions, Dataflow, edits_in_place, flow_of, may_hold
@@ -54,7 +55,7 @@ from ..recompute import recomputes, recomputes_linears
 from ..source import names_in
 from .calls import Callee, EditedForward, Match, Patterns, call_of_own, callee_name
 
-ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
+ACTIVATION_FUNCTION = re.compile("|".join(("swish", *ACTIVATIONS)))
 """Part of the names of functions that may be activations."""
 
 _PACKED = "_fused_norm_packed"
