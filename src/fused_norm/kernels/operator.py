@@ -20,6 +20,7 @@ from .arguments import TensorRules, Unsupported, check_eps, check_flag
 from .autocast import autocast_dtype
 from .recording import Recording, SingleCall, appended, caches, key_function, record, remember
 from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
+from .switch import function_mode, modes, switch
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import Interceptors, launches
 from .triton.memory import memory_order
@@ -87,8 +88,8 @@ class Operator(ABC):
     """A differentiable operator; a subclass says what is launched, and there is one instance of each.
 
     There are three ways in: ``operator.checked(*tensors, *options)`` for users' arguments, ``try_fused`` for those of
-    patched modules, after ``run_cached``, and ``operator(*tensors, *options)`` for arguments that kernels certainly
-    take. ``unsupported`` alone decides whether they do. If not, ``checked`` runs the PyTorch reference, and
+    patched modules, and ``operator(*tensors, *options)`` for arguments that kernels certainly take. ``unsupported``
+    alone decides whether they do. If not, ``checked`` runs the PyTorch reference, and
     ``try_fused`` returns the reason. A call that kernels take runs in one of four ways:
 
     - a plain eager call (``is_plain_call``) repeats a recording, or is recorded now;
@@ -398,7 +399,7 @@ class Operator(ABC):
             TypeError: for arguments of a wrong type or dtype.
             ValueError: for wrong values, and tensors that are not compatible.
         """
-        outputs = self.run_cached(None, *arguments)
+        outputs, _ = self.try_fused(*arguments, replaces=None)
         if outputs is not None:
             return outputs
         refusal = self.unsupported(*arguments)
@@ -409,18 +410,52 @@ class Operator(ABC):
         return self.reference(*arguments)
 
     def try_fused(
-        self, *arguments: Any, replaces: Any, unless: Callable[..., str | None] | None = None
+        self, *arguments: Any, replaces: Any = "stock code", unless: Callable[..., str | None] | None = None
     ) -> tuple[Any, str | None]:
         """The outputs of a call in place of stock code, and None; or None, and why stock code has to run.
 
-        For calls that ``run_cached`` does not know; it knows them from now on. An empty reason is not logged, such as
-        that of stock code that is left to the compiler.
+        A call that is recorded is repeated; it was checked before. All others are checked and recorded. An empty reason
+        is not logged, such as that of stock code that is left to the compiler.
 
         Args:
-            arguments: those of the call, of any kind.
-            replaces: the key of the stock code. Code that rounds in other places has another key.
+            arguments: those of the call, of any kind; a spec may be None if its eps is no number that kernels take.
+            replaces: the key of the stock code. Code that rounds in other places has another key. None if there is no
+                such code: then the call is repeated if it is recorded, and otherwise not made.
             unless: returns a further reason, or None, for arguments that kernels take.
         """
+        if replaces is not None:
+            if switch.depth:
+                return None, ""
+            if (switch.latest_mode is not None or modes()) and (mode := function_mode()) is not None:
+                return None, mode
+            if self.takes_spec:
+                spec = arguments[self.tensor_count]
+                if spec is None:
+                    return None, "its eps is not a finite number of at least 0"
+                if spec.casting == "none" and isinstance(arguments[0], Tensor) and autocast_dtype(arguments[0]):
+                    return None, "autocast changes what an uncast norm rounds to"
+        # What `is_plain_call` asks, but for the questions on tensors, which guards ask: in two ways, to save a frame.
+        if not (is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes()):
+            try:
+                recordings = self.recordings.get(self._key(*arguments), ())
+            except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
+                recordings = ()
+            is_observed = Interceptors.active and calls.interceptor is not None
+            if Interceptors.active and launches.interceptor is not None:
+                recordings = ()
+            for recording in recordings:
+                if replaces is None or replaces in recording.may_replace:
+                    if is_observed:
+                        if recording.fits(*arguments):
+                            return calls.interceptor.called(self, arguments), None
+                    elif (outputs := recording.call(*arguments)) is not None:
+                        return outputs, None
+        return (None, None) if replaces is None else self._try_new(arguments, replaces, unless)
+
+    def _try_new(
+        self, arguments: tuple[Any, ...], replaces: Any, unless: Callable[..., str | None] | None
+    ) -> tuple[Any, str | None]:
+        """``try_fused`` for a call that is not recorded for this stock code; it is from now on."""
         # If no kernel runs on this device, other problems are irrelevant.
         reason = self._no_kernels_for(arguments[0]) if isinstance(arguments[0], Tensor) else None
         if reason is None:
@@ -448,31 +483,6 @@ class Operator(ABC):
             if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
                 return f"{name} is a {type(tensor).__name__}"
         return self.differs_from_eager(*arguments)
-
-    def run_cached(self, replaces: Any, *arguments: Any) -> Any:
-        """The outputs of a call that is recorded, so that its arguments were checked before; None for all others.
-
-        ``replaces``: the key of the stock code in whose place the call is made; None if there is no such code.
-        """
-        # What `is_plain_call` asks, but for the questions on tensors, which guards ask: in two ways, to save a frame.
-        if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
-            return None
-        try:
-            recordings = self.recordings.get(self._key(*arguments), ())
-        except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
-            return None
-        if Interceptors.active and (launches.interceptor is not None or calls.interceptor is not None):
-            if launches.interceptor is None:
-                for recording in recordings:
-                    if (replaces is None or replaces in recording.may_replace) and recording.fits(*arguments):
-                        return calls.interceptor.called(self, arguments)
-            return None
-        for recording in recordings:
-            if replaces is None or replaces in recording.may_replace:
-                outputs = recording.call(*arguments)
-                if outputs is not None:
-                    return outputs
-        return None
 
     def __call__(self, *arguments: Any) -> Any:
         """The outputs, for arguments that kernels certainly take."""

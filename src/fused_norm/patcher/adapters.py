@@ -22,6 +22,7 @@ from ..kernels.linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear import LORA_LINEAR
 from ..kernels.operator import Operator, dispatch_modes
+from ..kernels.switch import switch
 from ..kernels.triton.devices import is_transformed
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
 from .four_bit import (
@@ -34,7 +35,7 @@ from .four_bit import (
     why_linear_is_stock,
     why_unreadable,
 )
-from .fused_norm_module import run_fused, switch, warn_once
+from .fused_norm_module import warn_once
 from .hooks import (
     Fused,
     are_plain_calls,
@@ -134,7 +135,7 @@ class FusedAdapter(Fused):
                     operator = None
         if operator is not None:
             read = own if dropped is None else dropped
-            y, _ = run_fused(operator, read, x, a, b, *weight, linear.bias, mask, scale, *factors, *options)
+            y, _ = operator.try_fused(read, x, a, b, *weight, linear.bias, mask, scale, *factors, *options)
             if y is not None:
                 return Summands(*y) if operator is LORA_SUMMANDS_4BIT else y
             if mask is not None:
@@ -150,7 +151,7 @@ class FusedAdapter(Fused):
         x = dropped if dtype is None or dropped.dtype == torch.float64 else dropped.to(dtype)
         y = None
         if dtype is not None or a.dtype == b.dtype == x.dtype:
-            y, reason = run_fused(LORA_ADD, base, x, a, b, scale)
+            y, reason = LORA_ADD.try_fused(base, x, a, b, scale)
         if y is not None:
             return y
         warn_once(self.fused_norm_origin, _SCALED if isinstance(scale, Tensor) else reason, _PEFTS)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_4bit import LINEAR_4BIT
+from ..kernels.switch import switch
 from ..kernels.triton.dequantize_kernels import SCALES_TOGETHER, PackedWeight
-from .fused_norm_module import run_fused, switch, warn_once
+from .fused_norm_module import warn_once
 from .hooks import Fused, are_plain_calls, is_genuine, replaced_forward, replaced_linear, stock_class
 from .module_features import FusedModule, ModuleFeature
 from .probe import UnrecognisedError
@@ -96,7 +97,7 @@ class FusedLinear4bit(Fused):
             parts, is_sum = self._parameters, adapter_input is None or not adapter_input.returns_summands
             y_dtype = (adapter_input and (adapter_input.y_dtype or adapter_input.dtype)) or x.dtype
             options = linear["out_features"], weight[1], products, y_dtype if is_sum else products
-            y, reason = run_fused(LINEAR_4BIT, x, *weight[0], parts["bias"], *options)
+            y, reason = LINEAR_4BIT.try_fused(x, *weight[0], parts["bias"], *options)
             if y is not None:
                 return y if is_sum else Summands(y, None)
         warn_once(self.fused_norm_origin, reason, "bitsandbytes' code")

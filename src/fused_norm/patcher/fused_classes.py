@@ -15,6 +15,7 @@ from uuid import uuid4
 import torch
 from torch import nn
 
+from ..kernels.switch import switch
 from ..options import RecomputeLevel
 from .fused_block import FusedBlock, Rewrite
 from .fused_norm_module import FusedNorm
@@ -148,7 +149,7 @@ def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Reco
 
     def other(self: Any) -> Forward:
         """The forward for a module that the straight one is not for."""
-        if not are_plain_calls(inside=type(self)):
+        if switch.depth or not are_plain_calls(inside=type(self)):
             return taking_tensors(origin.forward)
         if torch.compiler.is_compiling():
             return origin.forward
@@ -169,6 +170,7 @@ def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Reco
             is_same = is_same and activation.is_now(act)
             if activation.kind is not None:
                 called.append(act)
+        is_same = is_same and not switch.depth
         run = straight if is_same and are_plain_calls(*called, inside=type(self)) else other(self)
         if recompute and (run is straight or run is calling):
             return call_recomputing(run, self, args, kwargs, recompute)

@@ -24,9 +24,10 @@ from ..kernels.arguments import ACTIVATIONS
 from ..kernels.autocast import autocast_dtype
 from ..kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
+from ..kernels.switch import switch
 from .activation_recognition import FORMULAS, Activation, ActivationName, recognise_activation
 from .class_swap import class_override_reason
-from .fused_norm_module import run_fused, switch, warn_once
+from .fused_norm_module import warn_once
 from .hooks import Fused, are_plain_calls, defined_function, name_of_function
 from .module_features import FusedModule, ModuleFeature, OverriddenError
 from .probe import (
@@ -202,7 +203,7 @@ def _run(experts: Any, hidden: Any, index: Any, weights: Any) -> tuple[Any, str 
 
     def fused(operator: Operator, otherwise: Callable[..., Tensor] | None, *arguments: Any) -> Tensor:
         nonlocal reason
-        y, obstacle = run_fused(operator, *arguments)
+        y, obstacle = operator.try_fused(*arguments)
         if obstacle is None:
             return y
         reason = obstacle

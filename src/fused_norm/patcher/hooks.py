@@ -19,19 +19,14 @@ from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
+from ..kernels.switch import function_mode, modes, switch
 from .running_code import RunningCode
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-modes = torch._C._len_torch_function_stack
 
 _LINEAR = torch._C._nn.linear
 _MODULE_CALL = nn.Module.__call__
-
-latest_mode: str | None = None
-"""The reason that the latest forward gave for a mode; of all threads, as a backward may run in another one."""
 
 
 class Fused(nn.Module):
@@ -92,7 +87,7 @@ def are_plain_calls(*modules: Any, inside: Any = None, linears: bool = False) ->
     ):
         return False
     if linears:
-        is_suspect = functional.linear is not _LINEAR or latest_mode is not None or modes()
+        is_suspect = functional.linear is not _LINEAR or switch.latest_mode is not None or modes()
         for kind, forward, code in _OF_LINEARS:
             is_suspect = is_suspect or kind.forward is not forward or forward.__code__ is not code
         if is_suspect and replaced_linear() is not None:
@@ -130,23 +125,6 @@ def is_idle_dropout(module: Any) -> bool:
     return is_idle and are_plain_calls(module) and is_genuine(kind)
 
 
-def function_mode() -> str | None:
-    """Return the reason that a ``TorchFunctionMode`` is active; None without one, and for that of a default device.
-
-    PyTorch takes a mode off while a backward runs. What a checkpoint then runs again has to save what it saved in the
-    forward, so there the mode of the latest forward counts.
-    """
-    global latest_mode
-    if modes():
-        for mode in _get_current_function_mode_stack():
-            if not isinstance(mode, DeviceContext):
-                latest_mode = f"a {type(mode).__name__} is active, a mode that sees the functions that stock code calls"
-                return latest_mode
-    if latest_mode is not None and torch._C._current_graph_task_id() == -1:
-        latest_mode = None
-    return latest_mode
-
-
 def replaced_linear() -> str | None:
     """Return the reason why linears, or dropouts before them, may not compute what PyTorch's do; or None."""
     if functional.linear is not _LINEAR:
@@ -155,7 +133,7 @@ def replaced_linear() -> str | None:
         forward: Any = kind.forward
         if forward is not genuine or forward.__code__ is not code:
             return f"the forward of torch.nn.{kind.__name__} was replaced, by {name_of_function(forward)}"
-    return function_mode() if latest_mode is not None or modes() else None
+    return function_mode() if switch.latest_mode is not None or modes() else None
 
 
 def is_genuine(cls: Any) -> bool:

@@ -24,8 +24,9 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.operator import dispatch_modes
 from ..kernels.sharded import is_plain
+from ..kernels.switch import switch
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
-from .fused_norm_module import switch, warn_once
+from .fused_norm_module import warn_once
 from .hooks import Fused, are_plain_calls, has_hooks, replaced_linear
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 from .running_code import RunningCode

@@ -39,7 +39,6 @@ from ..kernels.operator import Operator, Recompute, calls
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
 from ..kernels.triton.devices import is_transformed
 from ..options import RecomputeLevel
-from .fused_norm_module import switch
 from .recompute_linears import CAST, Kept, LinearOutputs, Matrix, Recipe
 
 logger = logging.getLogger("fused_norm")
@@ -104,7 +103,7 @@ def recomputes_linears() -> bool:
 
 def _is_possible() -> bool:
     """Return whether hooks of ours would be the only ones that see what is saved."""
-    if calls.interceptor is not None or switch.depth or is_transformed() or torch._C._len_torch_dispatch_stack():
+    if calls.interceptor is not None or is_transformed() or torch._C._len_torch_dispatch_stack():
         return False
     autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():

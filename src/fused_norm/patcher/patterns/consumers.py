@@ -48,7 +48,7 @@ from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
 from ..four_bit import LINEARS_4BIT
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import run_fused, spec_and_weights
+from ..fused_norm_module import spec_and_weights
 from ..hooks import are_plain_calls, name_of
 from ..linear_inputs import ConsumerOutputs, ConsumerSpec, called_by, consumer_spec
 from ..source import SourceError, cached_by_forward, names_in
@@ -321,7 +321,7 @@ def fused_norm_passthrough(self: Any, norm: Any, x: Any, consumer: Any = None) -
     if not torch.compiler.is_compiling():
         spec, weight = spec_and_weights(norm)
         consumers = None if consumer is None else consumer_spec(consumer, x, weight)
-        outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, x, weight, spec, *(consumers or ConsumerSpec()))
+        outputs, reason = RMS_NORM_FOR_CONSUMERS.try_fused(x, weight, spec, *(consumers or ConsumerSpec()))
         if reason is None:
             *tensors, x = outputs
             return tensors[0] if consumers is None else ConsumerOutputs(tensors, consumers, norm, x), x

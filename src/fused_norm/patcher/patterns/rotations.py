@@ -43,7 +43,7 @@ from ...spec import RotaryLayout
 from ..block import Block
 from ..dataflow import Conditions, flow_of, may_hold
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import run_fused, switch, warn_once
+from ..fused_norm_module import warn_once
 from ..hooks import is_function_as_module, runs_as_compared, short_name, stock_class
 from ..native_code import native_code
 from ..patch_report import Site
@@ -430,7 +430,7 @@ def _fused_rotation(
             break
     else:
         return None
-    if rotation.angles is not full_cos_sin and not switch.depth and isinstance(q, Tensor) and runs_kernels_on(q):
+    if rotation.angles is not full_cos_sin and isinstance(q, Tensor) and runs_kernels_on(q):
         if not all(map(is_plain, (q, cos, sin))):
             what = f"{short_name(rotation.function)} is called with tensors of other kinds than the kernel takes"
             warn_once(self.fused_norm_origin, what)
@@ -444,7 +444,7 @@ def _fused_rotation(
         (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
     )
     options = heads_dim, single, rotation.layout, rotation.angles_by_pair, dtype
-    outputs, reason = run_fused(ROPE, *heads, cos, sin, *options, replaces=rotation.key, unless=rotation.unlike_rope)
+    outputs, reason = ROPE.try_fused(*heads, cos, sin, *options, replaces=rotation.key, unless=rotation.unlike_rope)
     if reason is not None:
         warn_once(self.fused_norm_origin, reason)
     if outputs is None or not rotation.tokens_first:
