@@ -25,7 +25,6 @@ from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import Interceptors, launches
 from .triton.memory import memory_order
 
-is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack
 
 Tensors = Sequence[Tensor | None]
@@ -435,7 +434,7 @@ class Operator(ABC):
                 if spec.casting == "none" and isinstance(arguments[0], Tensor) and autocast_dtype(arguments[0]):
                     return None, "autocast changes what an uncast norm rounds to"
         # What `is_plain_call` asks, but for the questions on tensors, which guards ask: in two ways, to save a frame.
-        if not (is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes()):
+        if not (torch.compiler.is_compiling() or forward_ad._current_level >= 0 or dispatch_modes()):
             try:
                 recordings = self.recordings.get(self._key(*arguments), ())
             except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
@@ -666,7 +665,7 @@ def norm_spec(casting: Casting, zero_centered: bool, eps: float, casts_weight: b
         TypeError: for an eps that is no number, and a ``zero_centered`` that is neither True nor False.
         ValueError: for an unknown casting, and an eps that is negative or not finite.
     """
-    make = _new_spec if is_dynamo_compiling() else _cached_spec
+    make = _new_spec if torch.compiler.is_compiling() else _cached_spec
     return make(casting, zero_centered, eps, casts_weight)
 
 
@@ -752,7 +751,7 @@ def _function_of_recording(operator: Operator) -> Any:
             or forward_ad._current_level >= 0
             or dispatch_modes()
             or (Interceptors.active and launches.interceptor is not None)
-            or is_dynamo_compiling()
+            or torch.compiler.is_compiling()
         )
         if may_repeat:
             for recorded_backward in recording.backwards:

@@ -23,8 +23,6 @@ from torch.nn.modules.module import (
 from ..kernels.switch import function_mode, modes, switch
 from .running_code import RunningCode
 
-is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-
 _LINEAR = torch._C._nn.linear
 _MODULE_CALL = nn.Module.__call__
 
@@ -107,11 +105,12 @@ def are_plain_calls(*modules: Any, inside: Any = None, linears: bool = False) ->
             return False
         if hasattr(kind, "fused_norm_origin"):
             fused.append(kind)
+    is_compiling = torch.compiler.is_compiling()
     for kind in fused:
         forward, running = kind.fused_norm_origin.forward, kind.fused_norm_origin_code
         if forward is not kind.fused_norm_origin_forward:
             return False
-        quick = None if is_dynamo_compiling() else running.quick
+        quick = None if is_compiling else running.quick
         is_same = quick is not None and quick == (forward.__code__, id(forward.__defaults__), forward.__kwdefaults__)
         if not is_same and not running.is_in(forward):
             return False
@@ -194,7 +193,7 @@ def runs_as_compared(value: Any, function: Any, running: RunningCode) -> bool:
     if value is not function:
         return False
     if type(value) is FunctionType:
-        quick = None if is_dynamo_compiling() else running.quick
+        quick = None if torch.compiler.is_compiling() else running.quick
         is_same = quick is not None and quick == (value.__code__, id(value.__defaults__), value.__kwdefaults__)
         return is_same or running.is_in(value)
     return _has_forward_of_class(value) and not has_hooks(value) and running.is_in(type(value).forward)

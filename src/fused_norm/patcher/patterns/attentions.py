@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.autocast import autocast_dtype, is_any_autocast_on
-from ...kernels.operator import dispatch_modes, is_dynamo_compiling
+from ...kernels.operator import dispatch_modes
 from ...kernels.switch import function_mode, modes, switch
 from ..adapters import is_plain_in_4_bits, is_quantised
 from ..block import Block
@@ -97,7 +97,7 @@ def fused_norm_read_dtype(
         extra: arguments by names that the module's caller has given.
     """
     states = key if value is None else value
-    if cache is not None or is_dynamo_compiling() or type(states) is not Tensor:
+    if cache is not None or torch.compiler.is_compiling() or type(states) is not Tensor:
         return None
     dtype = autocast_dtype(states) if is_any_autocast_on() else None
     if dtype is None or dispatch_modes():
