@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..kernels.arguments import ActivationName
-from .probe import DTYPES, Case, Recognizer, UnrecognisedError, cpu_replica, found_once, key_of_module, own_attributes
+from .probe import (
+    DTYPES,
+    Case,
+    Recognizer,
+    UnrecognisedError,
+    cpu_replica,
+    found_once,
+    key_of_module,
+    own_attributes,
+    plain_pytorch,
+)
 from .running_code import RunningCode
 
 FORMULAS: Mapping[ActivationName, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -103,6 +113,7 @@ def _setting(value: Any) -> Any:
     return value
 
 
+@plain_pytorch()
 def _formula_of(calls: Sequence[Callable[..., Any]]) -> ActivationName:
     bits, gradients = (
         Recognizer[ActivationName](_cases(calls, way), lambda formula, x: FORMULAS[formula](x), gradients=way)

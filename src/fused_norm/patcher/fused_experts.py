@@ -313,6 +313,7 @@ EXPERTS = ModuleFeature("experts", is_experts, class_override_reason, _fused)
 _TOKENS, _EXPERTS, _TOP_K, _WIDTH, _INNER = 12, 3, 2, 16, 8
 
 
+@plain_pytorch()  # which leaves a default device, such as meta, too
 def _compared(
     origin: Any, function: Any, plain: Mapping[str, Any], experts: nn.Module
 ) -> tuple[ActivationName, bool, str | None, str | None]:
@@ -349,19 +350,18 @@ def _is_gate(replica: Any, activation: ActivationName, interleaved: bool, *names
     if names[1] is not None and activation != "silu":
         return False
     options = _options(replica, activation, interleaved, *names)
-    with plain_pytorch():  # which leaves a default device, such as meta, too
-        scales = torch.tensor([1e-3, 1.0, 4.0, 1e3])
-        values = torch.randn(64, 2 * _INNER, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-        values = (values[:, None] * scales[:, None]).view(-1, 2 * _INNER)
-        values[0, ::3] = torch.nan
-        for dtype in DTYPES:
-            x = values.to(dtype)
-            try:
-                actual = replica._apply_gate(x.clone())
-            except Exception:  # foreign code may raise anything
-                return False
-            if not isinstance(actual, Tensor) or not same_values(actual, _gate_formula(x, None, *options)):
-                return False
+    scales = torch.tensor([1e-3, 1.0, 4.0, 1e3])
+    values = torch.randn(64, 2 * _INNER, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    values = (values[:, None] * scales[:, None]).view(-1, 2 * _INNER)
+    values[0, ::3] = torch.nan
+    for dtype in DTYPES:
+        x = values.to(dtype)
+        try:
+            actual = replica._apply_gate(x.clone())
+        except Exception:  # foreign code may raise anything
+            return False
+        if not isinstance(actual, Tensor) or not same_values(actual, _gate_formula(x, None, *options)):
+            return False
     return True
 
 
@@ -378,7 +378,7 @@ def _agrees(replica: Any, function: Any, gate: tuple[ActivationName, bool, str |
     for dtype, is_parallel in product((torch.float32, torch.bfloat16), parallel):
         if is_parallel is not None:
             replica._is_expert_parallel = is_parallel
-        with plain_pytorch(gradients=True):
+        with torch.enable_grad():
             shapes = {"gate_up_proj": (2 * _INNER, _WIDTH), "down_proj": (_WIDTH, _INNER)}
             parameters = {}
             for name, (rows, columns) in shapes.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ from .loss_trial import trial_of
 from .losses import FusedHead, replaced_function, why_compiled_loss, why_read, why_seen
 from .patch_report import Cause, Site
 from .probe import UnrecognisedError, plain_pytorch
-from .source import names_in
+from .source import names_in, parameters_of
 
 _CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy"})
 """Names by which forwards compute a loss of their own."""
@@ -61,7 +60,7 @@ def head_of(module: Any, model: SurveyedModel) -> Any:
     origin: Any = stock_class(module)
     if not hasattr(origin, "get_output_embeddings"):
         return None
-    if not any("labels" in _parameters(base) for base in origin.__mro__ if "forward" in vars(base)):
+    if not any(_takes_labels(base) for base in origin.__mro__ if "forward" in vars(base)):
         return None
     try:
         head = module.get_output_embeddings()
@@ -70,11 +69,8 @@ def head_of(module: Any, model: SurveyedModel) -> Any:
     return head if isinstance(head, nn.Module) and id(head) in model.paths else None
 
 
-def _parameters(origin: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(origin.forward).parameters)
-    except (TypeError, ValueError):
-        return ()
+def _takes_labels(origin: Any) -> bool:
+    return any(parameter.name == "labels" for parameter in parameters_of(origin))
 
 
 def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterator[tuple[str | None, Cause]]:
@@ -82,7 +78,7 @@ def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterato
     origin, linear = stock_class(module), stock_class(head)
     yield forward_override_reason(module) or class_override_reason(origin), "overridden"
     yield why_left_out("loss", path, head, options), "option"
-    if "labels" not in _parameters(origin):
+    if not _takes_labels(origin):
         yield "its forward has no argument of the name labels", "unrecognised"
     if linear is not nn.Linear:
         yield f"its head is a {name_of(linear)}, no plain linear", "unrecognised"

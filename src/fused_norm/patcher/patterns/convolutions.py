@@ -40,7 +40,7 @@ from ..fused_norm_module import warn_once
 from ..hooks import are_plain_calls, is_function_as_module, is_genuine, runs_as_compared, short_name, stock_class
 from ..native_code import native_code
 from ..patch_report import Site
-from ..probe import DTYPES, Case, Recognizer, UnrecognisedError, found_once
+from ..probe import DTYPES, Case, Recognizer, UnrecognisedError, found_once, plain_pytorch
 from ..running_code import Identity, RunningCode
 from ..source import global_of, names_in
 from .calls import Callee, EditedForward, Match, Patterns, call_of_own, callee_name
@@ -137,6 +137,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Any, activation: str | None) -> t
     return (None, reason) if reason is not None else (y.transpose(1, 2), None)
 
 
+@plain_pytorch()
 def _ignored_by_convolution(function: Any) -> frozenset[str]:
     """Compare a function with the convolution on small tensors, and return the arguments that it ignores."""
     call = partial(type(function).forward, function) if isinstance(function, nn.Module) else function

@@ -170,6 +170,7 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     return replace(rotation, function=function, running=RunningCode(forward))
 
 
+@plain_pytorch()
 def _compare(function: Any, arguments: int) -> Rotation:
     """The rotation, without its function and its code."""
     # The forward is called and not the module: no hook may see the samples.
@@ -208,7 +209,7 @@ def _compare(function: Any, arguments: int) -> Rotation:
 
 def _computes(case: Case) -> bool:
     """Return whether code takes such arguments."""
-    with plain_pytorch(), suppress(Exception):  # foreign code may raise anything
+    with suppress(Exception):  # foreign code may raise anything
         case.code(*case.args)
         return True
     return False
