@@ -19,8 +19,8 @@ from . import reference
 from .arguments import TensorRules, Unsupported, check_eps, check_flag
 from .autocast import autocast_dtype
 from .recording import Recording, SingleCall, appended, caches, key_function, record, remember
-from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
-from .switch import function_mode, modes, switch
+from .sharded import call_on_parts, is_sharded, is_taken, why_not_on_parts
+from .switch import modes, switch, why_seen_by_mode
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import Interceptors, launches
 from .triton.memory import memory_order
@@ -87,7 +87,7 @@ class Operator(ABC):
     """A differentiable operator; a subclass says what is launched, and there is one instance of each.
 
     There are three ways in: ``operator.checked(*tensors, *options)`` for users' arguments, ``try_fused`` for those of
-    patched modules, and ``operator(*tensors, *options)`` for arguments that kernels certainly take. ``unsupported``
+    patched modules, and ``operator(*tensors, *options)`` for arguments that kernels certainly take. ``why_unsupported``
     alone decides whether they do. If not, ``checked`` runs the PyTorch reference, and
     ``try_fused`` returns the reason. A call that kernels take runs in one of four ways:
 
@@ -178,11 +178,11 @@ class Operator(ABC):
         """Check options, and that tensors are compatible with each other."""
         return None
 
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
         """Refuse what the reference alone can compute, of tensors that kernels take."""
         return None
 
-    def differs_from_eager(self, *arguments: Any) -> str | None:
+    def why_unlike_eager(self, *arguments: Any) -> str | None:
         """Return why the kernel's result would differ from the eager model code, or None."""
         return None
 
@@ -349,7 +349,7 @@ class Operator(ABC):
         """The name of the public function that makes this call."""
         return self.plain_name or self.name
 
-    def unsupported(self, *arguments: Any) -> Unsupported | None:
+    def why_unsupported(self, *arguments: Any) -> Unsupported | None:
         """Decide whether kernels take a call: None, or the reason why not.
 
         Wrong arguments, for which public functions raise, come before those that the reference alone can compute.
@@ -359,18 +359,18 @@ class Operator(ABC):
         refusal = self.rules.check(tensors, spec) or self.check_options(*arguments)
         if refusal is not None:
             return refusal
-        reason = self._no_kernels_for(*tensors)
+        reason = self._why_no_kernels(*tensors)
         if reason is None and is_plain_call(tensors):
-            reason = self._inference_tensor(arguments)
+            reason = self._why_not_saved(arguments)
         elif reason is None and (self.not_differentiable or not self.takes_dtensors):
             reason = "it has no form for DTensors" if any(map(is_sharded, tensors)) else None
         elif reason is None:
             rows = [t for t, is_shared in zip(tensors, self.rules.is_shared, strict=True) if not is_shared]
             elementwise = self.is_elementwise(*tensors)
-            reason = placement_obstacle(rows, self.rules.weights(tensors), elementwise=elementwise)
-        return self.needs_reference(*arguments) if reason is None else Unsupported(reason)
+            reason = why_not_on_parts(rows, self.rules.weights(tensors), elementwise=elementwise)
+        return self.why_reference_only(*arguments) if reason is None else Unsupported(reason)
 
-    def _no_kernels_for(self, *tensors: Any) -> str | None:
+    def _why_no_kernels(self, *tensors: Any) -> str | None:
         """Return the reason that no kernel takes the operator's first tensors, whatever the others are; or None."""
         if runs_kernels_on(*tensors):
             return None
@@ -381,7 +381,7 @@ class Operator(ABC):
                 return f"{name} is {tensor.dtype}"
         return f"kernels do not run on {tensors[0].device.type}"
 
-    def _inference_tensor(self, arguments: Sequence[Any]) -> str | None:
+    def _why_not_saved(self, arguments: Sequence[Any]) -> str | None:
         """Return the reason that autograd cannot save a tensor that the kernels would save; None if it can."""
         tensors = arguments[: self.tensor_count]
         if is_grad_needed(tensors):
@@ -401,7 +401,7 @@ class Operator(ABC):
         outputs, _ = self.try_fused(*arguments, replaces=None)
         if outputs is not None:
             return outputs
-        refusal = self.unsupported(*arguments)
+        refusal = self.why_unsupported(*arguments)
         if refusal is None:
             return self(*arguments)
         if refusal.error is not None:
@@ -425,7 +425,7 @@ class Operator(ABC):
         if replaces is not None:
             if switch.depth:
                 return None, ""
-            if (switch.latest_mode is not None or modes()) and (mode := function_mode()) is not None:
+            if (switch.latest_mode is not None or modes()) and (mode := why_seen_by_mode()) is not None:
                 return None, mode
             if self.takes_spec:
                 spec = arguments[self.tensor_count]
@@ -456,12 +456,12 @@ class Operator(ABC):
     ) -> tuple[Any, str | None]:
         """``try_fused`` for a call that is not recorded for this stock code; it is from now on."""
         # If no kernel runs on this device, other problems are irrelevant.
-        reason = self._no_kernels_for(arguments[0]) if isinstance(arguments[0], Tensor) else None
+        reason = self._why_no_kernels(arguments[0]) if isinstance(arguments[0], Tensor) else None
         if reason is None:
-            refusal = self.unsupported(*arguments)
+            refusal = self.why_unsupported(*arguments)
             reason = None if refusal is None else refusal.reason
         if reason is None:
-            reason = self._differs_from_eager(*arguments)
+            reason = self._why_unlike_eager(*arguments)
         if reason is None and unless is not None:
             reason = unless(*arguments)
         if reason is not None:
@@ -476,12 +476,12 @@ class Operator(ABC):
                     recording.may_replace.add(replaces)
         return outputs, None
 
-    def _differs_from_eager(self, *arguments: Any) -> str | None:
-        """``differs_from_eager``, and tensors with a behaviour of their own, which stock code respects."""
+    def _why_unlike_eager(self, *arguments: Any) -> str | None:
+        """``why_unlike_eager``, and tensors with a behaviour of their own, which stock code respects."""
         for name, tensor in zip(self.tensor_names, arguments, strict=False):
             if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
                 return f"{name} is a {type(tensor).__name__}"
-        return self.differs_from_eager(*arguments)
+        return self.why_unlike_eager(*arguments)
 
     def __call__(self, *arguments: Any) -> Any:
         """The outputs, for arguments that kernels certainly take."""

@@ -47,7 +47,7 @@ def disabled() -> Iterator[None]:
             switch.depth -= 1
 
 
-def function_mode() -> str | None:
+def why_seen_by_mode() -> str | None:
     """Return the reason that a ``TorchFunctionMode`` is active; None without one, and for that of a default device.
 
     PyTorch takes a mode off while a backward runs. What a checkpoint then runs again has to save what it saved in the

@@ -26,7 +26,7 @@ from ..kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_U
 from ..kernels.operator import Operator
 from ..kernels.switch import switch
 from .activation_recognition import FORMULAS, Activation, ActivationName, recognise_activation
-from .class_swap import class_override_reason
+from .class_swap import why_class_overridden
 from .fused_norm_module import warn_once
 from .hooks import Fused, are_plain_calls, defined_function, name_of_function
 from .module_features import FusedModule, ModuleFeature, OverriddenError
@@ -147,14 +147,14 @@ def why_stock(experts: Any) -> str | None:
     gate: GateOfExperts = kind.fused_norm_gate
     if not are_plain_calls(inside=kind):
         return ""
-    if reason := other_implementation(experts, kind.fused_norm_origin):
+    if reason := why_other_implementation(experts, kind.fused_norm_origin):
         return reason
     if grouped_mm() is not gate.function or not gate.function_running.is_in(gate.function):
         return f"the function of {_GROUPED_MM} has changed since it was patched"
     method = kind._apply_gate
     if "_apply_gate" in vars(experts) or method is not gate.method or not gate.running.is_in(method):
         return "its gate has changed since it was patched"
-    if reason := _structure_obstacle(experts):
+    if reason := _why_other_structure(experts):
         return reason
     for name, activation in gate.held:
         act = getattr(experts, name, None)
@@ -165,14 +165,14 @@ def why_stock(experts: Any) -> str | None:
     return None if gate.options_of(experts) else "its limit or its factor is no positive float"
 
 
-def _structure_obstacle(experts: Any) -> str | None:
+def _why_other_structure(experts: Any) -> str | None:
     """Why a module of experts computes something else than two products with a gate between; None if it does not."""
     if not experts.has_gate:
         return "it has no gate between its products"
     return "a norm follows its products" if getattr(experts, "has_post_expert_norm", False) else None
 
 
-def other_implementation(experts: Any, origin: Any) -> str | None:
+def why_other_implementation(experts: Any, origin: Any) -> str | None:
     """Return the reason that a module of experts does not run transformers' own ``grouped_mm`` now; None if it does."""
     code, module = getattr(origin.forward, "__code__", None), sys.modules[_MOE]
     place = None if code is None else (code.co_filename, code.co_qualname.partition(".")[0])
@@ -203,10 +203,10 @@ def _run(experts: Any, hidden: Any, index: Any, weights: Any) -> tuple[Any, str 
 
     def fused(operator: Operator, otherwise: Callable[..., Tensor] | None, *arguments: Any) -> Tensor:
         nonlocal reason
-        y, obstacle = operator.try_fused(*arguments)
-        if obstacle is None:
+        y, why_not = operator.try_fused(*arguments)
+        if why_not is None:
             return y
-        reason = obstacle
+        reason = why_not
         if otherwise is None:
             raise _NotTakenError
         return otherwise(*arguments)
@@ -277,12 +277,12 @@ def outputs(
 def recognise_experts(experts: Any, origin: Any) -> GateOfExperts:
     """Return what a module of experts computes between its products, if all of it has the bits of the formula.
 
-    Transformers' own ``grouped_mm`` runs in it now: ``other_implementation`` returns None.
+    Transformers' own ``grouped_mm`` runs in it now: ``why_other_implementation`` returns None.
 
     Raises:
         UnrecognisedError: if it computes something else, or if it cannot be run to find out.
     """
-    if reason := _structure_obstacle(experts):
+    if reason := _why_other_structure(experts):
         raise UnrecognisedError(reason)
     own = own_attributes(experts)
     functions = {name: value for name, value in own.items() if isinstance(value, (FunctionType, BuiltinFunctionType))}
@@ -301,13 +301,13 @@ def recognise_experts(experts: Any, origin: Any) -> GateOfExperts:
 
 
 def _fused(experts: Any, origin: Any) -> FusedModule:
-    if reason := other_implementation(experts, origin):
+    if reason := why_other_implementation(experts, origin):
         raise OverriddenError(reason)
     gate = recognise_experts(experts, origin)
     return FusedModule(FusedExperts, {"fused_norm_gate": gate}, str(gate))
 
 
-EXPERTS = ModuleFeature("experts", is_experts, class_override_reason, _fused)
+EXPERTS = ModuleFeature("experts", is_experts, why_class_overridden, _fused)
 
 
 _TOKENS, _EXPERTS, _TOP_K, _WIDTH, _INNER = 12, 3, 2, 16, 8

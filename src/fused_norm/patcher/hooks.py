@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from ..kernels.switch import function_mode, modes, switch
+from ..kernels.switch import modes, switch, why_seen_by_mode
 from .running_code import RunningCode
 
 _LINEAR = torch._C._nn.linear
@@ -78,7 +78,7 @@ def are_plain_calls(*modules: Any, inside: Any = None, linears: bool = False) ->
     Args:
         modules: the modules.
         inside: a fused class of which that is asked too; without modules of it alone.
-        linears: linears are among them, so that ``replaced_linear`` has to be None.
+        linears: linears are among them, so that ``why_linears_replaced`` has to be None.
     """
     if modules and (
         _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks
@@ -88,7 +88,7 @@ def are_plain_calls(*modules: Any, inside: Any = None, linears: bool = False) ->
         is_suspect = functional.linear is not _LINEAR or switch.latest_mode is not None or modes()
         for kind, forward, code in _OF_LINEARS:
             is_suspect = is_suspect or kind.forward is not forward or forward.__code__ is not code
-        if is_suspect and replaced_linear() is not None:
+        if is_suspect and why_linears_replaced() is not None:
             return False
     fused = [] if inside is None else [inside]
     for module in modules:
@@ -124,7 +124,7 @@ def is_idle_dropout(module: Any) -> bool:
     return is_idle and are_plain_calls(module) and is_genuine(kind)
 
 
-def replaced_linear() -> str | None:
+def why_linears_replaced() -> str | None:
     """Return the reason why linears, or dropouts before them, may not compute what PyTorch's do; or None."""
     if functional.linear is not _LINEAR:
         return f"torch.nn.functional.linear was replaced, by {name_of_function(functional.linear)}"
@@ -132,7 +132,7 @@ def replaced_linear() -> str | None:
         forward: Any = kind.forward
         if forward is not genuine or forward.__code__ is not code:
             return f"the forward of torch.nn.{kind.__name__} was replaced, by {name_of_function(forward)}"
-    return function_mode() if switch.latest_mode is not None or modes() else None
+    return why_seen_by_mode() if switch.latest_mode is not None or modes() else None
 
 
 def is_genuine(cls: Any) -> bool:
@@ -163,7 +163,7 @@ _OF_LINEARS = [
 ]
 
 
-def replaced_forward(cls: Any) -> str | None:
+def why_forward_replaced(cls: Any) -> str | None:
     """Return the reason that other code has put its forward on a class whose own one has no decorator; or None."""
     return None if is_genuine(cls) else f"its class's forward was replaced, by {name_of_function(cls.forward)}"
 

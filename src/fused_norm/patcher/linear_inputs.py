@@ -108,7 +108,7 @@ def called_by(
     """Return the modules, one for each tensor that linears read as their input, whose calls have to be plain.
 
     A linear reads one tensor, and another for its adapter. None if it is unknown what they read. Whether other code has
-    replaced all linears is another question, ``replaced_linear``.
+    replaced all linears is another question, ``why_linears_replaced``.
 
     Args:
         linears: the linears, or what is there in their place.

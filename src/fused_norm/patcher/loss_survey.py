@@ -12,16 +12,16 @@ from ..kernels.sharded import is_plain, is_sharded
 from ..options import FuseOptions
 from .block import SurveyedModel, why_left_out
 from .class_swap import (
-    class_override_reason,
-    forward_override_reason,
-    fused_override_reason,
     stock_class,
+    why_class_overridden,
+    why_fused_overridden,
+    why_instance_overridden,
 )
 from .fused_classes import fused_class, fused_loss_class
 from .hooks import name_of, name_of_function
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
 from .loss_trial import trial_of
-from .losses import FusedHead, replaced_function, why_compiled_loss, why_read, why_seen
+from .losses import FusedHead, why_compiled_loss, why_functions_replaced, why_read, why_seen
 from .patch_report import Cause, Site
 from .probe import UnrecognisedError, plain_pytorch
 from .source import names_in, parameters_of
@@ -76,22 +76,22 @@ def _takes_labels(origin: Any) -> bool:
 def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterator[tuple[str | None, Cause]]:
     """Why a head and the language model that computes a loss of its logits stay stock, each None if it is no reason."""
     origin, linear = stock_class(module), stock_class(head)
-    yield forward_override_reason(module) or class_override_reason(origin), "overridden"
+    yield why_instance_overridden(module) or why_class_overridden(origin), "overridden"
     yield why_left_out("loss", path, head, options), "option"
     if not _takes_labels(origin):
         yield "its forward has no argument of the name labels", "unrecognised"
     if linear is not nn.Linear:
         yield f"its head is a {name_of(linear)}, no plain linear", "unrecognised"
-    override = forward_override_reason(head) or class_override_reason(linear)
+    override = why_instance_overridden(head) or why_class_overridden(linear)
     yield override and f"its head: {override}", "overridden"
     yield why_seen(head), "overridden"  # such as the forward of transformers' tensor parallelism
     if not is_plain(head.weight) and not is_sharded(head.weight):  # FSDP2 makes it plain for a call
         yield f"its head has a {type(head.weight).__name__} for a weight", "unrecognised"
     if head.weight.dtype == torch.float64:
         yield f"its head computes in {head.weight.dtype}", "unrecognised"
-    yield replaced_function(), "overridden"
+    yield why_functions_replaced(), "overridden"
     for fused in (fused_loss_class(origin), fused_class(FusedHead, linear)):
-        yield fused_override_reason(fused), "overridden"
+        yield why_fused_overridden(fused), "overridden"
     yield why_compiled_loss(module), "overridden"
     yield _why_other_loss(module, origin, head), "unrecognised"
 

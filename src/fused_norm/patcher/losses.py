@@ -27,7 +27,7 @@ from ..kernels.sharded import is_plain
 from ..kernels.switch import switch
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from .fused_norm_module import warn_once
-from .hooks import Fused, are_plain_calls, has_hooks, replaced_linear
+from .hooks import Fused, are_plain_calls, has_hooks, why_linears_replaced
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 from .running_code import RunningCode
 
@@ -229,7 +229,9 @@ def _why_real_logits(model: Any, head: Any, labels: Any) -> str | None:
         return "its labels are no plain tensor of int64"
     if dispatch_modes() or is_transformed():
         return "a mode or a transform of PyTorch watches its call"
-    return replaced_function() or (None if runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}")
+    return why_functions_replaced() or (
+        None if runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}"
+    )
 
 
 def _why_real(head: FusedHead, x: Any) -> str | None:
@@ -251,11 +253,11 @@ def _why_real(head: FusedHead, x: Any) -> str | None:
     return None
 
 
-def replaced_function() -> str | None:
+def why_functions_replaced() -> str | None:
     """The reason, for a report, that a function which heads and losses are made of was replaced; None if none was."""
     for name in ("cross_entropy", *REPLACED_BEFORE):
         function = vars(functional)[name]
         # None of those that were replaced before is genuine, so the code that is asked for is that of cross_entropy.
         if function is not GENUINE.get(name) or not _CROSS_ENTROPY.is_in(function):
             return f"torch.nn.functional.{name} was replaced"
-    return replaced_linear()
+    return why_linears_replaced()

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from ...kernels.autocast import autocast_dtype, is_any_autocast_on
 from ...kernels.operator import dispatch_modes
-from ...kernels.switch import function_mode, modes, switch
+from ...kernels.switch import modes, switch, why_seen_by_mode
 from ..adapters import is_plain_in_4_bits, is_quantised
 from ..block import Block
 from ..dataflow import Dataflow, flow_of, mentions
@@ -102,7 +102,7 @@ def fused_norm_read_dtype(
     dtype = autocast_dtype(states) if is_any_autocast_on() else None
     if dtype is None or dispatch_modes():
         return None
-    if (switch.latest_mode is not None or modes()) and function_mode():
+    if (switch.latest_mode is not None or modes()) and why_seen_by_mode():
         return None
     reader = _reader_of(attend, attend.__code__) if type(attend) is FunctionType else None
     if reader is None or not reader.unless.isdisjoint(extra):

@@ -239,7 +239,7 @@ def fused_norm_rotated(
     for rotation in self.fused_norm_rotations:
         is_alike = rotation.angles is full_cos_sin and not rotation.tokens_first and rotation.layout == "half"
         if is_alike and runs_as_compared(rotate, rotation.function, rotation.running):
-            key, unless = rotation.key, rotation.unlike_qk_norm
+            key, unless = rotation.key, rotation.why_unlike_qk_norm
             outputs, reason = QK_NORM.try_fused(*rotated, replaces=key, unless=unless)
             if reason is None:
                 return outputs

@@ -123,14 +123,14 @@ class Rotation:
     angles_by_pair: bool
     key: object = field(default_factory=object, init=False, compare=False, repr=False)
 
-    def unlike_qk_norm(
+    def why_unlike_qk_norm(
         self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, spec: Any, heads_dim: int, *options: Any
     ) -> str | None:
         """Why ``QK_NORM`` with these arguments may differ from the norms and this rotation, or None."""
         normed = [torch.promote_types(q.dtype, weight.dtype) for weight in (q_weight, k_weight) if weight is not None]
         return self._unlike((q.dtype, *normed), self.dtypes, q, cos, heads_dim)
 
-    def unlike_rope(
+    def why_unlike_rope(
         self, q: Any, k: Any, cos: Any, sin: Any, heads_dim: int, single_rounding: bool, *options: Any
     ) -> str | None:
         """Why ``ROPE`` with these arguments may differ from this rotation, or None."""
@@ -445,7 +445,7 @@ def _fused_rotation(
         (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
     )
     options = heads_dim, single, rotation.layout, rotation.angles_by_pair, dtype
-    outputs, reason = ROPE.try_fused(*heads, cos, sin, *options, replaces=rotation.key, unless=rotation.unlike_rope)
+    outputs, reason = ROPE.try_fused(*heads, cos, sin, *options, replaces=rotation.key, unless=rotation.why_unlike_rope)
     if reason is not None:
         warn_once(self.fused_norm_origin, reason)
     if outputs is None or not rotation.tokens_first:
