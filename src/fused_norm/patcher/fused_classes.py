@@ -160,7 +160,7 @@ def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Reco
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         modules: Any = self._modules
         called: list[Any] = []
-        is_same = True
+        is_same = not switch.depth
         for name in norms:
             norm = modules[name] if name in modules else member_of(self, name)
             is_same = is_same and isinstance(norm, FusedNorm) and type(norm).forward is FusedNorm.forward
@@ -170,7 +170,6 @@ def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Reco
             is_same = is_same and activation.is_now(act)
             if activation.kind is not None:
                 called.append(act)
-        is_same = is_same and not switch.depth
         run = straight if is_same and are_plain_calls(*called, inside=type(self)) else other(self)
         if recompute and (run is straight or run is calling):
             return call_recomputing(run, self, args, kwargs, recompute)

@@ -132,7 +132,7 @@ def why_linears_replaced() -> str | None:
         forward: Any = kind.forward
         if forward is not genuine or forward.__code__ is not code:
             return f"the forward of torch.nn.{kind.__name__} was replaced, by {name_of_function(forward)}"
-    return why_seen_by_mode() if switch.latest_mode is not None or modes() else None
+    return why_seen_by_mode()
 
 
 def is_genuine(cls: Any) -> bool:

@@ -133,7 +133,8 @@ class LossCall:
         these is no error in stock.
         """
         for projection in self.projections:
-            projection.read_sums()
+            for lazy in projection.members(LazySum):
+                lazy.read("the model")
             x, is_trained = projection.x, any(tensor.requires_grad for tensor in projection.tensors)
             tensors = [leaf for leaf in tree_leaves(output) if type(leaf) is Tensor]
             if not (is_trained and torch.is_grad_enabled()) and any(_share_memory(x, tensor) for tensor in tensors):

@@ -24,7 +24,7 @@ from torch import Tensor, nn, overrides
 from torch.utils import _device
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .hooks import modes
+from ..kernels.switch import modes
 from .running_code import Identity
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

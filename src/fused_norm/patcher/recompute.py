@@ -356,7 +356,7 @@ class _Recomputable:
             for tensor, version in zip(self._reads, self._versions, strict=True):
                 if tensor._version != version:
                     raise _modified(tensor, version, tensor.shape)
-                if _is_freed(tensor):
+                if not tensor.untyped_storage().size() and tensor.numel():  # as FSDP frees them between their uses
                     raise RuntimeError(
                         f"recompute: the memory of a tensor of shape {tuple(tensor.shape)} was freed between forward "
                         "and backward; apply_fused_norm(model, recompute=False) goes without it"
@@ -394,11 +394,6 @@ def _without_memory(tensor: Tensor) -> Tensor:
     empty = tensor.detach()
     empty.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # which leaves it its version
     return empty
-
-
-def _is_freed(tensor: Tensor) -> bool:
-    """Return whether a tensor has lost its memory, as those that FSDP gathers have between their uses."""
-    return not tensor.untyped_storage().size() and tensor.numel() > 0
 
 
 def _current_stream() -> Any:

@@ -74,7 +74,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         if path not in norms
         and path not in alone
         and not isinstance(module, torch.jit.ScriptModule)
-        and _may_have_sites(module)
+        and (isinstance(module, FusedBlock) or any(match.may_be_in(module) for match in MATCHES))
     }
     heads = {path: head for path, module in modules.items() if (head := head_of(module, surveyed)) is not None}
     head_paths = {surveyed.paths[id(head)]: head for head in heads.values()}
@@ -286,11 +286,6 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
     return [
         row(kind=kind, cause=cause) for kind, is_present in kinds.items() if is_present and kind not in kinds_in_rows
     ]
-
-
-def _may_have_sites(module: nn.Module) -> bool:
-    """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
-    return isinstance(module, FusedBlock) or any(match.may_be_in(module) for match in MATCHES)
 
 
 def _decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Site]:

@@ -155,7 +155,7 @@ class Add(Match):
 
         There are none if it adds a number, and none of what the module's settings never run.
         """
-        if _adds_number(self.attributes, block):
+        if any(isinstance(block.member(name), (int, float)) for name in self.attributes):
             return
         norm, inner, before = self.names
         dropout = before is not None and isinstance(block.member(inner or ""), nn.Dropout)
@@ -226,10 +226,6 @@ class Add(Match):
         source = f"self.{method}(NORM, {operands}{''.join(f', {name}={name.upper()}' for name in named)})"
         nodes = {name.upper(): node for name, node in named.items()}
         return forward.code(source, NORM=norm, RESIDUAL=self.residual, BRANCH=branch, **nodes)
-
-
-def _adds_number(attributes: tuple[str, ...], block: Block) -> bool:
-    return any(isinstance(block.member(name), (int, float)) for name in attributes)
 
 
 def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add | None:
