@@ -88,8 +88,8 @@ class Operator(ABC):
 
     There are three ways in: ``operator.checked(*tensors, *options)`` for users' arguments, ``try_fused`` for those of
     patched modules, and ``operator(*tensors, *options)`` for arguments that kernels certainly take. ``why_unsupported``
-    alone decides whether they do. If not, ``checked`` runs the PyTorch reference, and
-    ``try_fused`` returns the reason. A call that kernels take runs in one of four ways:
+    alone decides whether they do. If not, ``checked`` runs the PyTorch reference, and ``try_fused`` returns the reason.
+    A call that kernels take runs in one of four ways:
 
     - a plain eager call (``is_plain_call``) repeats a recording, or is recorded now;
     - it runs directly if it cannot be recorded;
