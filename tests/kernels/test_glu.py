@@ -197,4 +197,4 @@ def test_for_consumers_its_gradients_are_differentiated_again(form: str, device:
 def test_two_dtypes_are_left_to_glu(device: str) -> None:
     inputs = draw_inputs(device, 3, 8)
     factors = inputs.gate.bfloat16(), inputs.up.float(), None, None
-    assert ALL["glu_for_consumers"].differs_from_eager(*factors, "silu", 2, BF16, 0) is not None
+    assert ALL["glu_for_consumers"].why_unlike_eager(*factors, "silu", 2, BF16, 0) is not None

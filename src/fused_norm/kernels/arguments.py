@@ -180,7 +180,7 @@ def check_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim
     return None if reason is None else Unsupported(reason, ValueError)
 
 
-def other_dtype(name: str, other_name: str, tensor: Tensor, other: Tensor | None) -> str | None:
+def why_other_dtype(name: str, other_name: str, tensor: Tensor, other: Tensor | None) -> str | None:
     """Return that the dtypes of two tensors differ, for which stock code has to run; None if they do not."""
     if other is None or tensor.dtype == other.dtype:
         return None

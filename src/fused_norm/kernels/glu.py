@@ -85,7 +85,7 @@ class GluForConsumers(Glu):
     saved = tensors
     gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup", "dgate_added", "dup_added")
 
-    def differs_from_eager(self, *arguments: Any) -> str | None:
+    def why_unlike_eager(self, *arguments: Any) -> str | None:
         gate, up, *added, _, _, _, _ = arguments
         share_dtype = all(tensor is None or tensor.dtype == gate.dtype for tensor in (gate, up, *added))
         # The reason is not worth a log: ``glu`` may take the call.

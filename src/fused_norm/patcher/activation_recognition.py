@@ -12,7 +12,17 @@ import torch
 from torch import nn
 
 from ..kernels.reference import ACTIVATIONS, ActivationName
-from .probe import DTYPES, Case, Recognizer, UnrecognisedError, cpu_replica, found_once, key_of_module, own_attributes
+from .probe import (
+    DTYPES,
+    Case,
+    Recognizer,
+    UnrecognisedError,
+    cpu_replica,
+    found_once,
+    key_of_module,
+    own_attributes,
+    plain_pytorch,
+)
 from .running_code import RunningCode
 
 _PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
@@ -92,6 +102,7 @@ def _setting(value: Any) -> Any:
     return value
 
 
+@plain_pytorch()
 def _formula_of(calls: Sequence[Callable[..., Any]]) -> ActivationName:
     bits, gradients = (
         Recognizer[ActivationName](_cases(calls, way), lambda formula, x: ACTIVATIONS[formula](x), gradients=way)
