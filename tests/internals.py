@@ -71,6 +71,7 @@ REASONS: dict[str, str] = {
     "fused_norm.kernels.plans.table_of": "chooses a table for GPUs that no test has",
     "fused_norm.kernels.recording": "lowers how much is recorded, and takes away a part of PyTorch that is not public",
     "fused_norm.kernels.recording.forget_all": "makes calls first calls again: a test starts without recordings",
+    "fused_norm.kernels.switch.switch": "tells a planted fault to leave the stock step right",
     "fused_norm.kernels.triton.conv_kernels": "changes plans: small tensors reach what large ones would",
     "fused_norm.kernels.triton.cross_entropy_kernels.launch_multiply": "compiles a kernel that no call launches alone",
     "fused_norm.kernels.triton.devices": "answers for GPUs that no test has",
@@ -94,9 +95,7 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.fused_block.FusedBlock": "gets planted faults in what a rewritten forward calls",
     "fused_norm.patcher.fused_block.Rewrite": "forwards as text have no model, so that a test says what is to be fused",
     "fused_norm.patcher.fused_classes": "gets a planted fault",
-    "fused_norm.patcher.fused_norm_module": "forgets which warnings were given; gets a planted fault",
-    "fused_norm.patcher.fused_norm_module.switch": "tells a planted fault to leave the stock step right",
-    "fused_norm.patcher.fused_norm_module.run_fused": "falls back silently, as a planted fault",
+    "fused_norm.patcher.fused_norm_module": "forgets which warnings were given",
     "fused_norm.patcher.lazy_logits.CrossEntropy": (
         "a planted fault is put into the fused loss, and a test says which loss ran"
     ),

@@ -33,6 +33,9 @@ NOT_SAID = {
     "LoRA layers as PEFT has them",
     "PEFT's LoRA code",
     "sum with the adapter",
+    "an output of the norm for each linear",
+    "outputs computed again in the backward",
+    "replayed as CUDA graphs",
     "weight dequantised in one kernel",
     " between grouped products",
     "a part of transformers' experts",
@@ -90,7 +93,8 @@ def all_refusals(paths):
     """Return the strings in operators' functions that return a refusal or its reason."""
     nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     functions = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.returns is not None)
-    refusing = (node for node in functions if ast.unparse(node.returns) in ("Unsupported | None", "str | None"))
+    returned = "Unsupported | None", "str | None", "tuple[Any, str | None]"
+    refusing = (node for node in functions if ast.unparse(node.returns) in returned)
     return {text for function in refusing for text in texts_of(function)}
 
 

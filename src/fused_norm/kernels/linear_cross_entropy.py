@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, check_choice, check_tensor, other_dtype
+from .arguments import Unsupported, check_choice, check_tensor, why_other_dtype
 from .autocast import autocast_dtype, set_autocast
 from .operator import BackwardCall, Operator, Results, backward_impl, is_grad_needed, kernel_backward
 from .triton.cross_entropy_kernels import launch_cross_entropy, launch_multiply
@@ -78,11 +78,13 @@ class LinearCrossEntropy(Operator):
             return Unsupported(f"softcap must be positive, not {cap}", ValueError)
         return None
 
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
         x, weight, bias, target, *_ = arguments
         if not all(t.numel() for t in (x, weight, target)):
             return Unsupported("")
-        reason = other_dtype("weight", "x", weight, x) or other_dtype("bias", "x", x if bias is None else bias, x)
+        reason = why_other_dtype("weight", "x", weight, x) or why_other_dtype(
+            "bias", "x", x if bias is None else bias, x
+        )
         return None if reason is None else Unsupported(reason)
 
     def reference(self, *arguments: Any) -> Tensor:

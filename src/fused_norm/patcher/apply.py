@@ -13,7 +13,7 @@ from torch import nn
 from ..model_configs import FAMILIES
 from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
-from .class_swap import ClassChange, Fused, change_class, class_override_reason, original_class, stock_class
+from .class_swap import ClassChange, Fused, change_class, original_class, stock_class, why_class_overridden
 from .cuda_graphs import attach_graphs
 from .fused_block import FusedBlock
 from .patch_report import PatchReport, Site
@@ -182,7 +182,7 @@ def _replaced_in(part: _ModelPart) -> Iterator[Site]:
             if not name.search(path.rpartition(".")[2]) or any(f"{row.path}.".startswith(f"{path}.") for row in sites):
                 continue
             origin = stock_class(module)
-            reason = class_override_reason(origin)
+            reason = why_class_overridden(origin)
             if reason is None and origin.__module__ != file:
                 reason = f"its class was replaced, by {origin.__module__}.{origin.__qualname__}"
             if reason is not None:

@@ -15,6 +15,7 @@ from uuid import uuid4
 import torch
 from torch import nn
 
+from ..kernels.switch import switch
 from ..options import RecomputeLevel
 from .cuda_graphs import replayed
 from .fused_block import FusedBlock, Rewrite
@@ -154,7 +155,7 @@ def _guarded_forward(
 
     def other(self: Any) -> Forward:
         """The forward for a module that the straight one is not for."""
-        if not are_plain_calls(inside=type(self)):
+        if switch.depth or not are_plain_calls(inside=type(self)):
             return taking_tensors(origin.forward)
         if torch.compiler.is_compiling():
             return origin.forward
@@ -165,7 +166,7 @@ def _guarded_forward(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         modules: Any = self._modules
         called: list[Any] = []
-        is_same = True
+        is_same = not switch.depth
         for name in norms:
             norm = modules[name] if name in modules else member_of(self, name)
             is_same = is_same and isinstance(norm, FusedNorm) and type(norm).forward is FusedNorm.forward

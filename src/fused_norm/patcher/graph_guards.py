@@ -24,9 +24,9 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from ..kernels.switch import switch, why_seen_by_mode
 from ..kernels.triton.devices import is_transformed
-from .fused_norm_module import switch
-from .hooks import function_mode, stock_class
+from .hooks import stock_class
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, partial, type, Enum)
@@ -240,7 +240,7 @@ def flags(device: torch.device) -> tuple[Any, ...]:
         raise RunEagerError("it is called inside a backward, as gradient checkpointing does")
     if not autograd._saved_tensors_hooks_is_enabled() or autograd._top_saved_tensors_default_hooks(True) is not None:
         raise RunEagerError("saved-tensor hooks are active, as under gradient checkpointing or offloading")
-    if core._len_torch_dispatch_stack() or function_mode() is not None:
+    if core._len_torch_dispatch_stack() or why_seen_by_mode() is not None:
         raise RunEagerError("a mode is active that sees the functions that are called")
     if torch.is_inference_mode_enabled() or torch.is_anomaly_enabled():
         raise RunEagerError("inference mode or anomaly detection is on")

@@ -6,8 +6,10 @@ import json
 import re
 import textwrap
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ..options import RecomputeLevel
@@ -16,6 +18,19 @@ from .cuda_graphs import Replays
 
 Cause = Literal["option", "overridden", "unrecognised"]
 RowKind = Kind | Literal["consumers", "recompute", "graphs"]
+
+_WHATS: Mapping[RowKind, str] = MappingProxyType(
+    {
+        "linear": "weight dequantised in one kernel",
+        "adapter": "sum with the adapter",
+        "conv": "causal convolution",
+        "loss": "cross entropy without logits",
+        "consumers": "an output of the norm for each linear",
+        "recompute": "outputs computed again in the backward",
+        "graphs": "replayed as CUDA graphs",
+    }
+)
+"""What runs at sites of kinds that fuse one thing."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +69,9 @@ class Site:
 
     @property
     def what(self) -> str:
-        """The norm or activation that runs at a fused site, in words, or that there is none."""
-        if self.kind == "linear":
-            return "weight dequantised in one kernel"
-        if self.kind == "adapter":
-            return "sum with the adapter"
-        if self.kind == "conv":
-            return "causal convolution"
-        if self.kind == "loss":
-            return "cross entropy without logits"
+        """What runs at a fused site, in words: the norm or the activation if the site has one."""
+        if self.kind in _WHATS:
+            return _WHATS[self.kind]
         if self.spec is not None:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "rotation alone"
