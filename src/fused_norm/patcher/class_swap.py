@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..spec import FusedNormError
+from .graph_guards import GRAPHS
 from .hooks import Fused, name_of_function, stock_class
 from .source import cells_of
 
@@ -114,6 +115,8 @@ def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:
         attributes["forward"] = MethodType(new.forward, module)
     if kept_by_accelerate:
         attributes["_old_forward"] = MethodType(new.forward, module)
+    if not getattr(new, "fused_norm_cuda_graphs", False):
+        attributes.pop(GRAPHS, None)
     return undo
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.sharded import is_sharded
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
 from .adapters import ADAPTERS
@@ -29,7 +30,8 @@ from .fused_block import FusedBlock
 from .fused_classes import fused_block_class, fused_class
 from .fused_experts import EXPERTS
 from .fused_norm_module import FusedGatedNorm, FusedNorm
-from .hooks import are_plain_calls, name_of
+from .graph_capture import why_no_graphs
+from .hooks import Fused, are_plain_calls, name_of
 from .loss_survey import head_of, survey_loss
 from .module_features import ModuleFeature, OverriddenError
 from .norm_recognition import Recognised, looks_like_norm, recognise
@@ -95,7 +97,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         for path, module in sites.items():
             if id(module) not in inside:
                 rows.append(surveyed.planned(module, _survey_module(path, module, feature, surveyed)))
-    recomputed = _decide_recompute(surveyed, rows)
+    recomputed = [*_decide_recompute(surveyed, rows), *_decide_graphs(surveyed)]
     for path in heads:
         row = survey_loss(path, modules[path], surveyed)
         surveyed.loss_sites[row.path] = row
@@ -335,6 +337,65 @@ def _survey_recompute(layer: Block, model: SurveyedModel, *, is_compiled: bool) 
         return row.skipped(override, None)
     model.plan(layer.module, new)
     return row
+
+
+def _decide_graphs(model: SurveyedModel) -> list[Site]:
+    """The rows of the layers to be replayed as CUDA graphs, none if the option is off; their classes are planned."""
+    if not model.options.cuda_graphs:
+        return []
+    whole = model.modules[""]
+    no_graphs = why_no_graphs([parameter.device for parameter in whole.parameters()])
+    compiled = compiled_modules(whole)
+    rows = []
+    for path in _replayable(model):
+        layer = model.block(path)
+        row = Site(path, "graphs", layer.origin.__name__, reason=layer.why_overridden or no_graphs)
+        if layer.is_sealed or any(map(is_sharded, layer.module.parameters())):
+            row = row.skipped("FSDP gives its parameters other memory in each step", None)
+        elif any(_is_within(path, part) or _is_within(part, path) for part in compiled):
+            row = row.skipped("it is compiled; torch.compile has graphs of its own, mode='reduce-overhead'", None)
+        elif getattr(layer.module, "gradient_checkpointing", False):
+            row = row.skipped("gradient checkpointing is on in this layer; recompute takes its place", None)
+        if row.reason is None:
+            level = model.options.recompute if layer.recomputes else False
+            new = fused_block_class(layer.origin, tuple(layer.rewrites), level, cuda_graphs=True)
+            row = row.skipped(override, None) if (override := why_fused_overridden(new)) else row
+        if row.reason is None:
+            model.plan(layer.module, new)
+        rows.append(row)
+    if reasons := {row.reason for row in rows if row.reason is not None}:
+        logger.warning("cuda_graphs does nothing in some of %s layers: %s", len(rows), "; ".join(sorted(reasons)))
+    return rows
+
+
+def _replayable(model: SurveyedModel) -> Iterator[str]:
+    """The paths of the modules to be replayed: the outermost ones of ``ModuleList``s that hold others."""
+    for path, module in model.modules.items():
+        outside, _, _ = path.rpartition(".")
+        is_outermost = not any(isinstance(model.modules[part], nn.ModuleList) for part in _above(outside))
+        if (
+            outside
+            and isinstance(model.modules[outside], nn.ModuleList)
+            and is_outermost
+            and path not in model.norm_sites
+            and any(True for _ in module.children())
+            and any(True for _ in module.parameters())
+            and not isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule))
+            and not _is_fused_alone(model.changes.get(id(module), (None, type(module)))[1])
+        ):
+            yield path
+
+
+def _is_fused_alone(cls: type[nn.Module]) -> bool:
+    """Return whether modules of this class are fused by themselves, and have no forward that is rewritten."""
+    return issubclass(cls, Fused) and not issubclass(cls, FusedBlock)
+
+
+def _above(path: str) -> Iterator[str]:
+    """The paths of the modules that hold the one at this path."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
