@@ -12,6 +12,7 @@ from .graph_cases import DEVICE, DTYPE, HAS_GPU, with_adapters
 from .test_cuda_graphs import stand_in  # noqa: F401
 
 STEPS = 4
+QUICK = ("qwen3", "gemma4_text", "qwen3_5_text")
 
 DELTA = "gradients of {} inside were not those of eager in the last place"
 NOT_REPLAYED = {
@@ -25,7 +26,9 @@ NOT_REPLAYED = {
 
 
 @pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize("family", families_here())
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in families_here()]
+)
 def test_layers_of_a_family_are_replayed(family: str, mode: str) -> None:
     results, counts = [], None
     for graphs in (True, False, False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -40,9 +41,25 @@ def differences(replayed: Run, eager: Run) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize("name", CASES)
-def test_replays_give_the_bits_of_eager(name: str, mode: str) -> None:
+QUICK = (
+    "full-equal_bits", "full-padding_masks", "full-two_forwards_before_a_backward", "full-two_shapes_in_flight",
+    "full-evaluation_between", "full-generation_between", "full-hidden_states_returned", "full-checkpointing_switched",
+    "lora-accumulation", "lora-adapters_scaled_and_switched", "lora-forwards_dropped", "lora-backward_from_within",
+)  # fmt: skip
+"""What the fast tests try; on a GPU all cases are fast."""
+
+
+def cases() -> list[Any]:
+    """Return modes and cases, most of them marked as slow on a CPU."""
+    return [
+        pytest.param(mode, name, marks=() if HAS_GPU or f"{mode}-{name}" in QUICK else pytest.mark.slow)
+        for name in CASES
+        for mode in ("full", "lora")
+    ]
+
+
+@pytest.mark.parametrize(("mode", "name"), cases())
+def test_replays_give_the_bits_of_eager(mode: str, name: str) -> None:
     attention = "eager" if name.startswith(("padding", "packed")) else ATTENTION
     runs = {graphs: Run(mode, graphs=graphs, attention=attention) for graphs in (True, False)}
     for run in runs.values():
@@ -53,6 +70,7 @@ def test_replays_give_the_bits_of_eager(name: str, mode: str) -> None:
     assert replays.backwards > FEW_REPLAYS.get(name, 0), replays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [True, "mlp", "attention"])
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_recompute_levels_are_replayed(level, mode: str) -> None:

@@ -887,7 +887,7 @@ class LayerGraphs:
         if family in self._recent or len(self._families) < _SHAPES:
             return True
         replays = self.replays
-        if replays.captures > 2 * _SHAPES * len(self.layers) and replays.captures > replays.forwards:
+        if 2 * _SHAPES * len(self.layers) < replays.captures > replays.forwards / 2:  # one replay follows each capture
             self.refused = (
                 f"its shapes vary, {len(self._families)} so far; collators pad to few lengths by pad_to_multiple_of, "
                 "or pack rows to one"
