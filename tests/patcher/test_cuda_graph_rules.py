@@ -280,6 +280,15 @@ def test_an_argument_that_is_no_tensor_and_no_number_runs_eager(value: Any) -> N
     assert replays.eager[f"an argument is a {type(value).__name__}"] == 8
 
 
+def test_a_model_that_hardly_replays_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    tried("", object(), steps=60)
+    told = [record.getMessage() for record in caplog.records if "less than half" in record.getMessage()]
+    assert told == [
+        "cuda_graphs: less than half of the calls of layers were replayed in 50 forwards; 100 calls because an argument"
+        " is a object"
+    ]
+
+
 def test_an_attribute_that_nobody_compares_runs_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     class Box:
         pass

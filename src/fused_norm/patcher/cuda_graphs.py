@@ -60,6 +60,9 @@ _PAIRS = 2
 _PATIENCE = 3
 """How often something is tried: a capture, a second pair, parameters that have other memory."""
 
+_KINDS = 1024
+"""Kinds of calls of a layer that are remembered at a time."""
+
 _STATES = 8
 """States of a layer's modules that are known at a time, such as several adapters."""
 
@@ -640,7 +643,7 @@ class LayerReplay:
         graphs.land_if_waiting()
         tensors = call.arguments.tensors
         key = (*key, graphs.chain(tensors))
-        pairs = self.pairs.setdefault(key, [])
+        pairs = self.pairs.get(key, [])
         reason = None
         for pair in pairs:
             reason = pair.why_not_now(tensors)
@@ -667,7 +670,7 @@ class LayerReplay:
             graphs.clear()
             logger.info("a layer could not be captured as a CUDA graph: %s", error)
             raise RunEagerError("its capture failed") from None
-        pairs.append(pair)
+        self.pairs.setdefault(key, []).append(pair)  # to settle may have dropped the list
         graphs.captured(pair)
         return pair
 
@@ -700,6 +703,9 @@ class LayerReplay:
             ):
                 self.refused = "an output is, or is a view of, an argument or another output"
             elif tensors:
+                if len(self._seen) >= _KINDS:
+                    self._seen.clear()
+                    self._waits.clear()
                 self._seen[key] = _LayerOutput(
                     type(out),
                     tuple([(t.shape, t.stride(), t.dtype) if type(t) is Tensor else None for t in parts]),
@@ -746,6 +752,7 @@ class LayerGraphs:
         self.lock = threading.RLock()
         self.latest = LatestArguments()
         self._device: Any = None
+        self._is_told = False
         self._start()
 
     def _start(self) -> None:
@@ -797,8 +804,9 @@ class LayerGraphs:
         if reason not in replays.eager:
             logger.info("layers run eager, not as CUDA graphs: %s", reason)
         replays.eager[reason] += 1
-        calls = sum(replays.eager.values()) + replays.forwards
-        if calls == _EARLY * len(self.layers) and replays.forwards < calls / 2:
+        calls = replays.eager.total() + replays.forwards
+        if not self._is_told and calls >= _EARLY * len(self.layers) and replays.forwards < calls / 2:
+            self._is_told = True
             (most, number) = replays.eager.most_common(1)[0]
             logger.warning(
                 "cuda_graphs: less than half of the calls of layers were replayed in %s forwards; %s calls because %s",
