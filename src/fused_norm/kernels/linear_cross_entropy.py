@@ -37,12 +37,9 @@ class LinearCrossEntropy(HeadOperator):
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
         x, weight, bias, target, num_items, reduction, ignored, smoothing, scale, cap, _, most, _ = arguments
-        refusal = check_head(
-            x, weight, bias, target,
-            integers={"ignore_index": ignored, "max_labels": most},
-            numbers={"label_smoothing": smoothing, "logit_scale": scale, "softcap": cap},
-            positive=("softcap",),
-        ) or check_choice("reduction", reduction, ("mean", "sum"))  # fmt: skip
+        tensors, numbers = (x, weight, bias, target), {"label_smoothing": smoothing, "logit_scale": scale}
+        refusal = check_head(tensors, ignored, most, numbers=numbers, positive={"softcap": cap})
+        refusal = refusal or check_choice("reduction", reduction, ("mean", "sum"))
         if refusal is not None:
             return refusal
         if num_items is not None:

@@ -55,30 +55,25 @@ class LinearLogProbs(HeadOperator):
     saved_scalars = options
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
-        x, weight, bias, target, ignored, temperature, scale, cap, in_fp32, most, wanted, uniform, recompute, _ = (
-            arguments
-        )
+        *tensors, ignored, temperature, scale, cap, in_fp32, most, wanted, uniform, recompute, _ = arguments
         flags = "logits_in_fp32", *LogProbs._fields[1:], "uniform_grad", "recompute"
         for name, flag in zip(flags, (in_fp32, *wanted, uniform, recompute), strict=True):
             if (refusal := check_flag(name, flag)) is not None:
                 return refusal
-        return check_head(
-            x, weight, bias, target,
-            integers={"ignore_index": ignored, "max_labels": most},
-            numbers={"temperature": temperature, "logit_scale": scale, "softcap": cap},
-            positive=("temperature", "softcap"),
-        )  # fmt: skip
+        positive = {"temperature": temperature, "softcap": cap}
+        return check_head(tuple(tensors), ignored, most, numbers={"logit_scale": scale}, positive=positive)
 
     def reference(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        *tensors_and_logits, _, wanted, _, _, _ = arguments
-        return reference.linear_log_probs(*tensors_and_logits, wanted)
+        *args, _, wanted, _, _, _ = arguments
+        return reference.linear_log_probs(*args, wanted=wanted)
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, weight, bias, target, *_, wanted, _, _, _ = arguments
         kept = _kept_gradients(arguments) if training else (False,) * 3
         if not launch:
-            outputs = (torch.empty_like(target, dtype=torch.float32) if want else None for want in (True, *wanted))
-            return *outputs, *(empty_weight_like(t, keep, torch.float32) for t, keep in zip((x, weight, bias), kept))
+            outputs = (target.new_empty(target.shape, dtype=torch.float32) if w else None for w in (True, *wanted))
+            pairs = zip((x, weight, bias), kept, strict=True)
+            return *outputs, *(empty_weight_like(tensor, keep, torch.float32) for tensor, keep in pairs)
         gradient = x.new_full((), -1.0, dtype=torch.float32)  # of the loss, which is the negative log-probability
         losses, statistics, grads = _by_chunks(arguments, kept, gradient, wanted=wanted, grad_dtype=torch.float32)
         log_probs = 0.0 - losses  # a row without a label has 0, not -0
@@ -147,7 +142,7 @@ def _scaled(
         factor = factors.index_select(0, has_label.to(torch.uint8).argmax(keepdim=True))
         _check_uniform(factors, factor, has_label)
         dweight, dbias = (
-            torch.mul(grad, factor, out=tensor.new_empty(tensor.shape)) if need else None
+            torch.mul(grad, factor, out=tensor.new_empty(tensor.shape)) if need and grad is not None else None
             for grad, tensor, need in ((dweight, weight, need_weight), (dbias, bias, need_bias))
         )
     return dx, dweight, dbias
@@ -211,7 +206,10 @@ def linear_log_probs(
         logits_in_fp32: logits are cast to float32 before scale, softcap and temperature, and not after them.
         max_labels: at least the number of rows with a label, if the host knows one: the other rows are then left out of
             the products. None computes all rows.
-        entropies, are_largest, mean_logits, log_sums_of_squares: return these too; the last three have no gradient.
+        entropies: return them too.
+        are_largest: return these too; they have no gradient.
+        mean_logits: return these too; they have no gradient.
+        log_sums_of_squares: return these too; they have no gradient.
         uniform_grad: the caller's promise that the gradient of the log-probabilities is one number for all rows with a
             label, as that of their sum, their mean or any multiple of these is.
         recompute: compute logits and gradients in the backward, for the least memory. If entropies have a gradient and

@@ -393,10 +393,24 @@ def linear_log_probs(
     in_fp32: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The log-probabilities, then those ``wanted`` of entropies, whether labels are largest, means, and log-squares."""
+    """The log-probabilities, and what is ``wanted`` of entropies and three statistics without a gradient, or None."""
     logits, labels = _head_logits(x, weight, bias, scale, cap, temperature, in_fp32), target.reshape(-1)
-    log_p = torch.nn.functional.log_softmax(logits, -1)
-    outputs = [torch.nn.functional.nll_loss(-log_p, labels, ignore_index=ignored, reduction="none") * -1.0 ]
+    log_p, has_label = torch.log_softmax(logits, -1), labels != ignored
+    log_probs = 0.0 - torch.nn.functional.nll_loss(log_p, labels, ignore_index=ignored, reduction="none")
+    outputs: list[Tensor | None] = [log_probs.view(target.shape)]
+
+    def entropies() -> Tensor:
+        p = log_p.exp()
+        return -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+
+    statistics = (
+        entropies,
+        lambda: ((logits.argmax(-1) == labels) & ~logits.isnan().any(-1)).to(logits.dtype),
+        lambda: logits.detach().mean(-1),
+        lambda: torch.logsumexp(2 * log_p.detach(), -1),
+    )
+    for want, compute in zip(wanted, statistics, strict=True):
+        outputs.append(compute().masked_fill(~has_label, 0.0).view(target.shape) if want else None)
     return tuple(outputs)
 
 

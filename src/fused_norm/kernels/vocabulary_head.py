@@ -200,37 +200,36 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, added: Tensor | None = None) ->
 
 
 def check_head(
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    target: Any,
+    tensors: tuple[Tensor, Any, Any, Any],
+    ignored: object,
+    most: object,
     *,
-    integers: Mapping[str, object],
-    numbers: Mapping[str, Any],
-    positive: Sequence[str],
+    positive: Mapping[str, Any],
+    numbers: Mapping[str, object],
 ) -> Unsupported | None:
     """Refuse tensors of a head that do not fit each other, and options that are not such numbers.
 
     Args:
-        x, weight, bias, target: as in ``Head``, of any kind; x is a tensor.
-        integers: options by their names, int or, for ``max_labels``, None.
-        numbers: options by their names, Python numbers or None.
-        positive: the names of those of ``numbers`` that must be positive.
+        tensors: x, weight, bias and target as in ``Head``, of any kind but for x.
+        ignored: the label of rows that have none, an int.
+        most: ``max_labels``, an int or None.
+        positive: options by their names, positive Python numbers or None.
+        numbers: other options by their names, Python numbers or None.
     """
+    x, weight, bias, target = tensors
     for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
         if tensor is not None and (refusal := check_tensor(name, tensor, ("input", x))) is not None:
             return refusal
     if (refusal := _check_target(x, weight, bias, target)) is not None:
         return refusal
-    for name, value in integers.items():
-        if isinstance(value, bool) or not isinstance(value, int) and (value is not None or name != "max_labels"):
+    for name, value in (("ignore_index", ignored), ("max_labels", 0 if most is None else most)):
+        if isinstance(value, bool) or not isinstance(value, int):
             return Unsupported(f"{name} must be an int, not {value!r}", TypeError)
-    for name, value in numbers.items():
-        if value is None:
-            continue
-        if not isinstance(value, Real) or isinstance(value, bool):
+    for name, value in (*numbers.items(), *positive.items()):
+        if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
             return Unsupported(f"{name} must be a Python number, not {type(value).__name__}", TypeError)
-        if name in positive and not value > 0:
+    for name, value in positive.items():
+        if value is not None and not value > 0:
             return Unsupported(f"{name} must be positive, not {value}", ValueError)
     return None
 

@@ -113,8 +113,7 @@ def _statistics_step(
     shrink, e = tl.exp(shift), tl.exp(x)
     if HAS_ENTROPY:
         # Neither a logit of -inf nor a lane that had no logit adds anything: 0 * inf is no number.
-        before = tl.where(shrink > 0, shrink * (weighted + shift * s), 0.0)
-        weighted = before + tl.sum(tl.where(e > 0, e * x, 0.0), 1)
+        weighted = shrink * (weighted + tl.where(shrink > 0, shift, 0.0) * s) + tl.sum(e * tl.where(e > 0, x, 0.0), 1)
     if HAS_SQUARES:
         squares = squares * (shrink * shrink) + tl.sum(e * e, 1)
     s = s * shrink + tl.sum(e, 1)
@@ -146,7 +145,7 @@ def _gradient_step(
     entropy_share, excess = of_entropy
     if entropy_share is not None:
         # The log of a probability is x - top - log(total). A probability of 0 has no gradient.
-        d -= tl.where(e > 0, e * (x - top + excess), 0.0) * entropy_share
+        d -= e * tl.where(e > 0, x - top + excess, 0.0) * entropy_share
     d = round_to(d, dtype)
     if inverse_temperature is not None:
         d = round_to(d * inverse_temperature, dtype)
@@ -238,7 +237,7 @@ def _cross_entropy_kernel(
         tl.store(losses_ptr + row, loss)
         _store_if_wanted(means_ptr, row, mean_x)
         if HAS_ENTROPY:
-            inside = tl.sum(tl.where(shrink > 0, shrink * (weighted + shift * s), 0.0), 0) / total
+            inside = tl.sum(shrink * (weighted + tl.where(shrink > 0, shift, 0.0) * s), 0) / total
             _store_if_wanted(entropies_ptr, row, log_total - inside)
         if squares_ptr is not None:
             tl.store(squares_ptr + row, tl.log(tl.sum(squares * (shrink * shrink), 0)) - 2 * log_total)
@@ -253,9 +252,7 @@ def _cross_entropy_kernel(
             # From the end: what was read last is still in the L2 cache.
             if whole * BLOCK < V:
                 col = whole * BLOCK + tile
-                _gradient_step(
-                    row_ptr, col, V, column, top, total, share, of_entropy, options, dtype, KEEPS_TANH, True
-                )
+                _gradient_step(row_ptr, col, V, column, top, total, share, of_entropy, options, dtype, KEEPS_TANH, True)
             for block in range(whole):
                 col = (whole - 1 - block) * BLOCK + tile
                 _gradient_step(
@@ -295,7 +292,7 @@ def launch_cross_entropy(
     temperature: float | None = None,
     smoothing: float | None = None,
     in_fp32: bool = False,
-    statistics: Statistics = Statistics(),
+    statistics: Statistics | None = None,
     entropy_gradient: Tensor | None = None,
 ) -> None:
     """Write the losses [M] of rows of logits [M, V], and with ``gradient`` the gradient of logits over them.
@@ -304,7 +301,7 @@ def launch_cross_entropy(
         logits: rows of one stride, elements side by side.
         labels: [M], int64, side by side.
         losses: [M], float32.
-        gradient: float32, the gradient of the losses, [M] or, if it is the same for all, [];  None leaves the logits as
+        gradient: float32, the gradient of the losses, [M] or, if it is the same for all, []; None leaves the logits as
             they are.
         ignored: the label of rows whose loss is 0, and has no gradient.
         scale: what logits are multiplied by; None is 1.
@@ -312,7 +309,7 @@ def launch_cross_entropy(
         temperature: what logits are divided by in the end; None is 1.
         smoothing: the share of the target that all labels have in common, in place of the row's own.
         in_fp32: scale, cap and temperature are not rounded to the dtype of the logits.
-        statistics: what to write besides.
+        statistics: what to write besides; None is nothing.
         entropy_gradient: [M], float32, that of the entropies, if ``gradient`` is given too; None is 0.
     """
     rows, vocabulary = logits.shape
@@ -324,7 +321,7 @@ def launch_cross_entropy(
     launch(
         _cross_entropy_kernel,
         (rows, 1),
-        (logits, labels, losses, gradient, entropy_gradient, *statistics),
+        (logits, labels, losses, gradient, entropy_gradient, *(statistics or Statistics())),
         (vocabulary, logits.stride(0), ignored, scale, cap, *inverses, smoothing),
         {"GRAD": has_gradient, "BY_ROW": by_row, "IN_FP32": in_fp32, "LANES": lanes, "VECTOR": _VECTOR},
         warps=device_props(logits.device).warps(_WARPS),
