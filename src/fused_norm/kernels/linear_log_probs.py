@@ -45,8 +45,8 @@ class LinearLogProbs(HeadOperator):
     name = "linear_log_probs"
     tensors = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
     options = (
-        "int ignore_index, float? temperature, float? logit_scale, float? softcap, bool in_fp32, int? max_labels,"
-        " bool[] wanted, bool uniform_grad, bool recompute, bool[] trained"
+        "int ignore_index, float? temperature, float? logit_scale, float? softcap, bool in_fp32, bool[] wanted,"
+        " int? max_labels, bool uniform_grad, bool recompute, bool[] trained"
     )
     outputs = LogProbs._fields
     not_differentiable = LogProbs._fields[2:]
@@ -55,7 +55,7 @@ class LinearLogProbs(HeadOperator):
     saved_scalars = options
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
-        *tensors, ignored, temperature, scale, cap, in_fp32, most, wanted, uniform, recompute, _ = arguments
+        *tensors, ignored, temperature, scale, cap, in_fp32, wanted, most, uniform, recompute, _ = arguments
         flags = "logits_in_fp32", *LogProbs._fields[1:], "uniform_grad", "recompute"
         for name, flag in zip(flags, (in_fp32, *wanted, uniform, recompute), strict=True):
             if (refusal := check_flag(name, flag)) is not None:
@@ -64,11 +64,10 @@ class LinearLogProbs(HeadOperator):
         return check_head(tuple(tensors), ignored, most, numbers={"logit_scale": scale}, positive=positive)
 
     def reference(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        *args, _, wanted, _, _, _ = arguments
-        return reference.linear_log_probs(*args, wanted=wanted)
+        return reference.linear_log_probs(*arguments[:-4])
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
-        x, weight, bias, target, *_, wanted, _, _, _ = arguments
+        x, weight, bias, target, *_, wanted, _, _, _, _ = arguments
         kept = _kept_gradients(arguments) if training else (False,) * 3
         if not launch:
             outputs = (target.new_empty(target.shape, dtype=torch.float32) if w else None for w in (True, *wanted))
@@ -119,7 +118,7 @@ def _by_chunks(
     **how: Any,
 ) -> HeadResults:
     """``by_chunks`` of the operator's arguments."""
-    x, weight, bias, target, ignored, temperature, scale, cap, in_fp32, most, *_ = arguments
+    x, weight, bias, target, ignored, temperature, scale, cap, in_fp32, _, most, *_ = arguments
     options = {"ignored": ignored, "scale": scale, "cap": cap, "temperature": temperature, "in_fp32": in_fp32}
     head = Head(LINEAR_LOG_PROBS.name, x, weight, bias, target, most, options)
     return by_chunks(head, trained, gradient, entropy_gradient, **how)
@@ -227,5 +226,6 @@ def linear_log_probs(
     tensors, trained = head_tensors(input, linear_weight, linear_bias)
     temperature_or_none, scale = (None if number == 1.0 else number for number in (temperature, logit_scale))
     wanted = [entropies, are_largest, mean_logits, log_sums_of_squares]
-    logits = ignore_index, temperature_or_none, scale, softcap, logits_in_fp32, max_labels
-    return LogProbs(*LINEAR_LOG_PROBS.checked(*tensors, target, *logits, wanted, uniform_grad, recompute, trained))
+    logits = ignore_index, temperature_or_none, scale, softcap, logits_in_fp32
+    options = *logits, wanted, max_labels, uniform_grad, recompute, trained
+    return LogProbs(*LINEAR_LOG_PROBS.checked(*tensors, target, *options))

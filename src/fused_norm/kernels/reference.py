@@ -405,7 +405,7 @@ def linear_log_probs(
 
     statistics = (
         entropies,
-        lambda: ((logits.argmax(-1) == labels) & ~logits.isnan().any(-1)).to(logits.dtype),
+        lambda: ((logits.argmax(-1) == labels) & ~log_p.isnan().any(-1)).to(logits.dtype),
         lambda: logits.detach().mean(-1),
         lambda: torch.logsumexp(2 * log_p.detach(), -1),
     )

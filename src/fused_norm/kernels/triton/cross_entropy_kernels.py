@@ -6,8 +6,7 @@ probabilities. The row is read twice, once for the maximum and the sums, once mo
 over it. In between, a row of capped logits holds their tanh.
 
 ``m`` and ``s`` are a lane's maximum so far and its sum of exp(x - m); ``top`` and ``total`` are those of the row.
-``weighted`` is the sum of exp(x - m) * (x - m), ``squares`` that of exp(x - m)^2, ``total_x`` that of x, and ``rivals``
-the number of logits that argmax would prefer to the label's.
+``weighted`` is the sum of exp(x - m) * (x - m), ``squares`` that of exp(x - m)^2, and ``total_x`` that of x.
 """
 
 from __future__ import annotations
@@ -89,23 +88,19 @@ def _store(row_ptr, col, V, value, MASKED: tl.constexpr):
 
 @triton.jit
 def _statistics_step(
-    row_ptr, col, V, label, at_label, lanes, options, statistics,
-    dtype: tl.constexpr, KEEPS_TANH: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    row_ptr, col, V, lanes, options, statistics, dtype: tl.constexpr, KEEPS_TANH: tl.constexpr, MASKED: tl.constexpr
+):
     """The statistics of each lane, ``lanes``, with one more block of logits; those that nobody wants stay 0.
 
     KEEPS_TANH: the tanh of the logits is written over them, for ``_gradient_step``.
     """
-    m, s, total_x, weighted, squares, rivals = lanes
-    HAS_MEAN, HAS_ENTROPY, HAS_SQUARES, HAS_LARGEST = statistics
+    m, s, total_x, weighted, squares = lanes
+    HAS_MEAN, HAS_ENTROPY, HAS_SQUARES = statistics
     x, tanh = _transformed(_load(row_ptr, col, V, 0.0, MASKED), options, dtype)
     if KEEPS_TANH:
         _store(row_ptr, col, V, tanh, MASKED)
     if HAS_MEAN:
         total_x += tl.sum(tl.where(col < V, x, 0.0), 1)
-    if HAS_LARGEST:  # argmax takes the first of equal logits; NaN is preferred to any label
-        is_below = (x < at_label) | ((x == at_label) & (col > label)) | (col == label) | (col >= V)
-        rivals += tl.sum(tl.where(is_below, 0.0, 1.0), 1)
     if MASKED:
         x = tl.where(col < V, x, -1e38)  # finite: a lane without logits computes no inf - inf
     m_new = tl.maximum(m, tl.max(x, 1))
@@ -117,7 +112,7 @@ def _statistics_step(
     if HAS_SQUARES:
         squares = squares * (shrink * shrink) + tl.sum(e * e, 1)
     s = s * shrink + tl.sum(e, 1)
-    return m_new, s, total_x, weighted, squares, rivals
+    return m_new, s, total_x, weighted, squares
 
 
 @triton.jit
@@ -186,7 +181,8 @@ def _cross_entropy_kernel(
     KEEPS_TANH: tl.constexpr = GRAD and cap is not None and dtype == logits_ptr.dtype.element_ty
     HAS_MEAN: tl.constexpr = smoothing is not None or means_ptr is not None
     HAS_ENTROPY: tl.constexpr = entropies_ptr is not None or entropy_gradient_ptr is not None
-    statistics = HAS_MEAN, HAS_ENTROPY, squares_ptr is not None, largest_ptr is not None
+    HAS_LARGEST: tl.constexpr = largest_ptr is not None
+    statistics = HAS_MEAN, HAS_ENTROPY, squares_ptr is not None
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     tile = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -212,18 +208,26 @@ def _cross_entropy_kernel(
         at_label, _ = _transformed(at_label, options, dtype)
         column = tl.where(is_valid, label, -1).to(tl.int32)
         zeros = tl.zeros([LANES], tl.float32)
-        lanes = tl.full([LANES], -1e38, tl.float32), zeros, zeros, zeros, zeros, zeros
-        for block in range(whole):
+        lanes = tl.full([LANES], -1e38, tl.float32), zeros, zeros, zeros, zeros
+        begin = row * 0
+        if HAS_LARGEST:
+            begin = tl.maximum(column, 0) // BLOCK
+            for block in range(begin):
+                col = block * BLOCK + tile
+                lanes = _statistics_step(row_ptr, col, V, lanes, options, statistics, dtype, KEEPS_TANH, False)
+            # The largest logit before the label: argmax takes the first of equal ones.
+            col = begin * BLOCK + tile
+            x, _ = _transformed(_load(row_ptr, col, V, 0.0, True), options, dtype)
+            before = tl.maximum(tl.max(lanes[0], 0), tl.max(tl.max(tl.where(col < column, x, -1e38), 1), 0))
+            if KEEPS_TANH:
+                tl.debug_barrier()
+        for block in range(begin, whole):
             col = block * BLOCK + tile
-            lanes = _statistics_step(
-                row_ptr, col, V, column, at_label, lanes, options, statistics, dtype, KEEPS_TANH, False
-            )
+            lanes = _statistics_step(row_ptr, col, V, lanes, options, statistics, dtype, KEEPS_TANH, False)
         if whole * BLOCK < V:
             col = whole * BLOCK + tile
-            lanes = _statistics_step(
-                row_ptr, col, V, column, at_label, lanes, options, statistics, dtype, KEEPS_TANH, True
-            )
-        m, s, total_x, weighted, squares, rivals = lanes
+            lanes = _statistics_step(row_ptr, col, V, lanes, options, statistics, dtype, KEEPS_TANH, True)
+        m, s, total_x, weighted, squares = lanes
         top = tl.max(m, 0)
         shift = m - top
         shrink = tl.exp(shift)
@@ -241,8 +245,8 @@ def _cross_entropy_kernel(
             _store_if_wanted(entropies_ptr, row, log_total - inside)
         if squares_ptr is not None:
             tl.store(squares_ptr + row, tl.log(tl.sum(squares * (shrink * shrink), 0)) - 2 * log_total)
-        if largest_ptr is not None:
-            is_largest = (tl.sum(rivals, 0) == 0.0) & (at_label == at_label)
+        if HAS_LARGEST:  # of a row with NaN or inf, none is
+            is_largest = (at_label >= top) & (before < at_label) & (total == total)
             tl.store(largest_ptr + row, tl.where(is_largest, 1.0, 0.0))
         if GRAD:
             share = tl.load(gradient_ptr + (row if BY_ROW else 0)) / total
