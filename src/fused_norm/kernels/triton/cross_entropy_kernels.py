@@ -28,6 +28,10 @@ _LANES, _WARPS = 1024, 32
 
 _VECTOR = 8
 
+_REGISTERS = 32
+"""Of a lane, so that a processor of NVIDIA's with 65536 of them runs two programs. 16-bit logits fit, but for capped
+ones; left alone, the compiler takes up to 53 for those with an entropy, and one program cannot keep the memory busy."""
+
 _MULTIPLIED = 8192
 """Elements that one program multiplies."""
 
@@ -317,7 +321,7 @@ def launch_cross_entropy(
         entropy_gradient: [M], float32, that of the entropies, if ``gradient`` is given too; None is 0.
     """
     rows, vocabulary = logits.shape
-    lanes = _LANES
+    lanes, device = _LANES, device_props(logits.device)
     if INTERPRETED:  # which takes its time for a step, not for the numbers in it
         lanes = max(1, min(_LANES, next_power_of_2(-(-vocabulary // _VECTOR))))
     inverses = [None if number is None else 1 / number for number in (cap, temperature)]
@@ -328,7 +332,8 @@ def launch_cross_entropy(
         (logits, labels, losses, gradient, entropy_gradient, *(statistics or Statistics())),
         (vocabulary, logits.stride(0), ignored, scale, cap, *inverses, smoothing),
         {"GRAD": has_gradient, "BY_ROW": by_row, "IN_FP32": in_fp32, "LANES": lanes, "VECTOR": _VECTOR},
-        warps=device_props(logits.device).warps(_WARPS),
+        warps=device.warps(_WARPS),
+        registers=_REGISTERS if logits.element_size() == 2 and cap is None and device.limits_registers else None,
         fuse=cap is None,  # the square in the slope of tanh is rounded before 1 takes it away
     )
 
