@@ -18,7 +18,7 @@ from .arguments import Unsupported, check_choice
 from .operator import BackwardCall, Results, backward_impl, is_grad_needed, kernel_backward
 from .triton.cross_entropy_kernels import launch_multiply
 from .triton.memory import empty_weight_like
-from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks, check_head, head_tensors
+from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks, check_head, head_tensors, unless_one
 
 
 class LinearCrossEntropy(HeadOperator):
@@ -187,7 +187,7 @@ def linear_cross_entropy(
     (x, weight, bias), trained = head_tensors(input, linear_weight, linear_bias)
     if isinstance(num_items, Real) and not isinstance(num_items, bool):
         num_items = torch.full((), float(num_items), dtype=torch.float32, device=getattr(target, "device", None))
-    scale = None if logit_scale == 1.0 else logit_scale
+    scale = unless_one(logit_scale)
     options = reduction, ignore_index, label_smoothing, scale, softcap, logits_in_fp32, max_labels, trained
     loss: Tensor = LINEAR_CROSS_ENTROPY.checked(x, weight, bias, target, num_items, *options)
     return loss

@@ -18,7 +18,7 @@ from . import reference
 from .arguments import Unsupported, check_flag
 from .operator import BackwardCall, Results
 from .triton.memory import empty_weight_like
-from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks, check_head, head_tensors
+from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks, check_head, head_tensors, unless_one
 
 
 class LogProbs(NamedTuple):
@@ -224,8 +224,7 @@ def linear_log_probs(
         IndexError: for a target outside of the vocabulary, on a CPU; on a GPU the device asserts, as PyTorch's does.
     """
     tensors, trained = head_tensors(input, linear_weight, linear_bias)
-    temperature_or_none, scale = (None if number == 1.0 else number for number in (temperature, logit_scale))
+    logits = ignore_index, unless_one(temperature), unless_one(logit_scale), softcap, logits_in_fp32
     wanted = [entropies, are_largest, mean_logits, log_sums_of_squares]
-    logits = ignore_index, temperature_or_none, scale, softcap, logits_in_fp32
     options = *logits, wanted, max_labels, uniform_grad, recompute, trained
     return LogProbs(*LINEAR_LOG_PROBS.checked(*tensors, target, *options))

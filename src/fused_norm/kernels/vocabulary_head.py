@@ -258,3 +258,8 @@ def head_tensors(x: Any, weight: Any, bias: Any) -> tuple[list[Any], list[bool]]
         tensors = [t.to(dtype) if isinstance(t, Tensor) else t for t in tensors]
     is_trained = torch.is_grad_enabled()
     return tensors, [is_trained and isinstance(t, Tensor) and t.requires_grad for t in tensors]
+
+
+def unless_one(factor: Any) -> Any:
+    """A factor or divisor of logits; None for 1, which changes nothing."""
+    return None if type(factor) in (float, int) and factor == 1 else factor
