@@ -139,7 +139,8 @@ def _fused(case: LossCase, operator: str | None = None) -> LossFunction:
 
     def loss(inputs: LossInputs) -> Tensor:
         most = inputs.labels if "masked" in case.words else None
-        tensors, options = (inputs.x, inputs.weight, inputs.target), {"softcap": case.softcap, "max_labels": most}
+        tensors = inputs.x, inputs.weight, inputs.target
+        options: dict[str, Any] = {"softcap": case.softcap, "max_labels": most}
         if (operator or case.operator) == CROSS_ENTROPY:
             return kernels.linear_cross_entropy(*tensors, **options)
         uniform = "uniform" in case.words

@@ -82,8 +82,8 @@ def launch(
     Nothing is remembered here: a recording (``kernels.recording``) remembers the launches of a whole call.
 
     ``fuse``: a product that is added to may become one multiply-add, which does not round the product. ``overlaps``:
-    the kernel may begin before the previous launch has ended, and calls ``await_previous``. ``registers``: the most that
-    a lane may have, on GPUs of NVIDIA; None leaves it to the compiler.
+    the kernel may begin before the previous launch has ended, and calls ``await_previous``. ``registers``: the most
+    that a lane may have, if the device ``limits_registers``; None leaves it to the compiler.
     """
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": fuse}  # newer Triton has another default
     if overlaps:
