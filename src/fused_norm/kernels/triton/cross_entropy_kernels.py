@@ -213,7 +213,7 @@ def _cross_entropy_kernel(
         column = tl.where(is_valid, label, -1).to(tl.int32)
         zeros = tl.zeros([LANES], tl.float32)
         lanes = tl.full([LANES], -1e38, tl.float32), zeros, zeros, zeros, zeros
-        begin = row * 0
+        begin = 0
         if HAS_LARGEST:
             begin = tl.maximum(column, 0) // BLOCK
             for block in range(begin):
