@@ -138,7 +138,7 @@ def _scaled(
         width = x.shape[-1]
         dx = torch.mul(dx.view(-1, width), factors[:, None], out=x.new_empty(len(factors), width)).view(x.shape)
     if need_weight or need_bias:
-        factor = factors.index_select(0, has_label.to(torch.uint8).argmax(keepdim=True))
+        factor = factors.index_select(0, has_label.to(torch.uint8).argmax())
         _check_uniform(factors, factor, has_label)
         dweight, dbias = (
             torch.mul(grad, factor, out=tensor.new_empty(tensor.shape)) if need and grad is not None else None
