@@ -525,3 +525,23 @@ def test_a_loss_of_log_probs_has_the_gradients_of_the_cross_entropy(device: str)
     assert error(loss, expected) < 1e-6
     grads = [torch.autograd.grad(total, (case.x, case.weight)) for total in (loss, expected)]
     assert all(error(a, b) < 1e-6 for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("way", MOST_USED)
+def test_no_rows_give_empty_results_and_zero_gradients(way: str, device: str) -> None:
+    case = make_case(device, **WAYS[way], **EVERY)
+    empty = case._replace(x=case.x.detach()[:0].requires_grad_(), target=case.target[:0])
+    count = len(LogProbs._fields)
+    actual = results(empty, ours, torch.zeros(0, 24, device=device))
+    assert [tuple(y.shape) for y in actual[:count]] == [(0, 24)] * count
+    assert not any(grad.any() for grad in actual[count:])
+
+
+@pytest.mark.parametrize("way", MOST_USED)
+def test_a_weight_written_between_forward_and_backward_is_an_error_as_in_stock(way: str, device: str) -> None:
+    case = make_case(device, **WAYS[way])
+    log_probs = ours(case.x, case.weight, None, case.target, **case.options).log_probs
+    with torch.no_grad():
+        case.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        log_probs.sum().backward()
