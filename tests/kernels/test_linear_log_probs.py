@@ -13,8 +13,10 @@ from torch.nn import functional
 
 from fused_norm.kernels import LogProbs, linear_log_probs
 from fused_norm.kernels.operator import force_fused_in_graphs
+from fused_norm.kernels.plans import Device
 
 from ..conftest import slow_rows
+from .calls import launches_of
 from .conftest import ALL, HEAD
 from .head_cases import FLOORS, IGNORED, Case, error, make_case, stock_logits
 from .numerics import BF16, FP16, FP32, assert_same
@@ -545,3 +547,17 @@ def test_a_weight_written_between_forward_and_backward_is_an_error_as_in_stock(w
         case.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         log_probs.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "device_limits", "most"),
+    [(BF16, {}, True, 32), (BF16, {"softcap": 5.0}, True, None), (FP32, {}, True, None), (BF16, {}, False, None)],
+    ids=str,
+)
+def test_two_programs_fit_on_a_processor_whose_registers_can_be_limited(
+    dtype: torch.dtype, options: dict[str, Any], device_limits: bool, most: int | None, on: Callable[[Any], None]
+) -> None:
+    on(Device(limits_registers=device_limits))
+    case = make_case("cpu", dtype, entropies=True, are_largest=True, **options)
+    launches = launches_of(lambda: ours(*case[:4], **case.options))
+    assert [launch.options.get("maxnreg") for launch in launches] == [most]

@@ -29,8 +29,8 @@ _LANES, _WARPS = 1024, 32
 _VECTOR = 8
 
 _REGISTERS = 32
-"""Of a lane, so that a processor of NVIDIA's with 65536 of them runs two programs. 16-bit logits fit, but for capped
-ones; left alone, the compiler takes up to 53 for those with an entropy, and one program cannot keep the memory busy."""
+"""Of a lane, so that a processor of NVIDIA's with 65536 of them runs two programs. 16-bit logits fit without a spill, but
+for capped ones; left alone, the compiler takes up to 53 for a gradient beside an entropy, and one program runs."""
 
 _MULTIPLIED = 8192
 """Elements that one program multiplies."""
@@ -111,8 +111,8 @@ def _statistics_step(
     shift, x = m - m_new, x - m_new[:, None]
     shrink, e = tl.exp(shift), tl.exp(x)
     if HAS_ENTROPY:
-        # Neither a logit of -inf nor a lane that had no logit adds anything: 0 * inf is no number.
-        weighted = shrink * (weighted + tl.where(shrink > 0, shift, 0.0) * s) + tl.sum(e * tl.where(e > 0, x, 0.0), 1)
+        # A logit of -inf adds nothing: 0 * inf is no number.
+        weighted = shrink * (weighted + shift * s) + tl.sum(e * tl.where(e > 0, x, 0.0), 1)
     if HAS_SQUARES:
         squares = squares * (shrink * shrink) + tl.sum(e * e, 1)
     s = s * shrink + tl.sum(e, 1)
@@ -245,6 +245,7 @@ def _cross_entropy_kernel(
         tl.store(losses_ptr + row, loss)
         _store_if_wanted(means_ptr, row, mean_x)
         if HAS_ENTROPY:
+            # A lane without logits adds nothing: its shift times s may be inf.
             inside = tl.sum(shrink * (weighted + tl.where(shrink > 0, shift, 0.0) * s), 0) / total
             _store_if_wanted(entropies_ptr, row, log_total - inside)
         if squares_ptr is not None:
