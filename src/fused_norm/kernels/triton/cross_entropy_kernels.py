@@ -29,8 +29,8 @@ _LANES, _WARPS = 1024, 32
 _VECTOR = 8
 
 _REGISTERS = 32
-"""Of a lane, so that a processor of NVIDIA's with 65536 of them runs two programs. 16-bit logits fit without a spill, but
-for capped ones; left alone, the compiler takes up to 53 for a gradient beside an entropy, and one program runs."""
+"""Of a lane, so that a processor of NVIDIA's with 65536 of them runs two programs. 16-bit logits need no more, but for
+capped ones; left alone, the compiler takes up to 53 for a gradient beside an entropy, and one program runs."""
 
 _MULTIPLIED = 8192
 """Elements that one program multiplies."""
