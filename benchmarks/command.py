@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: host time, kernels, losses and whole models beside peers, and what each option saves."""
+"""``python -m benchmarks``: host time, kernels, losses, models and trainers beside peers; what each option saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .benchmark_run import BenchmarkRun
     from .results import Results
 
-PARTS = ("host", "models", "features", "losses", "kernels")
+PARTS = ("host", "models", "features", "trainers", "losses", "kernels")
 """What can be measured, in the order of measuring."""
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -32,7 +32,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with arguments, those of the process for None, and return the exit code."""
-    description = "Kernels, losses, host time and whole models, side by side with their peers."
+    description = "Kernels, losses, host time, whole models and their trainers, side by side with their peers."
     return parse_and_run(sys.modules[__name__], "python -m benchmarks", description, argv)
 
 
@@ -41,15 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = """\
 host: the Python time of a call. models: steps of whole models, beside peers. features: what each option of
-apply_fused_norm saves on whole models. losses: time, memory and errors of a vocabulary head with its loss, beside
-peers. kernels: GPU time and memory of every other operator, beside peers. tune: prints rows of launch plans for this
-device. plots RESULTS: tables and charts of a results.json. Results, tables and charts are written to the folder of
---out.
+apply_fused_norm saves on whole models. trainers: steps of TRL's trainers (pip install trl). losses: time, memory and
+errors of a vocabulary head with its loss, beside peers. kernels: GPU time and memory of every other operator, beside
+peers. tune: prints rows of launch plans for this device. plots RESULTS: tables and charts of a results.json. Results,
+tables and charts are written to the folder of --out.
 
 NAMES are separated by commas. Rows are patterns such as 'glu*' or 'Qwen3-0.6B*', or the names of any operator and shape
 ('add_rms_norm 4096x2560', 'qk_norm 4096x(28+4)x128'), head with its loss ('linear_cross_entropy 8192x1024x32000
-masked' or 'linear_log_probs 8192x1024x32000 weighted': rows, H and V) and model and step ('Qwen3-4B lora loss
-1x512')."""
+masked' or 'linear_log_probs 8192x1024x32000 weighted': rows, H and V), model and step ('Qwen3-4B lora loss 1x512')
+and trainer, model and batch ('SFT Qwen3-4B lora padded 4x1024')."""
     parser.add_argument("part", nargs="?", choices=(*PARTS, "all", "tune", "plots"), default="all", metavar="PART",
                         help=f"{', '.join(PARTS)}, tune or plots (default: all that can be measured)")  # fmt: skip
     parser.add_argument("stored", nargs="?", type=Path, metavar="RESULTS", help="of plots: a results.json")
@@ -57,7 +57,9 @@ masked' or 'linear_log_probs 8192x1024x32000 weighted': rows, H and V) and model
     parser.add_argument(
         "--providers", type=_names, metavar="NAMES", help="of kernels, losses and host; a wrong one lists all"
     )
-    parser.add_argument("--variants", type=_names, metavar="NAMES", help="of models and features, in the same way")
+    parser.add_argument(
+        "--variants", type=_names, metavar="NAMES", help="of models, features and trainers, in the same way"
+    )
     parser.add_argument("--dtype", type=_names, metavar="NAMES", help=f"of {', '.join(_DTYPES)} (bfloat16)")
     parser.add_argument("--widths", type=lambda text: [positive(name) for name in _names(text)], metavar="NUMBERS",
                         help="of tune: row lengths (default: common ones)")  # fmt: skip
@@ -153,7 +155,7 @@ def _measurements(run: BenchmarkRun, args: argparse.Namespace) -> list[Callable[
     """
     import torch
 
-    from . import host, kernels, losses, models, providers
+    from . import host, kernels, losses, models, providers, trainers
     from .loss_providers import LOSS_PROVIDERS
     from .model_variants import DEFAULT, FEATURES, VARIANTS
 
@@ -168,10 +170,12 @@ def _measurements(run: BenchmarkRun, args: argparse.Namespace) -> list[Callable[
     variants = _named(VARIANTS, args.variants, "variant", DEFAULT)
     compared = args.variants and [models.BASE, *args.variants]
     features = _named((*FEATURES, *VARIANTS), compared, "variant", FEATURES)
+    of_trainers = _named(VARIANTS, args.variants, "variant", trainers.DEFAULT)
     measure = {
         "host": partial(host.measure, run, peers),
         "models": partial(models.measure, run, rows["models"], variants, dtypes[0]),
         "features": partial(models.measure, run, rows["features"], features, dtypes[0], "features"),
+        "trainers": partial(trainers.measure, run, rows["trainers"], of_trainers, dtypes[0]),
         "losses": partial(losses.measure, run, rows["losses"], dtypes[0], loss_peers),
         "kernels": partial(kernels.measure, run, rows["kernels"], dtypes, peers),
     }
@@ -189,13 +193,16 @@ def _rows(parts: Sequence[str], names: Sequence[str] | None) -> Mapping[str, Seq
     from .model_cases import CASES, DEFAULT, FEATURES, ModelCase
     from .operator_cases import CASES as OPERATOR_CASES
     from .operator_cases import OperatorCase
+    from .trainers import CASES as TRAINER_CASES
+    from .trainers import TrainerCase
 
     rows: dict[str, Sequence[Any]] = {
-        "kernels": OPERATOR_CASES, "losses": LOSS_CASES, "models": CASES, "features": FEATURES
+        "kernels": OPERATOR_CASES, "losses": LOSS_CASES, "models": CASES, "features": FEATURES,
+        "trainers": TRAINER_CASES,
     }  # fmt: skip
     if names is None:
         return rows | {"models": DEFAULT}
-    kinds: Mapping[str, Any] = {"kernels": OperatorCase, "losses": LossCase}
+    kinds: Mapping[str, Any] = {"kernels": OperatorCase, "losses": LossCase, "trainers": TrainerCase}
     chosen: dict[str, dict[Any, None]] = {part: {} for part in rows}
     for name in names:
         is_known = False

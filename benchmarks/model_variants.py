@@ -17,7 +17,7 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch._inductor import compile_fx
 
-from fused_norm.patcher import apply_fused_norm, remove_fused_norm
+from fused_norm.patcher import PatchReport, apply_fused_norm, remove_fused_norm
 from fused_norm.spec import NormSpec
 
 from .benchmark_run import RefusedError
@@ -32,10 +32,12 @@ class Patched:
     Attributes:
         model: what a step calls.
         running: makes a context in which its steps run; what is changed for the whole process is changed there alone.
+        report: on layers that are to be replayed as CUDA graphs; None for other variants.
     """
 
     model: Any
     running: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    report: PatchReport | None = None
 
 
 Variant = Callable[[BenchmarkedModel], Patched]
@@ -51,7 +53,7 @@ def missing(variant: str, device: torch.device) -> str | None:
             return "torchao is not installed"
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             return "needs a GPU that multiplies FP8, of compute capability 8.9 or more"
-    if variant in COMPILED and not PROVIDERS["compile"].on_cpu and device.type == "cpu":
+    if device.type == "cpu" and (variant in GRAPHS or (variant in COMPILED and not PROVIDERS["compile"].on_cpu)):
         return "needs a GPU"
     return None
 
@@ -75,6 +77,32 @@ def _fused(step: BenchmarkedModel, **options: Any) -> Patched:
         raise RefusedError("the step has no loss")
     apply_fused_norm(step.model, **options)
     return Patched(step.model)
+
+
+_WARM_UP = 4
+"""Steps after which layers are replayed: the first runs eager, and two captures may fail."""
+
+
+def _replayed(step: BenchmarkedModel, **options: Any) -> Patched:
+    """Replay the layers as CUDA graphs; refused if none of them is after a warm-up."""
+    if isinstance(step, Generation):
+        raise RefusedError("measured for training steps: a generation has another length for every token")
+    if not step.shares_weights:
+        raise RefusedError("FSDP gives its parameters other memory in each step")
+    report = apply_fused_norm(step.model, cuda_graphs=True, **options)
+    for _ in range(_WARM_UP):
+        step.step()
+    refuse_if_eager(report)
+    return Patched(step.model, report=report)
+
+
+def refuse_if_eager(report: PatchReport | None, since: Any = None) -> None:
+    """Raise RefusedError, with the reasons, if layers were to be replayed as CUDA graphs, and none was.
+
+    ``since``: as for ``PatchReport.why_not_replayed``.
+    """
+    if report is not None and (reason := report.why_not_replayed(since)) is not None:
+        raise RefusedError(f"no layer was replayed: {reason}")
 
 
 def _without(step: BenchmarkedModel, option: str) -> Patched:
@@ -208,6 +236,8 @@ VARIANTS: Mapping[str, Variant] = {
     "fused-recompute": partial(_fused, recompute=True),
     "fused-recompute-mlp": partial(_fused, recompute="mlp"),
     "fused-recompute-attention": partial(_fused, recompute="attention"),
+    "fused-graphs": _replayed,
+    "fused-graphs-recompute-attention": partial(_replayed, recompute="attention"),
     "compile-layers-max": partial(_COMPILED_STOCK, mode="max-autotune-no-cudagraphs"),
     **{f"compile-layers-budget-{share}": partial(_COMPILED_STOCK, budget=share) for share in _MEMORY_BUDGETS},
     "compile": partial(_compiled, eager=_stock),
@@ -231,6 +261,7 @@ DEFAULT = ("stock", "liger", "compile-layers", "fused", "fused-compile-layers")
 
 OURS = frozenset(name for name in VARIANTS if "fused" in name or name in FEATURES[:-1])
 COMPILED = frozenset(name for name in VARIANTS if "compile" in name)
+GRAPHS = frozenset(name for name in VARIANTS if "graphs" in name)
 FLOAT8 = frozenset(name for name in VARIANTS if name.startswith("float8-"))
 
 

@@ -7,9 +7,11 @@ linears a model is far from stock; what is done to it beside them may take it ha
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from .model_steps import ALLOWED_ERROR, BenchmarkedModel, prepare, relative_erro
 from .model_variants import COMPILED, VARIANTS, Patched, float8_linears_alone, missing
 from .results import Part, Result
 from .samples import PairedRatio, Timing
-from .timing import Call, host_and_step_time, peak_memory
+from .timing import Call, host_and_step_time, memory_now, peak_memory
 
 BASE = "fused"
 """The variant that those of ``features`` are compared with, each in the same round."""
@@ -76,14 +78,12 @@ def measure(
 
 def _measure_case(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], dtype: torch.dtype, part: Part) -> None:
     """Measure one case in this process, which for a sharded model is one of several that do the same."""
-    before = _allocated(run.device)
+    before, _ = memory_now(run.device)
     step = prepare(case, dtype, run.device)
-    weights = _allocated(run.device) - before
+    weights = memory_now(run.device)[0] - before
     row: _Row | None = None
     try:
-        # Dynamo compiles the same code for many variants, and raises if it would run it eagerly.
-        limits = {"recompile_limit": _MOST_GRAPHS, "accumulated_recompile_limit": 4 * _MOST_GRAPHS}
-        with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True}):
+        with many_graphs():
             row = _Row(step, weights, _stock(step))
             for variant in variants:
                 what = f"{case.name} {variant}"
@@ -104,6 +104,15 @@ def _measure_case(run: BenchmarkRun, case: ModelCase, variants: Sequence[str], d
         release_memory(run.device)
 
 
+def many_graphs() -> contextlib.AbstractContextManager[Any]:
+    """A context in which Dynamo compiles the same code for many variants, and raises if it would run it eagerly."""
+    limits = {"recompile_limit": _MOST_GRAPHS, "accumulated_recompile_limit": 4 * _MOST_GRAPHS}
+    context: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
+        {**limits, "fail_on_recompile_limit_hit": True}
+    )
+    return context
+
+
 def _stock(step: BenchmarkedModel, seed: int = 0) -> list[Tensor]:
     """Outputs and gradients of stock, with the numbers that dropout draws from a seed."""
     twin = step.twin()
@@ -114,8 +123,9 @@ def _stock(step: BenchmarkedModel, seed: int = 0) -> list[Tensor]:
 def _checked(run: BenchmarkRun, row: _Row, result: Result) -> Result:
     """Make a variant, hold it against stock and measure its peak of memory; one that is right is ready then."""
     release_memory(run.device)
-    # Twins leave next to nothing behind, but for sharded ones, which have weights of their own.
-    of_others = _allocated(run.device) - (row.weights if row.step.shares_weights else 0)
+    # Twins leave next to nothing behind, but for graphs, and for sharded ones, which have weights of their own.
+    shared = row.weights if row.step.shares_weights else 0
+    of_others, reserved_for_others = (held - shared for held in memory_now(run.device))
     twin, patched = _made(result.by, row.step)
     with patched.running():
         error = relative_error(twin.outputs_and_gradients(patched.model), row.stock)
@@ -129,7 +139,7 @@ def _checked(run: BenchmarkRun, row: _Row, result: Result) -> Result:
     if peak is None:
         return result
     allocated, reserved = peak
-    return replace(result, peak_bytes=allocated - of_others, reserved_bytes=reserved - of_others)
+    return replace(result, peak_bytes=allocated - of_others, reserved_bytes=reserved - reserved_for_others)
 
 
 def _made(variant: str, step: BenchmarkedModel) -> tuple[BenchmarkedModel, Patched]:
@@ -184,10 +194,6 @@ def _take_turns(run: BenchmarkRun, row: _Row, part: Part) -> None:
         timing, of_host = (Timing.of([seconds / step.parts for seconds in column], "wall") for column in (whole, host))
         ratio = PairedRatio.of(whole, times[BASE][1]) if part == "features" and BASE in times else None
         row.results[variant] = replace(row.results[variant], timing=timing, host=of_host, ratio=ratio)
-
-
-def _allocated(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else torch.cuda.memory_allocated(device)
 
 
 def _in_words(result: Result) -> str:

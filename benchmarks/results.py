@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from .samples import PairedRatio, Timing
 
-Part = Literal["kernels", "losses", "host", "models", "features", "copy"]
+Part = Literal["kernels", "losses", "host", "models", "features", "trainers", "copy"]
 Verdict = Literal["ok", "wrong", "refused", "failed"]
 """``wrong``: the result is further from the right one than allowed, so no time was taken. ``refused``: the
 implementation does not take this case. ``failed``: it raised any other error."""
@@ -26,7 +26,8 @@ class Result:
     Attributes:
         part: ``kernels``: operators beside peers. ``losses``: a vocabulary head with its loss, beside peers.
             ``host``: the host's time for a call. ``models``: steps of whole models. ``features``: the same, and ratios
-            to everything on. ``copy``: a copy from device to device, whose bandwidth is the limit of every operator's.
+            to everything on. ``trainers``: steps of TRL's trainers. ``copy``: a copy from device to device, whose
+            bandwidth is the limit of every operator's.
         row: the case: an operator and its shape, or a model and its step; for a copy its size.
         by: the provider or the variant.
         kind: of operators ``forward``, which is without autograd, or ``backward``, all gradients; of host times

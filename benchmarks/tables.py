@@ -17,6 +17,9 @@ _DATA_SHEETS = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA
 
 _SMALL = 3e-6  # Cases whose bytes a copy moves in less time are in microseconds: they are bound by launches.
 
+_WITH_REASONS = ("losses", "models", "features", "trainers")
+"""Parts of which a report says why something was refused."""
+
 Text = Callable[[Result, Sequence[Result]], str]
 """What a cell says of a result, beside all of its row and kind."""
 
@@ -34,8 +37,8 @@ def describe(results: Results) -> str:
         parts.append(f"Host time, microseconds a call, forward without grad / forward and backward\n{aligned(table)}")
     if steps := results.of("models"):
         parts.append(f"Steps, time and peak memory; * as below\n{aligned(_ways(steps, '*{}'))}")
-    parts += [_step_table(rows) for rows in (steps, results.of("features")) if rows]
-    if bad := [row for row in results.rows if row.bad or (row.detail and row.part in ("losses", "models", "features"))]:
+    parts += [_step_table(rows) for rows in (steps, results.of("features"), results.of("trainers")) if rows]
+    if bad := [row for row in results.rows if row.bad or (row.detail and row.part in _WITH_REASONS)]:
         lines = (f"  {r.by}, {' '.join(filter(None, (r.row, r.dtype, r.kind)))}: {r.verdict}, {r.detail}" for r in bad)
         parts.append("Not timed:\n" + "\n".join(lines))
     timed = [(row, row.timing) for row in results.of("kernels") if row.timing]

@@ -139,16 +139,21 @@ def host_and_step_time(call: Call, calls: int, device: torch.device) -> tuple[fl
     collecting = gc.isenabled()
     gc.disable()
     try:
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         for _ in range(calls):
             call()
         returned = time.perf_counter()
-        _synchronize(device)
+        synchronize(device)
         return (returned - began) / calls, (time.perf_counter() - began) / calls
     finally:
         if collecting:
             gc.enable()
+
+
+def memory_now(device: torch.device) -> tuple[int, int]:
+    """The GPU memory that tensors have, and that PyTorch's allocator holds for them, in bytes; none on a CPU."""
+    return (0, 0) if device.type == "cpu" else (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
 
 
 def peak_memory(call: Call, device: torch.device) -> tuple[int, int] | None:
@@ -208,6 +213,7 @@ def _wall(calls: Sequence[Call]) -> float:
     return time.perf_counter() - began
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a device is idle."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)

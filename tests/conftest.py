@@ -41,6 +41,30 @@ def slow_rows(*rows: Sequence[Any]) -> list[Any]:
     return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
+@pytest.fixture
+def replays_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layers be replayed as CUDA graphs, by a stand-in if there is no GPU."""
+    if not HAS_GPU:
+        from fused_norm.patcher import cuda_graphs, survey
+
+        from .patcher.graph_stand_in import StandIn
+
+        monkeypatch.setattr(cuda_graphs, "make_device", StandIn)
+        monkeypatch.setattr(survey, "why_no_graphs", lambda devices: None)
+
+
+@pytest.fixture
+def replays_hand_out_their_memory(replays_anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a fault: gradients lie in the memory of graphs, which the next replay overwrites."""
+    from fused_norm.patcher import cuda_graphs
+
+    def aliases(grads: Sequence[Any]) -> list[Any]:
+        return [None if grad is None else grad.detach() for grad in grads]
+
+    monkeypatch.setattr(cuda_graphs, "_copies_of", aliases)
+    monkeypatch.setattr(cuda_graphs, "_FLAT", -1)  # bytes of small gradients that are copied together
+
+
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over what lives to the end: all that was imported and collected."""
     gc.collect()

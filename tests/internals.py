@@ -71,6 +71,7 @@ REASONS: dict[str, str] = {
     "fused_norm.kernels.plans.table_of": "chooses a table for GPUs that no test has",
     "fused_norm.kernels.recording": "lowers how much is recorded, and takes away a part of PyTorch that is not public",
     "fused_norm.kernels.recording.forget_all": "makes calls first calls again: a test starts without recordings",
+    "fused_norm.kernels.switch.switch": "tells a planted fault to leave the stock step right",
     "fused_norm.kernels.triton.conv_kernels": "changes plans: small tensors reach what large ones would",
     "fused_norm.kernels.triton.cross_entropy_kernels.launch_multiply": "compiles a kernel that no call launches alone",
     "fused_norm.kernels.triton.devices": "answers for GPUs that no test has",
@@ -89,13 +90,12 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.adapters.FusedAdapter": "gets planted faults in an adapter's forward and casts",
     "fused_norm.patcher.adapters.dropout_factors": "holds factors to the bits of dropout on a GPU",
     "fused_norm.patcher.adapters.mask_of_dropout": "holds masks to those of dropout on a GPU",
+    "fused_norm.patcher.cuda_graphs": "gets a stand-in for the device that replays, as no test of CI has a GPU",
     "fused_norm.patcher.four_bit": "makes bitsandbytes multiply a shape itself, as it does on some GPUs",
     "fused_norm.patcher.fused_block.FusedBlock": "gets planted faults in what a rewritten forward calls",
     "fused_norm.patcher.fused_block.Rewrite": "forwards as text have no model, so that a test says what is to be fused",
     "fused_norm.patcher.fused_classes": "gets a planted fault",
-    "fused_norm.patcher.fused_norm_module": "forgets which warnings were given; gets a planted fault",
-    "fused_norm.patcher.fused_norm_module.switch": "tells a planted fault to leave the stock step right",
-    "fused_norm.patcher.fused_norm_module.run_fused": "falls back silently, as a planted fault",
+    "fused_norm.patcher.fused_norm_module": "forgets which warnings were given",
     "fused_norm.patcher.lazy_logits.CrossEntropy": (
         "a planted fault is put into the fused loss, and a test says which loss ran"
     ),
@@ -103,6 +103,8 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.lazy_logits.Projection": (
         "a planted fault is put into the fused loss, and a test says which loss ran"
     ),
+    "fused_norm.patcher.graph_guards": "loses one rule after the other, as a planted fault",
+    "fused_norm.patcher.graph_guards.LatestArguments": "tells numbers apart that give a layer the same results",
     "fused_norm.patcher.linear_inputs": "gets a planted fault: no norm knows that its consumers read 16 bits",
     "fused_norm.patcher.linear_inputs.ConsumerOutputs": "gets a planted fault: another norm's output",
     "fused_norm.patcher.losses": "a planted fault is put into the fused loss",
@@ -130,6 +132,7 @@ REASONS: dict[str, str] = {
     "fused_norm.patcher.recompute_linears": "notes which products are computed again",
     "fused_norm.patcher.recompute_linears.LinearOutputs": "gets a planted fault: outputs of adapters are kept silently",
     "fused_norm.patcher.recompute_linears.Recipe": "tells recipes from tensors that a graph saved",
+    "fused_norm.patcher.survey": "does not refuse a CPU, on which a stand-in replays",
 }
 """Why tests import each name, as far as somebody has looked at it."""
 

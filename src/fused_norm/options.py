@@ -78,6 +78,11 @@ class FuseOptions:
             into in a way that autograd does not count, as ``.data`` and NumPy do. ``"mlp"`` also recomputes the
             outputs of the linears before a gate, ``"attention"`` also queries, keys and values. It is a no-op in a
             layer under gradient checkpointing, offloading or torch.compile, which decide by themselves what is kept.
+        cuda_graphs: replay the forward and the backward of each layer as CUDA graphs, so that the host launches two
+            graphs a layer in place of its kernels: for steps in which the GPU waits for the host, as with short
+            sequences or adapters. Results are the same to the bit. A call that is not provably the one of the capture
+            runs eager, and is counted with its reason (``PatchReport.replays``). It takes memory of its own, and does
+            nothing under gradient checkpointing, which ``recompute`` replaces, offloading, FSDP or torch.compile.
         strict: raise if nothing is fused, or if a known family does not have the sites it is known to have.
 
     Raises:
@@ -103,6 +108,7 @@ class FuseOptions:
     consumers: bool = True
     recompute: RecomputeLevel = False
     strict: bool = True
+    cuda_graphs: bool = False
     readers: InitVar[bool | None] = None
 
     def __post_init__(self, readers: bool | None) -> None:
@@ -114,7 +120,7 @@ class FuseOptions:
             value = getattr(self, switch.option)
             if not isinstance(value, (bool, type(None))):
                 raise TypeError(f"{switch.option} must be True, False or None, not {value!r}")
-        for name in ("consumers", "strict"):
+        for name in ("consumers", "strict", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.recompute, (bool, str)) or self.recompute not in get_args(RecomputeLevel):

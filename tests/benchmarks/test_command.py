@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import command, host, kernels, losses, model_cases, models, plots, providers
+from benchmarks import command, host, kernels, losses, model_cases, models, plots, providers, trainers
 from benchmarks.command import main
 from benchmarks.loss_providers import LOSS_PROVIDERS
 from benchmarks.model_variants import DEFAULT, FEATURES
@@ -75,11 +75,13 @@ def test_a_quick_run_leaves_results_and_tables_from_which_plots_makes_the_same_a
 
 def test_all_that_can_be_measured_is_measured_for_everyone_and_rows_by_pattern_or_name(tmp_path):
     with contextlib.ExitStack() as stack:
-        parts = (losses, kernels, models, host)
+        parts = (losses, kernels, models, host, trainers)
         calls = {part: stack.enter_context(mock.patch.object(part, "measure")).call_args_list for part in parts}
         assert main(["--quick", "--out", str(tmp_path)]) == 0
         rows = "L*B lora 4*,tiny-llama loss lora 2x8"
         assert main(["models", "--rows", rows, "--quick", "--out", str(tmp_path)]) == 0
+        rows = "SFT *lora 4*,DPO tiny-llama lora padded 2x8"
+        assert main(["trainers", "--rows", rows, "--quick", "--out", str(tmp_path)]) == 0
     measured = [([case.name for case in call.args[1]], [*call.args[2]]) for call in calls[models]]
     assert measured == [
         ([case.name for case in model_cases.DEFAULT], [*DEFAULT]),
@@ -89,6 +91,11 @@ def test_all_that_can_be_measured_is_measured_for_everyone_and_rows_by_pattern_o
     for part, known in ((losses, LOSS_PROVIDERS), (kernels, providers.PROVIDERS)):
         assert [provider.name for provider in calls[part][0].args[-1]] == [*known]
     assert len(calls[host]) == 1
+    assert [[case.name for case in call.args[1]] for call in calls[trainers]] == [
+        [case.name for case in trainers.CASES],
+        ["SFT Qwen3-0.6B lora 4x1024", "DPO tiny-llama lora padded 2x8"],
+    ]
+    assert {call.args[2] == [*trainers.DEFAULT] for call in calls[trainers]} == {True}
 
 
 def test_a_fused_result_that_is_wrong_fails_the_run(tmp_path):

@@ -68,6 +68,8 @@ def test_adapters_alone_are_trained_and_watched_in_fp32_beside_a_bf16_model_unde
     trained = {name: weight.dtype for name, weight in step.model.named_parameters() if weight.grad is not None}
     assert trained == dict.fromkeys(step.watched, torch.float32)
     assert all("lora_" in name for name in trained)
+    step.drop_gradients()
+    assert all(weight.grad is None for weight in step.model.parameters())
     assert step.autocast == torch.bfloat16
     norms = [step.model.get_submodule(path).weight for path in step.norms]
     assert {(weight.dtype, weight.requires_grad) for weight in norms} == {(torch.bfloat16, False)}

@@ -13,7 +13,7 @@ from benchmarks.model_cases import ModelCase
 from benchmarks.model_steps import prepare, relative_error
 from benchmarks.model_variants import FLOAT8, OURS, VARIANTS, float8_linears_alone
 
-from ..conftest import slow
+from ..conftest import HAS_GPU, slow
 from ..patcher.models import is_fused, snapshot
 
 CPU = torch.device("cpu")
@@ -48,6 +48,7 @@ def test_a_variant_changes_its_twin_and_nothing_else():
         ("fused-stock-loss", "qwen3", "the step has no loss"),
         ("without sandwich", "llama", "nothing of the kind"),
         ("compile", "qwen3 generate", "static cache"),
+        ("fused-graphs", "qwen3 generate", "measured for training steps"),
     ],
 )
 def test_a_variant_that_would_be_another_one_is_refused(variant, step, reason):
@@ -78,6 +79,25 @@ def test_a_fused_variant_has_its_options_and_the_results_of_stock(variant, optio
     assert apply.call_args == mock.call(twin.model, **options)
     assert (type(twin.model.lm_head) is torch.nn.Linear) == ("loss" in options)
     assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
+
+
+@pytest.mark.usefixtures("replays_anywhere")
+@pytest.mark.parametrize("variant", ["fused-graphs", "fused-graphs-recompute-attention"])
+def test_layers_of_a_variant_with_graphs_are_replayed_in_every_step_with_the_results_of_stock(variant):
+    step = prepared("qwen3", "loss", length=8)
+    stock, twin = step.outputs_and_gradients(), step.twin()
+    patched = VARIANTS[variant](twin)
+    before = patched.report.replays.forwards
+    assert relative_error(twin.outputs_and_gradients(patched.model), stock) < 1e-5
+    assert patched.report.replays.forwards - before == len(twin.model.model.layers)
+    assert [row.reason for row in patched.report.recompute or ()] == [None, None] * ("recompute" in variant)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there layers are replayed")
+def test_a_variant_whose_layers_are_not_replayed_is_refused_with_the_reason():
+    with pytest.raises(RefusedError, match="no layer was replayed: there is no CUDA device"):
+        VARIANTS["fused-graphs"](prepared("qwen3", length=2).twin())
+    assert model_variants.missing("fused-graphs", CPU) == "needs a GPU"
 
 
 def test_liger_patches_all_it_has_and_its_names_are_in_force_while_it_runs():

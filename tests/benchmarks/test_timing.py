@@ -56,7 +56,7 @@ def test_host_time_ends_when_the_last_call_has_returned(monkeypatch):
 
         return wait
 
-    monkeypatch.setattr(timing, "_synchronize", wait_for(10.0))
+    monkeypatch.setattr(timing, "synchronize", wait_for(10.0))
     assert timing.host_and_step_time(wait_for(1.0), 4, "cpu") == (1.0, 3.5)
     collecting = []
     timing.host_and_step_time(lambda: collecting.append(gc.isenabled()), 1, "cpu")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_norm import FusedNormError, apply_fused_norm, remove_fused_norm
 from fused_norm.check.against_float64 import budget, check_step
 from fused_norm.model_configs import FAMILIES, build, families_here, tiny_config
+
+from ..conftest import HAS_GPU
 
 
 def tokens_of(model):
@@ -183,3 +186,38 @@ def test_a_16_bit_model_may_be_held_against_float32(device):
     result = check_step(model, tokens_of(model), truth=torch.float32)
     assert result.ok
     assert "truth in float32" in str(result)
+
+
+REPLAYED = {"cuda_graphs": True, "modules": "model.layers.*"}
+
+
+@pytest.mark.usefixtures("replays_anywhere")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replayed_step_has_the_bits_of_the_eager_one(dtype, device):
+    model = build("llama", seed=1, dtype=dtype, device=device)
+    result = check_step(model, tokens_of(model), options=REPLAYED)
+    assert result.ok, str(result)
+    assert (result.replay.why_not, result.replay.differing) == (None, ())
+    assert result.replay.compared == len(result.deviations) == 2 + len(list(model.parameters()))
+    assert f"CUDA graphs: replayed, equal to eager to the bit in {result.replay.compared} tensors" in str(result)
+    assert json.loads(result.to_json())["replay"]["compared"] == result.replay.compared
+
+
+@pytest.mark.usefixtures("replays_hand_out_their_memory")
+def test_a_replay_whose_gradients_are_overwritten_is_told_by_its_bits(device):
+    model = build("llama", seed=1, dtype=torch.float32, device=device)
+    result = check_step(model, tokens_of(model), options=REPLAYED)
+    assert not result.ok
+    assert result.replay.why_not is None
+    assert all(name.endswith(".grad") for name in result.replay.differing)
+    assert re.search(r"differs from eager in \d+ of \d+ tensors: model\.layers\.", str(result))
+    assert str(result).endswith("CUDA graphs compute something else")
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there layers are replayed")
+def test_a_step_that_is_not_replayed_says_why(device):
+    model = small("llama", device=device)
+    result = check_step(model, tokens_of(model), options=REPLAYED)
+    assert (result.ok, result.replay.why_not) == (True, "there is no CUDA device")
+    assert "CUDA graphs: not replayed: there is no CUDA device" in str(result)
+    assert check_step(model, tokens_of(model)).replay is None

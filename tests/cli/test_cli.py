@@ -28,7 +28,8 @@ from fused_norm.cli import main
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
 SITES = FAMILIES["qwen3"].sites()
-SWITCHES = {field.name for field in fields(FuseOptions)} - {"modules", "casting", "consumers", "recompute", "strict"}
+OTHERS = {"modules", "casting", "consumers", "recompute", "strict", "cuda_graphs"}
+SWITCHES = {field.name for field in fields(FuseOptions)} - OTHERS
 SUMMARY = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "rope", "residual", "mlp"))
 
 
@@ -160,6 +161,18 @@ def test_inspect_tells_which_blocks_get_outputs_of_a_norm_of_their_own_and_which
     assert "recompute" not in inspected("{}")
     rows = [(row["path"], row["reason"]) for row in inspected("{} --recompute")["recompute"]]
     assert rows == [("model.layers.0", None), ("model.layers.1", None)]
+
+
+def test_inspect_tells_which_layers_would_be_replayed_here(inspected, checkpoint, capsys):
+    assert "graphs" not in inspected("{}")
+    assert "graphs" not in inspected("{} --no-cuda-graphs")
+    reason = None if torch.cuda.is_available() else "there is no CUDA device"
+    rows = [(row["path"], row["reason"]) for row in inspected("{} --cuda-graphs")["graphs"]]
+    assert rows == [("model.layers.0", reason), ("model.layers.1", reason)]
+    assert main(["inspect", str(checkpoint), "--cuda-graphs"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"; CUDA graphs in {0 if reason else 2} layers" in out
+    assert (f"no graphs in Qwen3DecoderLayer: {reason} 2 graphs model.layers.*" in out) == bool(reason)
 
 
 def test_inspect_prints_the_forwards_that_run(checkpoint, capsys):
@@ -393,6 +406,12 @@ def test_check_finds_a_tiny_model_within_budget(capsys, device):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there layers are replayed")
+def test_check_says_why_nothing_is_replayed(capsys):
+    assert main(["check", "llama", "--layers", "1", "--seq", "8", "--cuda-graphs"]) == 0
+    assert "CUDA graphs: not replayed: there is no CUDA device\nverdict: within budget" in capsys.readouterr().out
+
+
 def test_a_command_on_a_cpu_has_kernels_interpreted_without_being_told():
     result = process("-m", "fused_norm", "check", "llama", "--device", "cpu", "--batch", "1", "--seq", "8")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -534,6 +553,7 @@ def test_run_runs_a_module_as_python_does(script, tmp_path, monkeypatch, capsys)
         ("", LOAD_BERT, 0, "nothing was fused (models built, also by processes of the script: 1)\n"),
         ("--strict", LOAD_BERT, 1, "without --strict the script goes on with such a model\n"),
         *((f"--recompute{level}", LOAD, 0, "recompute in 2 layers") for level in ("=True", " mlp", " --")),
+        ("--cuda-graphs", LOAD, 0, "; CUDA graphs in "),
         ("--no-qk", LOAD, 0, f"{SITES['norm']} norm, {SITES['residual']} residual, {SITES['mlp']} mlp"),
     ],
 )

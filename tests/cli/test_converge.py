@@ -21,7 +21,7 @@ import fused_norm
 from fused_norm.cli import main
 from fused_norm.model_configs import build, tiny_config
 
-from ..conftest import slow_rows
+from ..conftest import HAS_GPU, slow_rows
 
 QUICK = ("--steps", "2", "--dtype", "fp32")
 
@@ -40,6 +40,11 @@ QUICK = ("--steps", "2", "--dtype", "fp32")
         (["--config", "{}"], "has no config.json"),
         (["--config", "t5"], "is no causal language model (t5)"),
         (["llama", "--config", "llama"], "two models are called llama"),
+        pytest.param(
+            ["llama", "--axis", "graphs"],
+            "--axis graphs says nothing here: there is no CUDA device",
+            marks=pytest.mark.skipif(HAS_GPU, reason="there layers are replayed"),
+        ),
         (["llama", "--out", "{}/short.txt/below"], "/short.txt/below cannot be written (Not a directory)"),
         *slow_rows((["llama", "--out", "{}/taken"], "/taken/report.json cannot be written (Is a directory)")),
     ],

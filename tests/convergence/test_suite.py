@@ -16,6 +16,7 @@ from fused_norm import model_configs
 from fused_norm.cli import main
 from fused_norm.model_configs import FAMILIES, families_here
 
+from ..conftest import HAS_GPU
 from .runs import results_in
 
 QUICK = ("--dtype", "bf16", "--steps", "2")
@@ -70,7 +71,7 @@ def test_the_quick_tier_covers_features_and_executions_and_each_is_green_with_wh
     assert main(["converge", "qwen3", *QUICK, "--dtype", "mixed", "--out", str(tmp_path)]) == 0
     rows = results_in(tmp_path).values()
     assert {row["outcome"] for row in rows} == {"green"}
-    executions = {"eager", "compile", "checkpointing", "recompute", "loss", *LORA}
+    executions = {"eager", "compile", "checkpointing", "recompute", "loss", *LORA, *(["graphs"] if HAS_GPU else [])}
     assert {row["comparison"]["execution"] for row in rows} == executions
     features = {"all", "norms", *(f"norms+{part}" for part in ("qk", "rope", "residual", "mlp", "loss"))}
     assert {row["comparison"]["feature"] for row in rows} == features

@@ -17,7 +17,11 @@ NOT_SAID = {
     "… (…): …",
     "class …: pass",
     "…: fused …; kept ……",
-    "; recompute in … layers",
+    "; … in … layers",
+    ": pass use_cache=False",
+    "quant_state of a weight",
+    "… of …",
+    "t….data_ptr() == … and t….dtype is d… and t….shape == s… and t….stride() == p…",
     "cross entropy without logits",
     "…, in place of …",
     "… …: …",
@@ -29,6 +33,9 @@ NOT_SAID = {
     "LoRA layers as PEFT has them",
     "PEFT's LoRA code",
     "sum with the adapter",
+    "an output of the norm for each linear",
+    "outputs computed again in the backward",
+    "replayed as CUDA graphs",
     "weight dequantised in one kernel",
     " between grouped products",
     "a part of transformers' experts",
@@ -86,7 +93,8 @@ def all_refusals(paths):
     """Return the strings in operators' functions that return a refusal or its reason."""
     nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     functions = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.returns is not None)
-    refusing = (node for node in functions if ast.unparse(node.returns) in ("Unsupported | None", "str | None"))
+    returned = "Unsupported | None", "str | None", "tuple[Any, str | None]"
+    refusing = (node for node in functions if ast.unparse(node.returns) in returned)
     return {text for function in refusing for text in texts_of(function)}
 
 

@@ -11,11 +11,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import TrainingArguments
 
 from fused_norm import FusedNormError
 from fused_norm.integrations.trainer import FusedNormCallback
 from fused_norm.model_configs import FAMILIES, build, tiny_config
+from fused_norm.patcher import cuda_graphs, survey
 
+from ..patcher.graph_stand_in import StandIn
 from ..patcher.models import counts, is_fused, losses_of, rows_of, trainer_of
 
 
@@ -111,6 +114,84 @@ def test_recompute_true_leaves_checkpointing_as_it_is(tmp_path):
     assert run.args.gradient_checkpointing
     run.train()
     assert model.is_gradient_checkpointing
+
+
+EAGER_UNDER_CHECKPOINTING = "gradient checkpointing is on; recompute takes its place without host time"
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Replay layers by a stand-in if there is no GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(cuda_graphs, "make_device", StandIn)
+        monkeypatch.setattr(survey, "why_no_graphs", lambda devices: None)
+
+
+def replaying(folder: Path, *, use_cache: bool = False, is_on: Any = (), **options: Any) -> tuple[Any, Any]:
+    """Return a Trainer after three steps of two batches each, and its callback; one norm alone is fused.
+
+    ``is_on``: names of the Trainer's arguments that are to be True.
+    """
+    callback = FusedNormCallback(modules="model.norm", **options)
+    arguments = {"max_steps": 3, "gradient_accumulation_steps": 2, **dict.fromkeys(is_on, True)}
+    run = trainer(llama(), folder, [callback], **arguments)
+    run.model.config.use_cache = use_cache
+    run.train()
+    return run, callback
+
+
+def assert_same_training(one: Any, other: Any) -> None:
+    assert torch.equal(losses_of(one), losses_of(other))
+    weights = other.model.state_dict()
+    for name, weight in one.model.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_replayed_layers_train_as_eager_ones_to_the_bit(use_cache, tmp_path, graphs, caplog):
+    eager, callback = replaying(tmp_path)
+    assert callback.report.replays is None
+    with caplog.at_level(logging.INFO, "fused_norm"):
+        run, callback = replaying(tmp_path, use_cache=use_cache, cuda_graphs=True)
+    assert_same_training(run, eager)
+    replays = callback.report.replays
+    assert (replays.captures, replays.forwards, replays.backwards) == (1, 5, 5), replays
+    assert replays.eager == {"first sight of its arguments": 1}
+    assert not run.model.config.use_cache
+    assert ("config.use_cache is False from now on" in caplog.text) == use_cache
+
+
+def test_a_cache_that_the_arguments_ask_for_stays_and_is_a_reason(tmp_path, graphs):
+    if not hasattr(TrainingArguments, "use_cache"):
+        pytest.skip("this transformers has no such argument")
+    _, callback = replaying(tmp_path, use_cache=True, is_on=["use_cache"], cuda_graphs=True)
+    assert callback.report.replays.eager == {"past_key_values is a DynamicCache: pass use_cache=False": 6}
+
+
+def test_under_checkpointing_layers_run_eager_and_a_warning_names_the_way_out(tmp_path, graphs, caplog):
+    checkpointing = ["gradient_checkpointing"]
+    eager, _ = replaying(tmp_path, is_on=checkpointing)
+    run, callback = replaying(tmp_path, is_on=checkpointing, cuda_graphs=True)
+    assert_same_training(run, eager)
+    assert callback.report.replays.eager.keys() == {EAGER_UNDER_CHECKPOINTING}
+    assert callback.report.replays.forwards == 0
+    warnings = [message for message in caplog.messages if "gradient checkpointing" in message]
+    (warning,) = [message for message in warnings if message.startswith("cuda_graphs")]
+    assert "recompute='attention' takes the place of checkpointing" in warning
+    run, callback = replaying(tmp_path, is_on=checkpointing, cuda_graphs=True, recompute="attention")
+    assert_same_training(run, eager)
+    assert callback.report.replays.forwards == 5
+
+
+def test_in_compiled_models_cuda_graphs_are_left_out_with_a_warning(tmp_path, graphs, caplog):
+    (model := llama()).compile(backend="eager")
+    trainer(model, tmp_path, [callback := FusedNormCallback(cuda_graphs=True, recompute=True)])
+    assert callback.report.graphs is None
+    assert callback.report.replays is None
+    assert "cuda_graphs is left out: the model is compiled" in caplog.text
+    assert "recompute=True is left out: the model is compiled" in caplog.text
+    with pytest.raises(ValueError, match="cuda_graphs=True does nothing in compiled layers"):
+        FusedNormCallback(cuda_graphs=True, compile_layers=True)
 
 
 def test_misspelt_options_are_errors_before_there_is_a_trainer():

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from compiled_launches import TARGETS, Noted, Target, compiled
+from numerics import GLU_ACTIVATIONS
 
 import fused_norm.kernels.fp8
 import fused_norm.kernels.linear_4bit  # noqa: F401 -- registers operators that no public function loads
@@ -245,7 +246,7 @@ def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
 def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator[Called]:
     """Yield all operators that a target runs, for rows and, up to 256 elements, heads of these widths."""
     x, kind = torch.empty(64, 4096, dtype=dtype), target.architecture
-    for activation in ("silu", "gelu", "gelu_tanh", "gelu_new"):  # all widths have the same kernels
+    for activation in GLU_ACTIVATIONS:  # all widths have the same kernels
         yield forward_backward("glu", activation, x, x, activation)
         yield forward_backward("glu", f"{activation} of halves", x, None, activation)
         if dtype == torch.float32:

@@ -10,14 +10,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers.activations import NewGELUActivation
 
-from fused_norm.kernels import add_rms_norm, rms_norm
+from fused_norm.kernels import add_rms_norm, glu, rms_norm
 from fused_norm.spec import NormSpec
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -78,6 +78,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": NewGELUActivation(),
 }
 """The activations of gates, as modelling code computes them."""
+
+GLU_ACTIVATIONS: tuple[str, ...] = get_args(get_type_hints(glu)["activation"])
+"""Those that ``glu`` takes by its signature."""
 
 Scales = dict[str, Tensor]
 """The units of errors, by the name of a result."""

@@ -30,6 +30,8 @@ from fused_norm.kernels import (
     rope,
 )
 
+from .numerics import GLU_ACTIVATIONS
+
 X = torch.ones(2, 3, 8)
 W = torch.ones(8)
 H = torch.ones(2, 3, 4, 8)
@@ -98,7 +100,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "a word": (lambda: rope(H, H, C, C, single_rounding="yes"), "single_rounding must .*'yes'", TypeError),
     },
     "glu": {
-        "unknown activation": (lambda: glu(X, X, "relu"), "one of silu, gelu, gelu_tanh, gelu_new, not 'relu'"),
+        "unknown activation": (lambda: glu(X, X, "tanh"), f"one of {', '.join(GLU_ACTIVATIONS)}, not 'tanh'"),
         "no dimension": (lambda: glu(X[0, 0, 0], None), "at least one dimension"),
         "odd halves": (lambda: glu(X[..., :7]), r"even last dimension.*not shape \(2, 3, 7\)"),
         "other shape": (lambda: glu(X, X[:1]), r"gate's shape \(2, 3, 8\), not \(1, 3, 8\); expand it"),

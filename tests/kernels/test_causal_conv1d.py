@@ -135,7 +135,7 @@ def test_other_numbers_of_taps_take_the_reference(device: str) -> None:
     operator = OPERATORS["causal_conv1d"]
     for taps in (1, 5):
         inputs = draw_inputs(device, 2, 6, 3, taps=taps)
-        refusal = operator.unsupported(inputs.x, inputs.w, inputs.b, "silu")
+        refusal = operator.why_unsupported(inputs.x, inputs.w, inputs.b, "silu")
         assert refusal is not None
         assert f"{taps} taps" in refusal.reason
         assert torch.equal(

@@ -11,6 +11,7 @@ ROOT = Path(fused_norm.__file__).parent
 LAYERS = (
     "spec",
     "kernels.autocast",
+    "kernels.switch",
     "kernels.sharded",
     "kernels.plans",
     "kernels.triton",

@@ -56,7 +56,7 @@ def test_a_weight_has_the_bits_that_bitsandbytes_gives(
         rows = torch.eye(shape[1], dtype=dtype, device=device, requires_grad=True)
         factors = rows.new_zeros(1, shape[1]), rows.new_zeros(shape[0], 1)
         arguments = rows, rows, *factors, *parts, None, None, *FACTORS, dtype, dtype, block
-        y, why_not = LORA_LINEAR_4BIT.try_fused(*arguments, replaces=None)
+        y, why_not = LORA_LINEAR_4BIT.try_fused(*arguments)
         assert why_not is None
         columns = torch.eye(shape[1], shape[0], dtype=dtype, device=device)
         (dx,) = torch.autograd.grad(y, rows, columns)
@@ -238,7 +238,7 @@ def test_what_kernels_do_not_take_is_named_or_left_to_the_reference(device: str)
     layer, x = FourBit(device, BF16, FP32), torch.randn(5, K + 2, device=device)
     with pytest.raises(ValueError, match="must have shapes"):
         LORA_LINEAR_4BIT.checked(x, x, *layer.factors, *layer.parts, None, None, *FACTORS, BF16, FP32, 64)
-    refusal = LINEAR_4BIT.unsupported(x, *layer.parts, None, N, 64, BF16, FP32)
+    refusal = LINEAR_4BIT.why_unsupported(x, *layer.parts, None, N, 64, BF16, FP32)
     assert refusal.reason == f"packed must have {N} * {K + 2} / 2 elements, not {N * K // 2}"
     x, weight, dtypes = x[:, :K], (*layer.factors, *layer.parts, None), (BF16, FP32)
     for mask, reason in (
@@ -247,12 +247,12 @@ def test_what_kernels_do_not_take_is_named_or_left_to_the_reference(device: str)
         ((x > 0).t().contiguous().t(), ""),  # which the reference computes
         ((x > 0).contiguous(), None),
     ):
-        refusal = LORA_LINEAR_4BIT.unsupported(x, x, *weight, mask, *FACTORS, *dtypes, 64)
+        refusal = LORA_LINEAR_4BIT.why_unsupported(x, x, *weight, mask, *FACTORS, *dtypes, 64)
         assert (refusal and refusal.reason) == reason
     layer = FourBit(device, BF16, FP32, rank=257)
     arguments = x, x, *layer.factors, *layer.parts, None, None, *FACTORS, *dtypes, 64
-    assert LORA_LINEAR_4BIT.try_fused(*arguments, replaces=None) == (None, "a rank of 257 is more than 256")
+    assert LORA_LINEAR_4BIT.try_fused(*arguments) == (None, "a rank of 257 is more than 256")
     layer = FourBit(device, features=1)
     parts = layer.state.code, layer.codes.flatten()[: K // 2], layer.state.absmax.float(), None, None, None
-    refusal = LINEAR_4BIT.unsupported(x[:, : K - 1], *parts, None, 1, 64, BF16, FP32)
+    refusal = LINEAR_4BIT.why_unsupported(x[:, : K - 1], *parts, None, 1, 64, BF16, FP32)
     assert refusal.reason == "its weight is packed otherwise"

@@ -172,7 +172,7 @@ def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(n
         if strides is not None:
             factors[name] = factors[name].as_strided(shape, strides)
         base, x = (torch.empty(2, width, dtype=BF16, device="meta") for width in (n, k))
-        refusal = LORA_ADD.unsupported(base, x, *factors.values(), 1.0)
+        refusal = LORA_ADD.why_unsupported(base, x, *factors.values(), 1.0)
         assert refusal is not None
         assert refusal.reason == "a or b has more elements than 32 bits count"
 
@@ -180,7 +180,7 @@ def test_factors_whose_elements_32_bits_do_not_count_are_left_to_the_reference(n
 def test_stock_code_that_would_give_another_result_is_not_replaced(device: str) -> None:
     inputs = draw_inputs(device, *SMALL)
     x, a, b = inputs.x, inputs.a, inputs.b
-    assert LORA_ADD.differs_from_eager(inputs.base, x, a, b, 1.0) is None
-    assert LORA_ADD.differs_from_eager(inputs.base.float(), x, a, b, 1.0) is None
-    assert "float16" in str(LORA_ADD.differs_from_eager(inputs.base.half(), x, a, b, 1.0))
-    assert LORA_ADD.differs_from_eager(turned(inputs.base), x, a, b, 1.0) == "base is not contiguous"
+    assert LORA_ADD.why_unlike_eager(inputs.base, x, a, b, 1.0) is None
+    assert LORA_ADD.why_unlike_eager(inputs.base.float(), x, a, b, 1.0) is None
+    assert "float16" in str(LORA_ADD.why_unlike_eager(inputs.base.half(), x, a, b, 1.0))
+    assert LORA_ADD.why_unlike_eager(turned(inputs.base), x, a, b, 1.0) == "base is not contiguous"

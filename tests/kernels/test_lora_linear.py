@@ -200,7 +200,7 @@ def test_only_a_frozen_linear_that_fits_is_taken(device: str) -> None:
         ({"w": layer.w[1:]}, "must have shapes"),
     ):
         *tensors, dtype = (given | changed).values()
-        refusal = LORA_LINEAR.unsupported(own, layer.x.bfloat16(), *tensors, *FACTORS, dtype)
+        refusal = LORA_LINEAR.why_unsupported(own, layer.x.bfloat16(), *tensors, *FACTORS, dtype)
         assert (refusal and refusal.reason) == reason or (reason and reason in str(refusal.reason)), changed.keys()
 
 

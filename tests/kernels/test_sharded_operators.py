@@ -150,14 +150,14 @@ def test_the_reason_says_what_no_device_can_compute_alone(mesh: DeviceMesh, devi
         (rows, w_cut, "not every device has the weight as a whole"),
         (rows, weight, "DTensors and plain tensors meet in it"),
     ):
-        assert RMS_NORM.unsupported(x, norm_weight, LLAMA, None) == (reason and (reason, None))
+        assert RMS_NORM.why_unsupported(x, norm_weight, LLAMA, None) == (reason and (reason, None))
     add = ALL["add_rms_norm"]
-    assert add.unsupported(whole, residual, weight, LLAMA, None, 1.0) is None
-    several = add.unsupported(rows, alike, w, LLAMA, None, 1.0)
+    assert add.why_unsupported(whole, residual, weight, LLAMA, None, 1.0) is None
+    several = add.why_unsupported(rows, alike, w, LLAMA, None, 1.0)
     assert several == ("its DTensors are placed in several ways", None)
-    meshes = add.unsupported(alike, elsewhere, w, LLAMA, None, 1.0)
+    meshes = add.why_unsupported(alike, elsewhere, w, LLAMA, None, 1.0)
     assert meshes == ("its DTensors are on several meshes", None)
-    assert ALL["glu"].unsupported(cut, cut, "silu") is None
+    assert ALL["glu"].why_unsupported(cut, cut, "silu") is None
 
 
 def test_an_adapter_is_left_to_pytorch(mesh: DeviceMesh, device: str) -> None:
@@ -167,7 +167,7 @@ def test_an_adapter_is_left_to_pytorch(mesh: DeviceMesh, device: str) -> None:
     wholes, placements = (base, x, factor, factor.t()), (Shard(0), Shard(0), Replicate(), Replicate())
     parts = [part_of(*pair) for pair in zip(wholes, placements, strict=True)]
     dtensors = [spread(*pair, mesh, placement) for *pair, placement in zip(wholes, parts, placements, strict=True)]
-    assert LORA_ADD.unsupported(*dtensors, 0.5) == ("it has no form for DTensors", None)
+    assert LORA_ADD.why_unsupported(*dtensors, 0.5) == ("it has no form for DTensors", None)
     with called_operators() as called:
         y = kernels.lora_add(*dtensors, 0.5)
     assert not len(called)
@@ -180,10 +180,10 @@ def test_heads_may_be_cut_where_all_devices_have_the_angles_and_tokens_may_not(m
     by_heads, by_tokens = (spread(q, part_of(q, Shard(dim)), mesh, Shard(dim)) for dim in (1, 2))
     part = spread(angles, part_of(angles, Shard(1)), mesh, Shard(1))
     refusal = "not every device has cos and sin for all its tokens", None
-    assert QK_NORM.unsupported(by_heads, by_heads, None, None, whole, whole, LLAMA, 1, None) is None
-    assert QK_NORM.unsupported(by_tokens, by_tokens, None, None, whole, whole, LLAMA, 1, None) == refusal
-    assert QK_NORM.unsupported(by_heads, by_heads, None, None, part, part, LLAMA, 1, None) == refusal
-    assert QK_NORM.unsupported(by_tokens, by_tokens, None, None, None, None, LLAMA, 1, None) is None
+    assert QK_NORM.why_unsupported(by_heads, by_heads, None, None, whole, whole, LLAMA, 1, None) is None
+    assert QK_NORM.why_unsupported(by_tokens, by_tokens, None, None, whole, whole, LLAMA, 1, None) == refusal
+    assert QK_NORM.why_unsupported(by_heads, by_heads, None, None, part, part, LLAMA, 1, None) == refusal
+    assert QK_NORM.why_unsupported(by_tokens, by_tokens, None, None, None, None, LLAMA, 1, None) is None
 
 
 @pytest.mark.parametrize("heads_dim", [1, 2])
@@ -198,8 +198,8 @@ def test_angles_of_four_dimensions_tell_the_heads_whatever_unsqueeze_dim_is(
     for unsqueeze_dim in (1, 2):
         for dim in (1, 2):
             heads = [spread(tensor, part_of(tensor, Shard(dim)), mesh, Shard(dim)) for tensor in (q, k)]
-            by_norm = QK_NORM.unsupported(*heads, None, None, *dtensors, LLAMA, unsqueeze_dim, None)
-            by_itself = ROPE.unsupported(*heads, *dtensors, unsqueeze_dim, False, "half", False, None)
+            by_norm = QK_NORM.why_unsupported(*heads, None, None, *dtensors, LLAMA, unsqueeze_dim, None)
+            by_itself = ROPE.why_unsupported(*heads, *dtensors, unsqueeze_dim, False, "half", False, None)
             assert (by_norm is None) == (by_itself is None) == (dim == heads_dim)
             if by_itself is None:
                 turned = kernels.rope(*heads, *dtensors, unsqueeze_dim=unsqueeze_dim)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModel
 
 import fused_norm
+from fused_norm.kernels.operator import OPERATORS
 from fused_norm.patcher import adapters, four_bit, recompute_linears
 
 from .models import EXPERTS_ARE_MLPS, assert_same, relative, slow
@@ -292,7 +293,8 @@ def test_the_other_16_bits_are_dropped_by_pytorch_which_rounds_to_them(
 def test_a_mask_that_was_drawn_for_a_call_that_kernels_refuse_is_applied(
     masks: list[Tensor], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "run_fused", lambda *_: (None, "refused by a test"))
+    for name in ("lora_linear_4bit", "lora_summands_4bit", "lora_add"):
+        monkeypatch.setattr(OPERATORS[name], "try_fused", lambda *_: (None, "refused by a test"))
     assert compare(model_of(device, lora_dropout=0.3), device)["lora_linear_4bit"] == 0
     assert masks
 

@@ -197,7 +197,7 @@ def test_what_is_left_to_the_compiler_is_the_stock_forward(model_type: str, devi
 def test_compiled_code_notices_the_switch(device: str) -> None:
     stock, fused = twins(tiny_config("llama", num_hidden_layers=1), device)
     ids = tokens(device)
-    compiled = torch.compile(fused, backend="eager")
+    compiled = torch.compile(fused, backend="eager", fullgraph=True)
     with torch.no_grad():
         compiled(ids, use_cache=False)
         with fused_norm.disabled():

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fused_norm.kernels.operator import OPERATORS, Recompute
+from fused_norm.kernels.switch import switch
 from fused_norm.patcher import fused_classes, linear_inputs, losses, recompute
 from fused_norm.patcher.adapters import AdapterInput, FusedAdapter
 from fused_norm.patcher.fused_block import FusedBlock
-from fused_norm.patcher.fused_norm_module import switch
 from fused_norm.patcher.lazy_logits import LazyLogits
 from fused_norm.patcher.losses import LossCall
 from fused_norm.patcher.recompute import _Recomputable

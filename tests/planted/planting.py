@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from fused_norm.check.distances import share_different
 from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator
 from fused_norm.kernels.recording import forget_all
-from fused_norm.patcher import fused_norm_module
+from fused_norm.kernels.switch import switch
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.lazy_logits import CrossEntropy, Projection
 from fused_norm.patcher.losses import FusedHead
@@ -186,7 +185,7 @@ def in_head(change: Callable[[CrossEntropy], CrossEntropy]) -> Planting:
     """Plant a fault in the loss that a head is asked for."""
 
     def wrong(right: Any, memory: Any, head: FusedHead, x: Tensor, request: CrossEntropy, *args: Any) -> Tensor:
-        loss: Tensor = right(head, x, request if fused_norm_module.switch.depth else change(request), *args)
+        loss: Tensor = right(head, x, request if switch.depth else change(request), *args)
         return loss
 
     return replaced_by(FusedHead, "fused_norm_cross_entropy", wrong)
@@ -236,18 +235,17 @@ def falls_back(*operators: Operator, where: Callable[[Tensor], bool] = lambda x:
 
     @contextlib.contextmanager
     def planted(model: nn.Module) -> Iterator[PlantedFault]:
-        state, right = PlantedFault(), fused_norm_module.run_fused
+        state, right = PlantedFault(), Operator.try_fused
 
         def declines(operator: Operator, *arguments: Any, **named: Any) -> tuple[Any, str | None]:
-            if OPERATORS[operator.plain_name or operator.name] not in operators or not where(arguments[0]):
+            is_public = "replaces" in named and named["replaces"] is None
+            is_right = is_public or OPERATORS[operator.plain_name or operator.name] not in operators
+            if is_right or not where(arguments[0]):
                 return right(operator, *arguments, **named)
             state.count_all()
             return None, ""
 
-        with contextlib.ExitStack() as stack:
-            for module in [part for name, part in sys.modules.items() if name.startswith("fused_norm.patcher.")]:
-                if hasattr(module, "run_fused"):
-                    stack.enter_context(mock.patch.object(module, "run_fused", declines))
+        with mock.patch.object(Operator, "try_fused", declines):
             yield state
 
     return planted

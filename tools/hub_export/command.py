@@ -22,7 +22,6 @@ _PACKAGE = Path(fused_norm.__file__).parent
 _FILES = (
     "spec.py",
     "patcher/source.py",
-    "patcher/fused_norm_module.py",
     "patcher/hooks.py",
     "patcher/norm_recognition.py",
     "patcher/probe.py",

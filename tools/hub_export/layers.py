@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fused_norm.kernels.arguments import check_eps
 from fused_norm.kernels.norm import RMS_NORM
 from fused_norm.kernels.operator import norm_spec
-from fused_norm.patcher.fused_norm_module import run_fused
 from fused_norm.patcher.norm_recognition import Recognised, recognise
 from fused_norm.patcher.probe import UnrecognisedError
 from fused_norm.patcher.running_code import RunningCode
@@ -41,7 +40,7 @@ class RMSNorm(nn.Module):
             eps = getattr(self, meaning.eps_name)
             spec = None if check_eps(eps) else norm_spec(known.casting, known.zero_centered, eps, known.casts_weight)
             weight = self.weight if known.weighted else None
-            y, reason = run_fused(RMS_NORM, hidden_states, weight, spec, None)
+            y, reason = RMS_NORM.try_fused(hidden_states, weight, spec, None)
             if reason is None:
                 return y
         return type(self).forward(self, hidden_states)

@@ -16,17 +16,18 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ..patcher import FuseOptions, PatchReport, apply_fused_norm, remove_fused_norm
 from ..patcher.survey import survey
 from ..spec import FusedNormError
-from .distances import distance, distances
+from .distances import distance, distances, share_different
 from .reordered_norms import reordered_norms
 
 SLACK = 0.25
@@ -42,6 +43,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 MIN_PREDICTIONS = 4
 """Predicted tokens below which a step cannot be judged: the ratio of two single errors can be anything."""
+
+
+WARM_UP = 3
+"""Steps before one that replays layers as CUDA graphs: the first runs eager, and two captures may fail."""
 
 
 class UncheckableError(ValueError):
@@ -104,6 +109,28 @@ class Deviation:
 
 
 @dataclass(frozen=True)
+class ReplayCheck:
+    """Whether a step whose layers are replayed as CUDA graphs has the bits of the eager step of the same fused model.
+
+    Attributes:
+        why_not: why the step replayed no layer, so that it proves nothing; None if it did.
+        compared: results that were compared: those that two eager steps have in common, bit by bit.
+        differing: names of those that came out otherwise.
+    """
+
+    why_not: str | None
+    compared: int
+    differing: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.why_not is not None:
+            return f"not replayed: {self.why_not}"
+        if not self.differing:
+            return f"replayed, equal to eager to the bit in {self.compared} tensors"
+        return f"replayed, differs from eager in {len(self.differing)} of {self.compared} tensors: {self.differing[0]}"
+
+
+@dataclass(frozen=True)
 class StepCheck:
     """The errors of stock steps and the fused step, and whether the fused ones are within their budgets.
 
@@ -113,6 +140,7 @@ class StepCheck:
         truth: dtype of the truth.
         device: where all steps ran.
         deviations: of the logits, the loss and every gradient.
+        replay: under ``cuda_graphs`` the comparison of the replayed step with the eager one; None without it.
     """
 
     report: PatchReport
@@ -120,11 +148,13 @@ class StepCheck:
     truth: torch.dtype
     device: torch.device
     deviations: tuple[Deviation, ...]
+    replay: ReplayCheck | None = None
 
     @property
     def ok(self) -> bool:
-        """Every result is within its budget."""
-        return all(deviation.ok for deviation in self.deviations)
+        """Every result is within its budget, and a replayed step has the bits of the eager one."""
+        is_same = self.replay is None or not self.replay.differing
+        return is_same and all(deviation.ok for deviation in self.deviations)
 
     def worst(self, count: int) -> list[Deviation]:
         """The ``count`` gradients that take the largest share of their budgets, worst first."""
@@ -152,8 +182,11 @@ class StepCheck:
             f"shown: the {len(worst)} of {gradients} gradients that are nearest to their budgets",
             f"stock: rms of {STOCK_STEPS} steps, all but one with the sums of norms in another order",
             f"budget: stock error * ({1 + SLACK:g} + 4 / sqrt(independent errors)) + {torch.finfo(self.dtype).eps:.1e}",
+            *([] if self.replay is None else [f"CUDA graphs: {self.replay}"]),
             f"verdict: {over} of {len(self.deviations)} results are over budget" if over else "verdict: within budget",
         ]
+        if self.replay is not None and self.replay.differing:
+            lines[-1] += ", and CUDA graphs compute something else"
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -168,6 +201,7 @@ class StepCheck:
                     {key: value if not isinstance(value, float) or math.isfinite(value) else None for key, value in row}
                     for row in (asdict(deviation).items() for deviation in self.deviations)
                 ],
+                "replay": None if self.replay is None else asdict(self.replay),
                 "report": json.loads(self.report.to_json()),
             },
             indent=2,
@@ -187,7 +221,8 @@ def check_step(
 
     The truth is the stock code on a float64 copy of the same weights, with float64 wherever the code asks for float32:
     norms, softmax, rotary tables and the loss upcast by name, and a model that is merely cast to float64 would compute
-    them in float32 all the same. Dropout is off.
+    them in float32 all the same. Dropout is off. Under ``cuda_graphs`` the fused step is one that replays layers, if
+    they can be, and it is compared with the eager step as well.
 
     Args:
         model: a causal language model, on one device, with parameters in ``DTYPES``; if in several of them, the
@@ -213,7 +248,7 @@ def check_step(
     predictions = labels.shape[0] * (labels.shape[1] - 1)
     dtype = _checkable_dtype(model, truth, labels, predictions)
     remove_fused_norm(model)
-    training = model.training
+    training, replay = model.training, None
     model.eval()
     try:
         for step in progress(("truth", "stock", "fused")):
@@ -223,7 +258,11 @@ def check_step(
                 errors_of_stock = _stock_errors(model, input_ids, labels, exact)
             else:
                 report = apply_fused_norm(model, **vars(options))
+                for _ in range(WARM_UP if options.cuda_graphs else 0):
+                    _step(model, input_ids, labels)
                 errors_of_fused = relative_errors(_step(model, input_ids, labels), exact)
+                if options.cuda_graphs:
+                    replay = _check_replay(model, input_ids, labels, options)
     finally:
         remove_fused_norm(model)
         model.zero_grad(set_to_none=True)
@@ -232,7 +271,25 @@ def check_step(
     for name, stock in errors_of_stock.items():
         allowed = budget(stock, exact[name].numel(), predictions, dtype)
         deviations.append(Deviation(name, _rms(stock), errors_of_fused[name], allowed))
-    return StepCheck(report, dtype, truth, input_ids.device, tuple(deviations))
+    return StepCheck(report, dtype, truth, input_ids.device, tuple(deviations), replay)
+
+
+def _check_replay(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, options: FuseOptions) -> ReplayCheck:
+    """Compare a step that replays layers with two eager ones."""
+    with sdpa_kernel(SDPBackend.MATH):  # the backwards of other kernels for attention sum in any order on a GPU
+        apply_fused_norm(model, **vars(replace(options, cuda_graphs=False)))
+        eager, again = (_step(model, input_ids, labels) for _ in range(2))
+        report = apply_fused_norm(model, **vars(options))
+        for _ in range(WARM_UP):
+            _step(model, input_ids, labels)
+        before = copy.deepcopy(report.replays)
+        replayed = _step(model, input_ids, labels)
+    repeated = [name for name, value in eager.items() if not share_different(again[name], value)]
+    return ReplayCheck(
+        why_not=report.why_not_replayed(before),
+        compared=len(repeated),
+        differing=tuple(name for name in repeated if share_different(replayed[name], eager[name])),
+    )
 
 
 def _checkable_dtype(model: nn.Module, truth: torch.dtype, labels: torch.Tensor, predictions: int) -> torch.dtype:

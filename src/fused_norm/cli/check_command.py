@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         model = source.build(seed=args.seed, dtype=dtype, device=device)
     except (OSError, ValueError) as error:
         raise UsageError(f"no weights can be loaded from {source.weights}: {in_one_line(error)}") from error
-    report = apply_fused_norm(model, **vars(replace(options, strict=False)))
+    report = apply_fused_norm(model, **vars(replace(options, strict=False, cuda_graphs=False)))
     if not report.fused:
         raise UsageError(f"nothing to fuse in {report.model}, so there is nothing to check\n{report}")
     generator = torch.Generator().manual_seed(args.seed)

@@ -54,6 +54,8 @@ def add_fuse_options(parser: argparse.ArgumentParser) -> None:
         "--recompute", nargs="?", type=_recompute_level, metavar="LEVEL", const=True, default=False, help=text
     )
     parser.add_argument("--no-recompute", action="store_const", const=False, dest="recompute", help="keep them all")
+    text = "replay the forward and backward of each layer as CUDA graphs, from their second sight on"
+    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=False, help=text)
 
 
 def _recompute_level(text: str) -> RecomputeLevel:
@@ -73,7 +75,7 @@ def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
         UsageError: they contradict each other.
     """
     try:
-        chosen = {name: getattr(args, name) for name in (*SWITCHES, "consumers", "modules", "recompute")}
+        chosen = {name: getattr(args, name) for name in (*SWITCHES, "consumers", "modules", "recompute", "cuda_graphs")}
         return FuseOptions(**chosen, strict=strict)
     except ValueError as error:
         raise UsageError(str(error)) from error

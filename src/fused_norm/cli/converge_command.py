@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..convergence.comparison import EXECUTIONS, FEATURES, LORA, PRECISIONS, QLORA, Progress, by_baseline
+from ..convergence.comparison import EXECUTIONS, FEATURES, GRAPHS, LORA, PRECISIONS, QLORA, Progress, by_baseline
 from ..convergence.tiers import TIERS
 from ..model_configs import FAMILIES
 from . import STOPPED
@@ -177,7 +177,8 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
     """The plan that a command line asks for.
 
     Raises:
-        UsageError: for models, text or a tokenizer that cannot be used, or for the full tier without a GPU.
+        UsageError: for models, text or a tokenizer that cannot be used, or for the full tier or CUDA graphs without a
+            GPU.
     """
     if args.tier == "full" and device.type == "cpu" and args.device != "cpu":
         raise UsageError("the full tier is for a GPU and there is none; ask for --device cpu if hours do not matter")
@@ -186,7 +187,11 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
     from ..convergence.model_source import ModelSource
     from ..convergence.plan import Plan, comparisons_of
     from ..model_configs import families_here
+    from ..patcher.survey import why_no_graphs
 
+    is_asked_for_graphs = GRAPHS in (args.axis or ())
+    if is_asked_for_graphs and (reason := why_no_graphs([device])) is not None:
+        raise UsageError(f"--axis {GRAPHS} says nothing here: {reason}")
     tier = TIERS[args.tier]
     named = {name: getattr(args, name) for name in ("steps", "length", "learning_rate")}
     settings = replace(tier.settings, **{name: value for name, value in named.items() if value is not None})
@@ -201,7 +206,12 @@ def plan_for(args: argparse.Namespace, device: torch.device) -> Plan:
         executions=args.axis,
         seeds=range(args.seeds),
     )
-    comparisons = [each for each in comparisons if all(map(importlib.util.find_spec, needed_by(each.execution)))]
+    comparisons = [
+        each
+        for each in comparisons
+        if all(map(importlib.util.find_spec, needed_by(each.execution)))
+        and (each.execution != GRAPHS or is_asked_for_graphs or device.type == "cuda")
+    ]
     processes = PartialState().num_processes
     step = settings.batch_size * processes
     return Plan(

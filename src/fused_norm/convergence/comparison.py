@@ -58,21 +58,28 @@ QLORA = ("qlora", "qlora-dropout", "qlora-qv")
 LORA = ("lora", "lora-alone", "lora-dropout", "lora-recompute", *QLORA)
 """The executions that train adapters, which are peft's."""
 
-WITHOUT_ADAPTERS = ("eager", "compile", "checkpointing", "recompute", "loss")
+GRAPHS = "graphs"
+"""The execution whose layers are replayed as CUDA graphs; its training is held to the bits of ``eager``'s as well."""
+
+WITHOUT_ADAPTERS = ("eager", "compile", "checkpointing", "recompute", GRAPHS, "loss")
 """The executions that train the model's own parameters."""
 
 EXECUTIONS = (*WITHOUT_ADAPTERS, *LORA)
-"""The ways a step runs. ``recompute`` and ``lora-recompute`` are ways of the fused model alone: their stock models and
-controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole ones; the
-others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them; ``lora-alone``
-freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and ``qlora-dropout`` are these
-two with linears of 4 bits; ``qlora-qv`` has adapters on those of queries and values alone."""
+"""The ways a step runs. ``recompute``, ``graphs`` and ``lora-recompute`` are ways of the fused model alone: their stock
+models and controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole
+ones; the others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them;
+``lora-alone`` freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and
+``qlora-dropout`` are these two with linears of 4 bits; ``qlora-qv`` has adapters on those of queries and values
+alone."""
 
 WITH_DROPOUT = ("lora-dropout", "qlora-dropout")
 """The executions whose adapters have dropout."""
 
 RECOMPUTE: Mapping[str, str] = MappingProxyType({"recompute": "eager", "lora-recompute": "lora"})
 """The executions that recompute what others keep, by the way that their stock models run."""
+
+FUSED_ALONE: Mapping[str, str] = MappingProxyType({**RECOMPUTE, GRAPHS: "eager"})
+"""The executions that no stock model runs in, by the way that their stock models run."""
 
 FROZEN_NORMS = ("lora-alone", "lora-dropout", *QLORA)
 """The executions that train no norm."""
@@ -88,6 +95,7 @@ _WORDS = {
     "qlora": "QLoRA",
     "qlora-dropout": "QLoRA+drop.",
     "qlora-qv": "QLoRA q, v",
+    "graphs": "CUDA graphs",
     "loss": "masked labels",
     "norms": "norms alone",
     "norms+qk": "norms+QK",
@@ -134,7 +142,7 @@ class Comparison:
     @property
     def baseline(self) -> Comparison:
         """The comparison whose stock and control runs this one shares with others."""
-        return replace(self, feature="all", execution=RECOMPUTE.get(self.execution, self.execution))
+        return replace(self, feature="all", execution=FUSED_ALONE.get(self.execution, self.execution))
 
 
 class Progress:

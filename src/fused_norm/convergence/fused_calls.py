@@ -142,19 +142,23 @@ def watched_calls(
     with contextlib.ExitStack() as stack:
         for owner, name in ((owner, name) for owner, names in _METHODS.items() for name in names):
             stack.enter_context(mock.patch.object(owner, name, watch.watched(getattr(owner, name))))
-        run_cached, called = Operator.run_cached, Operator.__call__
+        try_fused, called = Operator.try_fused, Operator.__call__
+        new = 0
 
-        def noted_cached(operator: Operator, replaces: Any, *arguments: Any) -> Any:
-            outputs = run_cached(operator, replaces, *arguments)
-            if outputs is not None:
+        def noted_repeated(operator: Operator, *arguments: Any, **how: Any) -> tuple[Any, str | None]:
+            before = new
+            outputs, reason = try_fused(operator, *arguments, **how)
+            if outputs is not None and new == before:
                 watch.ran(operator, arguments)
-            return outputs
+            return outputs, reason
 
-        def noted_call(operator: Operator, *arguments: Any) -> Any:
+        def noted_new(operator: Operator, *arguments: Any) -> Any:
+            nonlocal new
+            new += 1
             watch.ran(operator, arguments)
             return called(operator, *arguments)
 
-        stack.enter_context(mock.patch.multiple(Operator, run_cached=noted_cached, __call__=noted_call))
+        stack.enter_context(mock.patch.multiple(Operator, try_fused=noted_repeated, __call__=noted_new))
         yield watch.calls
 
 

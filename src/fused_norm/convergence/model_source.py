@@ -14,7 +14,16 @@ from torch import nn
 
 from .. import model_configs
 from ..patcher import apply_fused_norm
-from .comparison import FROZEN_NORMS, PRECISIONS, QLORA, RECOMPUTE, WITH_DROPOUT, Comparison, options_for_feature
+from .comparison import (
+    FROZEN_NORMS,
+    GRAPHS,
+    PRECISIONS,
+    QLORA,
+    RECOMPUTE,
+    WITH_DROPOUT,
+    Comparison,
+    options_for_feature,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -82,8 +91,8 @@ class ModelSource:
 def set_up_execution(
     model: Any, comparison: Comparison, compile_backend: str, graphs: list[list[str]] | None = None
 ) -> nn.Module:
-    """The model set up for the comparison's execution; patched or not, it is the same call, but for those that
-    recompute, which no stock model is compared in.
+    """The model set up for the comparison's execution; patched or not, it is the same call, but for those of
+    ``FUSED_ALONE``, which no stock model is compared in.
 
     When code is compiled, ``graphs`` gets the names of the operators that each graph calls.
     """
@@ -93,6 +102,8 @@ def set_up_execution(
         enable({"use_reentrant": False})
     elif comparison.execution in RECOMPUTE:
         apply_fused_norm(model, recompute="attention", **options_for_feature(comparison.feature))
+    elif comparison.execution == GRAPHS:
+        apply_fused_norm(model, cuda_graphs=True, **options_for_feature(comparison.feature))
     elif comparison.execution == "compile":
         torch._dynamo.reset()
         backend = torch._dynamo.lookup_backend(compile_backend)

@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..check.distances import share_different
 from ..check.reordered_norms import reordered_norms
 from ..kernels.operator import force_fused_in_graphs
 from ..kernels.triton.devices import use_plans
-from ..patcher import Site, apply_fused_norm
+from ..patcher import PatchReport, Site, apply_fused_norm
 from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_checks import CallRecord, calls_of_step, compare
 from .comparison import (
+    GRAPHS,
     LORA,
     PRECISIONS,
     QLORA,
@@ -121,10 +123,13 @@ class PairedRuns:
         Run eagerly, also with adapters, its calls are held to the stock modules, and the step to one whose linears read
         one output of a norm; with masked labels, a step that reads logits is held to one whose head returns them. If
         an execution computes values a second time, the step is held to one that keeps them; with ``recompute`` at each
-        level, which has to hold fewer bytes than the one below. None for compiled code, which has no calls.
+        level, which has to hold fewer bytes than the one below. Training whose layers are replayed as CUDA graphs is
+        held to the same training whose layers are not. None for compiled code, which has no calls.
 
         ``in_half``: a model in bf16 is checked in fp16 as well, in which it is not trained.
         """
+        if self.comparison.execution == GRAPHS:
+            return self.check_replays(fused)
         model, tokens, mixed = self.checked_model()
         not_done: dict[str, list[str]] = {}
         if self.comparison.execution in SECOND_RUNS:
@@ -155,6 +160,33 @@ class PairedRuns:
                 adapted = [site.path for site in sites if site.kind == "adapter"]
                 not_done |= other_dtypes(model, adapted, tokens[:1], mixed=mixed)
         return replace(record, not_seen=tuple(dict.fromkeys(not_seen)), not_done=not_done)
+
+    def check_replays(self, fused: ModelChange) -> CallRecord:
+        """Hold losses, first gradients and final weights of replayed training to the bits of eager training.
+
+        Attention is transformers' own, whose backward sums in a fixed order. What two eager runs do not have in common
+        proves nothing, and neither do layers that ran eager.
+        """
+        trainer = replace(self, comparison=self.comparison.baseline)
+        reports: list[PatchReport] = []
+
+        @contextlib.contextmanager
+        def changed(model: Any, *, cuda_graphs: bool) -> Iterator[Sequence[Site]]:
+            model.set_attn_implementation("eager")
+            with fused(model) as sites:
+                options = options_for_feature(self.comparison.feature)
+                reports.append(apply_fused_norm(model, cuda_graphs=cuda_graphs, **options))
+                yield sites
+
+        replayed, eager = (trainer.train(partial(changed, cuda_graphs=is_on)) for is_on in (True, False))
+        bits, not_done = other_numbers(replayed, eager), dict[str, list[str]]()
+        if (reason := reports[0].why_not_replayed()) is not None:
+            not_done[f"not replayed as CUDA graphs: {reason}"] = [row.path for row in reports[0].graphs or ()]
+        elif any(bits.values()) and any(
+            other_numbers(trainer.train(partial(changed, cuda_graphs=False)), eager).values()
+        ):
+            not_done["two runs without CUDA graphs differ, so that their bits prove nothing"] = ["training"]
+        return CallRecord(bits=bits, not_done=not_done)
 
     def check_bits(
         self, fused: ModelChange, loss_of: Callable[[Any, Tensor], Tensor] = own_loss, **without: bool
@@ -268,6 +300,17 @@ class PairedRuns:
             sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, "consumers")},
             not_seen=not_seen,
         )
+
+
+def other_numbers(run: RunTensors, right: RunTensors) -> dict[str, float]:
+    """The share of the numbers that differ in each first gradient and final weight, and in the losses."""
+    lists = {name: (getattr(run, name), getattr(right, name)) for name in ("losses", "gradient_norms")}
+    lists["evaluation_loss"] = (run.evaluation_loss,), (right.evaluation_loss,)
+    return {
+        **{f"{name}.grad": share_different(run.gradients[name], value) for name, value in right.gradients.items()},
+        **{name: share_different(run.final[name], value) for name, value in right.final.items()},
+        **{name: float(numbers != others) for name, (numbers, others) in lists.items()},
+    }
 
 
 def regroup(

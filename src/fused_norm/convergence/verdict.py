@@ -102,7 +102,8 @@ MEASURES: tuple[Measure, ...] = (
         "call_bits",
         "same bits",
         "share of a parameter's gradient that is another if values of the forward are computed a second time, "
-        "linears that read a norm have an output of it each, or logits are computed when they are read",
+        "linears that read a norm have an output of it each, logits are computed when they are read, or layers are "
+        "replayed as CUDA graphs, which must not change a loss or a weight either",
         bar=0.0,
     ),
     _to_a_last_place("output_gradients", "layer, grad", "gradient of a layer's output, relative distance"),

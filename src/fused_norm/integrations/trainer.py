@@ -27,11 +27,14 @@ class FusedNormCallback(TrainerCallback):
     the Trainer makes later, from ``model_init``, and that of a Trainer which gets the callback by ``add_callback`` are
     patched when training begins. ``recompute="mlp"`` and ``"attention"`` take the place of the Trainer's gradient
     checkpointing, which is switched off. In a model that is compiled, or that the Trainer or accelerate is going to
-    compile, every level is left out, and checkpointing stays on.
+    compile, every level is left out, and checkpointing stays on; ``cuda_graphs`` is left out, too. Under
+    ``cuda_graphs`` a cache of keys and values that transformers 4 would fill in training is switched off, by
+    ``config.use_cache``, when training begins.
 
     Args:
         compile_layers: compile each decoder layer by itself after that, and leave the model around them eager. It goes
-            with gradient checkpointing, but not with ``recompute``: compiled code keeps what its compiler decides.
+            with gradient checkpointing, but not with ``recompute``: compiled code keeps what its compiler decides; and
+            not with ``cuda_graphs``.
         options: those of ``apply_fused_norm``.
 
     Attributes:
@@ -39,7 +42,8 @@ class FusedNormCallback(TrainerCallback):
         report: on the model patched last; None before.
 
     Raises:
-        TypeError, ValueError: for options as in ``FuseOptions``; ValueError for ``recompute`` in compiled layers.
+        TypeError, ValueError: for options as in ``FuseOptions``; ValueError for ``recompute`` or ``cuda_graphs`` in
+            compiled layers.
         FusedNormError: out of the Trainer, as ``apply_fused_norm``, or if layers are to be compiled and the model
             does not say which modules they are.
     """
@@ -52,6 +56,11 @@ class FusedNormCallback(TrainerCallback):
                 f"recompute={self.options.recompute!r} does nothing in compiled layers, whose compiler decides what is"
                 " kept; leave compile_layers out, or recompute, and use gradient checkpointing to keep less"
             )
+        if compile_layers and self.options.cuda_graphs:
+            raise ValueError(
+                "cuda_graphs=True does nothing in compiled layers: torch.compile has graphs of its own,"
+                " mode='reduce-overhead'; leave compile_layers out, or cuda_graphs"
+            )
         self.report: PatchReport | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -63,6 +72,8 @@ class FusedNormCallback(TrainerCallback):
         # By now the model may be sharded, and norms that FSDP has flattened are recognised no more.
         if not any(isinstance(module, Fused) for module in kwargs["model"].modules()):
             self._patch(kwargs["model"], args)
+        if self.report is not None and self.report.replays is not None:
+            _switch_caches_off(kwargs["model"], args)
 
     def _patch(self, model: nn.Module, args: TrainingArguments) -> None:
         options = vars(self.options)
@@ -83,6 +94,14 @@ class FusedNormCallback(TrainerCallback):
             new: Any = getattr(model, "activation_checkpointing_disable", None)
             switch_off: Any = new or model.gradient_checkpointing_disable
             switch_off()
+        if self.options.cuda_graphs and is_compiled:
+            logger.warning("cuda_graphs is left out: the model is compiled, and its compiler decides what is launched")
+            options = {**options, "cuda_graphs": False}
+        elif self.options.cuda_graphs and args.gradient_checkpointing:
+            logger.warning(
+                "cuda_graphs does nothing under gradient checkpointing, where layers run eager in training;"
+                " recompute='attention' takes the place of checkpointing"
+            )
         self.report = apply_fused_norm(model, **options)
         if self.compile_layers:
             whole = getattr(model, "_no_split_modules", None) or ()
@@ -91,3 +110,18 @@ class FusedNormCallback(TrainerCallback):
                 raise FusedNormError(f"{type(model).__name__} does not say what its layers are; compile them yourself")
             for layer in layers:
                 layer.compile()
+
+
+def _switch_caches_off(model: nn.Module, args: TrainingArguments) -> None:
+    """Let a model return no cache of keys and values, unless the Trainer's arguments ask for it.
+
+    transformers 5 does so for every training; layers that are given a cache are not replayed.
+    """
+    if getattr(args, "use_cache", False):
+        return
+    configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    if caching:
+        logger.info("cuda_graphs: config.use_cache is False from now on, as layers with a cache are not replayed")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,6 @@ from .triton.memory import angles_layout
 
 KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """The dtypes that kernels take; float64 goes to the PyTorch reference."""
-
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "gelu_new"]
-"""The activation of an MLP's gate."""
-
-ACTIVATIONS: tuple[ActivationName, ...] = ("silu", "gelu", "gelu_tanh")
-"""The activations of the gate of experts: x times the logistic function of x, times the normal distribution's (by
-erf), and times the approximation of the latter by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
-
-GLU_ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
-"""Those of an MLP's gate: also the last one with each of its operations rounded."""
 
 GATES = ("silu", "sigmoid")
 """The activations of the gate of a norm: x times the logistic function of x, and that function itself."""
@@ -190,7 +180,7 @@ def check_angles(sides: Sequence[Named], cos: Tensor, sin: Tensor, unsqueeze_dim
     return None if reason is None else Unsupported(reason, ValueError)
 
 
-def other_dtype(name: str, other_name: str, tensor: Tensor, other: Tensor | None) -> str | None:
+def why_other_dtype(name: str, other_name: str, tensor: Tensor, other: Tensor | None) -> str | None:
     """Return that the dtypes of two tensors differ, for which stock code has to run; None if they do not."""
     if other is None or tensor.dtype == other.dtype:
         return None

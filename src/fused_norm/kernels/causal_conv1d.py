@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from .arguments import Unsupported, check_choice, other_dtype
+from .arguments import Unsupported, check_choice, why_other_dtype
 from .operator import BackwardCall, Operator, Results
 from .triton.conv_kernels import launch_conv_backward, launch_conv_forward
 from .triton.memory import empty_rows_like, empty_weight_like
@@ -31,7 +31,9 @@ class CausalConv1d(Operator):
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
         x, weight, bias, activation = arguments
-        differs = other_dtype("weight", "x", weight, x) or other_dtype("bias", "x", x if bias is None else bias, x)
+        differs = why_other_dtype("weight", "x", weight, x) or why_other_dtype(
+            "bias", "x", x if bias is None else bias, x
+        )
         if x.dim() != 3:
             reason = f"x must have 3 dimensions, batch, length and channels, not shape {tuple(x.shape)}"
         elif weight.dim() != 2 or weight.shape[0] != x.shape[2] or not weight.shape[1]:
@@ -44,7 +46,7 @@ class CausalConv1d(Operator):
             return None if activation is None else check_choice("activation", activation, ("silu",))
         return Unsupported(reason, ValueError)
 
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
         weight = arguments[1]
         if weight.shape[1] in WIDTHS:
             return None

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import ACTIVATIONS, ActivationName, Unsupported, check_choice, check_flag
+from .arguments import Unsupported, check_choice, check_flag
 from .operator import BackwardCall, Operator, Results
-from .reference import CLAMP_HAS_GRADIENT_AT_LIMIT
+from .reference import CLAMP_HAS_GRADIENT_AT_LIMIT, ActivationName
 from .triton.experts_kernels import (
     launch_expert_bias_backward,
     launch_expert_bias_forward,
@@ -21,6 +21,9 @@ from .triton.experts_kernels import (
     launch_expert_unpermute_backward,
 )
 from .triton.memory import empty_rows_like, promoted
+
+EXPERT_ACTIVATIONS: tuple[ActivationName, ...] = ("silu", "gelu", "gelu_tanh")
+"""The activations of an MLP's gate that experts may have."""
 
 _ROWS = "Tensor position, Tensor? absent"
 
@@ -52,7 +55,7 @@ class ExpertGate(Operator):
         if alpha is not None and activation != "silu":
             return Unsupported(f"alpha is a factor inside silu, and activation is {activation!r}", ValueError)
         return (
-            check_choice("activation", activation, ACTIVATIONS)
+            check_choice("activation", activation, EXPERT_ACTIVATIONS)
             or check_flag("interleaved", interleaved)
             or _check_absent(absent, x.shape[0], x.device)
         )

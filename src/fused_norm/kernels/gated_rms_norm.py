@@ -49,7 +49,7 @@ class GatedRMSNorm(Operator):
             )
         return check_choice("activation", activation, GATES) or check_flag("norm_before_gate", norm_before_gate)
 
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
         width, groups = arguments[0].shape[-1], arguments[-1]
         if width // groups <= WIDEST_GATED:
             return None

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import GLU_ACTIVATIONS, ActivationName, Unsupported, check_choice
+from .arguments import Unsupported, check_choice
 from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Results, for_each_consumer, joined_grads
+from .reference import ActivationName
 from .triton.glu_kernels import launch_glu
 from .triton.memory import empty_rows_like, promoted
 
@@ -37,7 +38,7 @@ class Glu(Operator):
                 f" {tuple(gate.shape)}",
                 ValueError,
             )
-        return check_choice("activation", args["activation"], GLU_ACTIVATIONS)
+        return check_choice("activation", args["activation"], tuple(reference.ACTIVATIONS))
 
     def is_elementwise(self, *tensors: Any) -> bool:
         return tensors[1] is not None
@@ -84,7 +85,7 @@ class GluForConsumers(Glu):
     saved = tensors
     gradients: ClassVar[tuple[str, ...]] = ("dgate", "dup", "dgate_added", "dup_added")
 
-    def differs_from_eager(self, *arguments: Any) -> str | None:
+    def why_unlike_eager(self, *arguments: Any) -> str | None:
         gate, up, *added, _, _, _, _ = arguments
         share_dtype = all(tensor is None or tensor.dtype == gate.dtype for tensor in (gate, up, *added))
         # The reason is not worth a log: ``glu`` may take the call.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported
-from .lora_linear import LoraLinear, Options, cast, copied_first, dtype_obstacle, product
+from .lora_linear import LoraLinear, Options, cast, product, why_copied_first, why_dtype_unsupported
 from .operator import BackwardCall, BackwardImpl, Operator, Results, Tensors
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 
@@ -44,16 +44,16 @@ class Linear4bit(Operator):
             return None
         return Unsupported(f"packed must have {features} * {width} / 2 elements, not {packed.numel()}", ValueError)
 
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
         x, *weight, bias, features, block, dtype, _ = arguments
         if not x.numel() or not features:
             return Unsupported("")
         if features * x.shape[-1] % 2:  # the backward gets the width of x from the size of the weight
             return Unsupported("its weight is packed otherwise")
-        return dtype_obstacle(dtype, {"x": x}) or _packing_obstacle((*weight, bias), block)
+        return why_dtype_unsupported(dtype, {"x": x}) or _why_packing_unsupported((*weight, bias), block)
 
-    def differs_from_eager(self, *arguments: Any) -> str | None:
-        return copied_first([("x", arguments[0])])
+    def why_unlike_eager(self, *arguments: Any) -> str | None:
+        return why_copied_first([("x", arguments[0])])
 
     def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
         x, *weight, bias, features, block, dtype, y_dtype = arguments
@@ -110,8 +110,8 @@ class LoraLinear4bit(LoraLinear):
     def has_shape(self, weight: Tensors, shape: tuple[int, int]) -> bool:
         return _count(weight) == -(-shape[0] * shape[1] // 2)
 
-    def weight_obstacle(self, weight: Tensors, options: Options) -> Unsupported | None:
-        return _packing_obstacle(weight, options.block)
+    def why_weight_unsupported(self, weight: Tensors, options: Options) -> Unsupported | None:
+        return _why_packing_unsupported(weight, options.block)
 
     def matrix(self, weight: Tensors, block: int, shape: tuple[int, int], like: Tensor, *, launch: bool) -> Tensor:
         return _dequantized(weight, block, shape, like, launch=launch)
@@ -148,7 +148,7 @@ def _count(weight: Tensors) -> int:
     return packed.numel()
 
 
-def _packing_obstacle(linear: Tensors, block: int) -> Unsupported | None:
+def _why_packing_unsupported(linear: Tensors, block: int) -> Unsupported | None:
     """Refuse a weight that kernels cannot read, or one with its bias; ``block``: the weights that share a scale."""
     if block & (block - 1) or not all(tensor is None or tensor.is_contiguous() for tensor in linear):
         return Unsupported("its weight is packed otherwise")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .arguments import Unsupported, check_rows, check_scale, other_dtype
+from .arguments import Unsupported, check_rows, check_scale, why_other_dtype
 from .operator import BackwardCall, BackwardImpl, Operator, Results
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_weight_like, is_long, promoted
@@ -43,19 +43,19 @@ class LoraAdd(Operator):
             f"base, x, a and b must have shapes [..., N], [..., K], [r, K] and [N, r], not {shapes}", ValueError
         )
 
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
         *tensors, scale = arguments
         _, x, a, b = tensors
         if not all(t.numel() for t in tensors):
             return Unsupported("")
         if x.dtype == torch.float32:
             return Unsupported("x is torch.float32, products of which are left to PyTorch")
-        return adapter_obstacle(a, b, scale)
+        return why_adapter_unsupported(a, b, scale)
 
-    def differs_from_eager(self, *arguments: Any) -> str | None:
+    def why_unlike_eager(self, *arguments: Any) -> str | None:
         base, x, *_ = arguments
         if base.dtype not in (x.dtype, torch.float32):
-            return other_dtype("x", "base", x, base)
+            return why_other_dtype("x", "base", x, base)
         return None if base.is_contiguous() else "base is not contiguous"
 
     def reads_copy(self, weight: Tensor, arguments: Sequence[Any]) -> bool:
@@ -110,7 +110,7 @@ def check_mask(mask: Any, x: Tensor) -> Unsupported | None:
     return None
 
 
-def adapter_obstacle(a: Tensor, b: Tensor, scale: float) -> Unsupported | None:
+def why_adapter_unsupported(a: Tensor, b: Tensor, scale: float) -> Unsupported | None:
     """Refuse the factors and the scale of an adapter that kernels cannot compute."""
     if len(a) > HIGHEST_RANK:
         return Unsupported(f"a rank of {len(a)} is more than {HIGHEST_RANK}")

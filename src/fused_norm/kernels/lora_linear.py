@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, check_scale
-from .lora_add import LORA_ADD, adapter_obstacle, check_mask
+from .lora_add import LORA_ADD, check_mask, why_adapter_unsupported
 from .operator import BackwardCall, BackwardImpl, Operator, Results, Scalars, Tensors, is_grad_needed
 from .triton.lora_kernels import launch_narrow, launch_weights, launch_widen
 from .triton.memory import empty_weight_like
@@ -88,11 +88,13 @@ class LoraLinear(Operator):
         (w,) = weight
         return w is not None and w.shape == shape
 
-    def weight_obstacle(self, weight: Tensors, options: Options) -> Unsupported | None:
+    def why_weight_unsupported(self, weight: Tensors, options: Options) -> Unsupported | None:
         """Refuse a weight that kernels cannot read."""
         (w,) = weight
         assert w is not None
-        return dtype_obstacle(options.dtype, {"w": w}) if w.is_contiguous() else Unsupported("w is not contiguous")
+        return (
+            why_dtype_unsupported(options.dtype, {"w": w}) if w.is_contiguous() else Unsupported("w is not contiguous")
+        )
 
     def matrix(self, weight: Tensors, block: int, shape: tuple[int, int], like: Tensor, *, launch: bool) -> Tensor:
         """The weight as a matrix of this shape, of the dtype of ``like``; without ``launch`` only its memory."""
@@ -119,7 +121,7 @@ class LoraLinear(Operator):
             )
         return check_scale(self.options_of(arguments).factor) or (None if mask is None else check_mask(mask, adapter_x))
 
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
         adapter_x, x, a, b, *weight, bias, mask = arguments[: self.tensor_count]
         options = self.options_of(arguments)
         if not all(tensor.numel() for tensor in (x, a, b)) or not (mask is None or mask.is_contiguous()):
@@ -127,11 +129,11 @@ class LoraLinear(Operator):
         if is_grad_needed((*weight, bias)):
             return Unsupported("its weight or bias is trained")
         factors = {"x": x, "adapter_x": adapter_x, "a": a, "b": b, **({} if bias is None else {"bias": bias})}
-        refusal = dtype_obstacle(options.dtype, factors) or self.weight_obstacle(weight, options)
-        return refusal or adapter_obstacle(a, b, options.factor)
+        refusal = why_dtype_unsupported(options.dtype, factors) or self.why_weight_unsupported(weight, options)
+        return refusal or why_adapter_unsupported(a, b, options.factor)
 
-    def differs_from_eager(self, *arguments: Any) -> str | None:
-        return copied_first(zip(("adapter_x", "x"), arguments, strict=False))
+    def why_unlike_eager(self, *arguments: Any) -> str | None:
+        return why_copied_first(zip(("adapter_x", "x"), arguments, strict=False))
 
     def reads_copy(self, weight: Tensor, arguments: Sequence[Any]) -> bool:
         return weight.dtype == torch.float32  # products are of 16 bits
@@ -275,12 +277,12 @@ def _was_dropped(call: BackwardCall) -> bool:
 LORA_LINEAR = LoraLinear()
 
 
-def copied_first(factors: Iterable[tuple[str, Tensor]]) -> str | None:
+def why_copied_first(factors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return why a product would differ from stock code's: one of its factors is copied first; or None."""
     return next((f"{name} is not contiguous" for name, tensor in factors if not tensor.is_contiguous()), None)
 
 
-def dtype_obstacle(dtype: torch.dtype, factors: Mapping[str, Tensor]) -> Unsupported | None:
+def why_dtype_unsupported(dtype: torch.dtype, factors: Mapping[str, Tensor]) -> Unsupported | None:
     """Refuse products of another dtype than one of 16 bits, and factors that are neither of it nor float32."""
     if dtype not in _DTYPES:
         return Unsupported(f"its products are of {dtype}, which are left to PyTorch")

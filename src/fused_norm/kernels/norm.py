@@ -67,7 +67,7 @@ class NormOperator(Operator):
                 return Unsupported(str(error), ValueError)
         return check_scale(args.get("scale", 1.0))
 
-    def differs_from_eager(self, *arguments: Any) -> str | None:
+    def why_unlike_eager(self, *arguments: Any) -> str | None:
         """The sum of a fused add has x's memory format, PyTorch's has that of the first operand."""
         x, residual = arguments[:2]
         if not self._adds or (x.is_contiguous() and residual.is_contiguous()) or not all(map(is_plain, (x, residual))):

@@ -19,12 +19,12 @@ from . import reference
 from .arguments import TensorRules, Unsupported, check_eps, check_flag
 from .autocast import autocast_dtype
 from .recording import Recording, SingleCall, appended, caches, key_function, record, remember
-from .sharded import call_on_parts, is_sharded, is_taken, placement_obstacle
+from .sharded import call_on_parts, is_sharded, is_taken, why_not_on_parts
+from .switch import modes, switch, why_seen_by_mode
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.launch import Interceptors, launches
 from .triton.memory import memory_order
 
-is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack
 
 Tensors = Sequence[Tensor | None]
@@ -87,9 +87,9 @@ class Operator(ABC):
     """A differentiable operator; a subclass says what is launched, and there is one instance of each.
 
     There are three ways in: ``operator.checked(*tensors, *options)`` for users' arguments, ``try_fused`` for those of
-    patched modules, after ``run_cached``, and ``operator(*tensors, *options)`` for arguments that kernels certainly
-    take. ``unsupported`` alone decides whether they do. If not, ``checked`` runs the PyTorch reference, and
-    ``try_fused`` returns the reason. A call that kernels take runs in one of four ways:
+    patched modules, and ``operator(*tensors, *options)`` for arguments that kernels certainly take. ``why_unsupported``
+    alone decides whether they do. If not, ``checked`` runs the PyTorch reference, and ``try_fused`` returns the reason.
+    A call that kernels take runs in one of four ways:
 
     - a plain eager call (``is_plain_call``) repeats a recording, or is recorded now;
     - it runs directly if it cannot be recorded;
@@ -178,11 +178,11 @@ class Operator(ABC):
         """Check options, and that tensors are compatible with each other."""
         return None
 
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
         """Refuse what the reference alone can compute, of tensors that kernels take."""
         return None
 
-    def differs_from_eager(self, *arguments: Any) -> str | None:
+    def why_unlike_eager(self, *arguments: Any) -> str | None:
         """Return why the kernel's result would differ from the eager model code, or None."""
         return None
 
@@ -349,7 +349,7 @@ class Operator(ABC):
         """The name of the public function that makes this call."""
         return self.plain_name or self.name
 
-    def unsupported(self, *arguments: Any) -> Unsupported | None:
+    def why_unsupported(self, *arguments: Any) -> Unsupported | None:
         """Decide whether kernels take a call: None, or the reason why not.
 
         Wrong arguments, for which public functions raise, come before those that the reference alone can compute.
@@ -359,18 +359,18 @@ class Operator(ABC):
         refusal = self.rules.check(tensors, spec) or self.check_options(*arguments)
         if refusal is not None:
             return refusal
-        reason = self._no_kernels_for(*tensors)
+        reason = self._why_no_kernels(*tensors)
         if reason is None and is_plain_call(tensors):
-            reason = self._inference_tensor(arguments)
+            reason = self._why_not_saved(arguments)
         elif reason is None and (self.not_differentiable or not self.takes_dtensors):
             reason = "it has no form for DTensors" if any(map(is_sharded, tensors)) else None
         elif reason is None:
             rows = [t for t, is_shared in zip(tensors, self.rules.is_shared, strict=True) if not is_shared]
             elementwise = self.is_elementwise(*tensors)
-            reason = placement_obstacle(rows, self.rules.weights(tensors), elementwise=elementwise)
-        return self.needs_reference(*arguments) if reason is None else Unsupported(reason)
+            reason = why_not_on_parts(rows, self.rules.weights(tensors), elementwise=elementwise)
+        return self.why_reference_only(*arguments) if reason is None else Unsupported(reason)
 
-    def _no_kernels_for(self, *tensors: Any) -> str | None:
+    def _why_no_kernels(self, *tensors: Any) -> str | None:
         """Return the reason that no kernel takes the operator's first tensors, whatever the others are; or None."""
         if runs_kernels_on(*tensors):
             return None
@@ -381,7 +381,7 @@ class Operator(ABC):
                 return f"{name} is {tensor.dtype}"
         return f"kernels do not run on {tensors[0].device.type}"
 
-    def _inference_tensor(self, arguments: Sequence[Any]) -> str | None:
+    def _why_not_saved(self, arguments: Sequence[Any]) -> str | None:
         """Return the reason that autograd cannot save a tensor that the kernels would save; None if it can."""
         tensors = arguments[: self.tensor_count]
         if is_grad_needed(tensors):
@@ -398,10 +398,10 @@ class Operator(ABC):
             TypeError: for arguments of a wrong type or dtype.
             ValueError: for wrong values, and tensors that are not compatible.
         """
-        outputs = self.run_cached(None, *arguments)
+        outputs, _ = self.try_fused(*arguments, replaces=None)
         if outputs is not None:
             return outputs
-        refusal = self.unsupported(*arguments)
+        refusal = self.why_unsupported(*arguments)
         if refusal is None:
             return self(*arguments)
         if refusal.error is not None:
@@ -409,25 +409,59 @@ class Operator(ABC):
         return self.reference(*arguments)
 
     def try_fused(
-        self, *arguments: Any, replaces: Any, unless: Callable[..., str | None] | None = None
+        self, *arguments: Any, replaces: Any = "stock code", unless: Callable[..., str | None] | None = None
     ) -> tuple[Any, str | None]:
         """The outputs of a call in place of stock code, and None; or None, and why stock code has to run.
 
-        For calls that ``run_cached`` does not know; it knows them from now on. An empty reason is not logged, such as
-        that of stock code that is left to the compiler.
+        A call that is recorded is repeated; it was checked before. All others are checked and recorded. An empty reason
+        is not logged, such as that of stock code that is left to the compiler.
 
         Args:
-            arguments: those of the call, of any kind.
-            replaces: the key of the stock code. Code that rounds in other places has another key.
+            arguments: those of the call, of any kind; a spec may be None if its eps is no number that kernels take.
+            replaces: the key of the stock code. Code that rounds in other places has another key. None if there is no
+                such code: then the call is repeated if it is recorded, and otherwise not made.
             unless: returns a further reason, or None, for arguments that kernels take.
         """
+        if replaces is not None:
+            if switch.depth:
+                return None, ""
+            if (switch.latest_mode is not None or modes()) and (mode := why_seen_by_mode()) is not None:
+                return None, mode
+            if self.takes_spec:
+                spec = arguments[self.tensor_count]
+                if spec is None:
+                    return None, "its eps is not a finite number of at least 0"
+                if spec.casting == "none" and isinstance(arguments[0], Tensor) and autocast_dtype(arguments[0]):
+                    return None, "autocast changes what an uncast norm rounds to"
+        # What `is_plain_call` asks, but for the questions on tensors, which guards ask: in two ways, to save a frame.
+        if not (torch.compiler.is_compiling() or forward_ad._current_level >= 0 or dispatch_modes()):
+            try:
+                recordings = self.recordings.get(self._key(*arguments), ())
+            except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
+                recordings = ()
+            is_observed = Interceptors.active and calls.interceptor is not None
+            if Interceptors.active and launches.interceptor is not None:
+                recordings = ()
+            for recording in recordings:
+                if replaces is None or replaces in recording.may_replace:
+                    if is_observed:
+                        if recording.fits(*arguments):
+                            return calls.interceptor.called(self, arguments), None
+                    elif (outputs := recording.call(*arguments)) is not None:
+                        return outputs, None
+        return (None, None) if replaces is None else self._try_new(arguments, replaces, unless)
+
+    def _try_new(
+        self, arguments: tuple[Any, ...], replaces: Any, unless: Callable[..., str | None] | None
+    ) -> tuple[Any, str | None]:
+        """``try_fused`` for a call that is not recorded for this stock code; it is from now on."""
         # If no kernel runs on this device, other problems are irrelevant.
-        reason = self._no_kernels_for(arguments[0]) if isinstance(arguments[0], Tensor) else None
+        reason = self._why_no_kernels(arguments[0]) if isinstance(arguments[0], Tensor) else None
         if reason is None:
-            refusal = self.unsupported(*arguments)
+            refusal = self.why_unsupported(*arguments)
             reason = None if refusal is None else refusal.reason
         if reason is None:
-            reason = self._differs_from_eager(*arguments)
+            reason = self._why_unlike_eager(*arguments)
         if reason is None and unless is not None:
             reason = unless(*arguments)
         if reason is not None:
@@ -442,37 +476,12 @@ class Operator(ABC):
                     recording.may_replace.add(replaces)
         return outputs, None
 
-    def _differs_from_eager(self, *arguments: Any) -> str | None:
-        """``differs_from_eager``, and tensors with a behaviour of their own, which stock code respects."""
+    def _why_unlike_eager(self, *arguments: Any) -> str | None:
+        """``why_unlike_eager``, and tensors with a behaviour of their own, which stock code respects."""
         for name, tensor in zip(self.tensor_names, arguments, strict=False):
             if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
                 return f"{name} is a {type(tensor).__name__}"
-        return self.differs_from_eager(*arguments)
-
-    def run_cached(self, replaces: Any, *arguments: Any) -> Any:
-        """The outputs of a call that is recorded, so that its arguments were checked before; None for all others.
-
-        ``replaces``: the key of the stock code in whose place the call is made; None if there is no such code.
-        """
-        # What `is_plain_call` asks, but for the questions on tensors, which guards ask: in two ways, to save a frame.
-        if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
-            return None
-        try:
-            recordings = self.recordings.get(self._key(*arguments), ())
-        except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
-            return None
-        if Interceptors.active and (launches.interceptor is not None or calls.interceptor is not None):
-            if launches.interceptor is None:
-                for recording in recordings:
-                    if (replaces is None or replaces in recording.may_replace) and recording.fits(*arguments):
-                        return calls.interceptor.called(self, arguments)
-            return None
-        for recording in recordings:
-            if replaces is None or replaces in recording.may_replace:
-                outputs = recording.call(*arguments)
-                if outputs is not None:
-                    return outputs
-        return None
+        return self.why_unlike_eager(*arguments)
 
     def __call__(self, *arguments: Any) -> Any:
         """The outputs, for arguments that kernels certainly take."""
@@ -656,7 +665,7 @@ def norm_spec(casting: Casting, zero_centered: bool, eps: float, casts_weight: b
         TypeError: for an eps that is no number, and a ``zero_centered`` that is neither True nor False.
         ValueError: for an unknown casting, and an eps that is negative or not finite.
     """
-    make = _new_spec if is_dynamo_compiling() else _cached_spec
+    make = _new_spec if torch.compiler.is_compiling() else _cached_spec
     return make(casting, zero_centered, eps, casts_weight)
 
 
@@ -742,7 +751,7 @@ def _function_of_recording(operator: Operator) -> Any:
             or forward_ad._current_level >= 0
             or dispatch_modes()
             or (Interceptors.active and launches.interceptor is not None)
-            or is_dynamo_compiling()
+            or torch.compiler.is_compiling()
         )
         if may_repeat:
             for recorded_backward in recording.backwards:

@@ -17,7 +17,7 @@ from .arguments import (
     check_choice,
     check_flag,
     check_pair,
-    other_dtype,
+    why_other_dtype,
 )
 from .operator import BackwardCall, BackwardImpl, Operator, Results, norm_spec
 from .sharded import are_angles_of
@@ -32,7 +32,7 @@ class HeadsOperator(Operator):
     gradient, gets no work in the backward.
     """
 
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
         args = self.by_name(arguments)
         cos, sin = args["cos"], args["sin"]
         if cos is None:
@@ -46,8 +46,8 @@ class HeadsOperator(Operator):
             return Unsupported("not every device has cos and sin for all its tokens")
         return None
 
-    def differs_from_eager(self, *arguments: Any) -> str | None:
-        return other_dtype("q", "k", *arguments[:2])
+    def why_unlike_eager(self, *arguments: Any) -> str | None:
+        return why_other_dtype("q", "k", *arguments[:2])
 
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
         return tuple(side for side in (0, 1) if not any(needed[side::2]))

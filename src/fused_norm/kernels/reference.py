@@ -5,9 +5,10 @@ Given float64 tensors the formulas compute in float64 throughout, which is what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,27 @@ def widened(x: Tensor | None) -> Any:
 def _silu(x: Tensor) -> Tensor:
     """SiLU in two steps, because the gradient of PyTorch's own has no forward-mode derivative."""
     return x * torch.sigmoid(x)
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    """GELU by tanh in single operations, each rounded to the dtype of x."""
+    return 0.5 * x * (1.0 + torch.tanh((2.0 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "gelu_new"]
+"""The activation of an MLP's gate: x times the logistic function of x, times the normal distribution's (by erf), times
+the approximation of the latter by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415), and that in rounded steps."""
+
+ACTIVATIONS: Mapping[ActivationName, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "silu": torch.ops.aten.silu.default,
+        "gelu": torch.ops.aten.gelu.default,
+        "gelu_tanh": partial(torch.ops.aten.gelu.default, approximate="tanh"),
+        "gelu_new": _gelu_new,
+    }
+)
+"""The activations of an MLP's gate as stock code computes them, by PyTorch's operators: ``F.silu`` may have been
+replaced. A module or a function of a model is recognised as one of these."""
 
 
 class NormFunctions(NamedTuple):
@@ -267,19 +289,12 @@ def rms_norm_backward(
     return dx if ds is None else dx + ds.to(dx.dtype), dw
 
 
-def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def glu(gate: Tensor, up: Tensor | None, activation: ActivationName) -> Tensor:
     """``act(gate) * up``, the activation rounded first; without ``up`` gate has both."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     if activation == "silu":
         return _silu(gate.to(_wide(gate.dtype))).to(gate.dtype) * up
-    if activation == "gelu_new":
-        return gelu_new(gate) * up
-    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
-
-
-def gelu_new(x: Tensor) -> Tensor:
-    """GELU by tanh in single operations, each rounded to the dtype of x."""
-    return 0.5 * x * (1.0 + torch.tanh((2.0 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
+    return ACTIVATIONS[activation](gate) * up
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -458,7 +473,7 @@ CLAMP_HAS_GRADIENT_AT_LIMIT = _clamp_has_gradient_at_limit()
 def expert_gate(
     x: Tensor,
     absent: Tensor | None,
-    activation: str,
+    activation: ActivationName,
     interleaved: bool,
     limit: float | None,
     alpha: float | None,

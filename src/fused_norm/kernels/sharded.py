@@ -56,7 +56,7 @@ def is_taken(value: Any) -> bool:
     return isinstance(value, AsyncCollectiveTensor)
 
 
-def placement_obstacle(rows: Sequence[Any], weights: Sequence[Any] = (), *, elementwise: bool = False) -> str | None:
+def why_not_on_parts(rows: Sequence[Any], weights: Sequence[Any] = (), *, elementwise: bool = False) -> str | None:
     """Return the reason that a device cannot compute its part of a call alone; None if all can, or without DTensors.
 
     An empty reason is not logged: in compiled graphs the compiler fuses what DTensor does.
@@ -100,7 +100,7 @@ def are_angles_of(x: Any, angles: Sequence[Any], heads_dim: int) -> bool:
 
 
 def call_on_parts(call: Callable[..., Any], tensors: Sequence[Any], shared: Sequence[bool]) -> Any:
-    """The outputs of ``call(*tensors)`` for DTensors, as DTensors placed as the first; there is no placement obstacle.
+    """The outputs of ``call(*tensors)`` for DTensors, as DTensors placed as the first; ``why_not_on_parts`` is None.
 
     Args:
         call: takes plain tensors, and returns one output or a tuple of them. An output has the shape of the tensor at

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Unsupported, check_tensor, other_dtype
+from .arguments import Unsupported, check_tensor, why_other_dtype
 from .autocast import autocast_dtype, set_autocast
 from .operator import Operator
 from .triton.cross_entropy_kernels import Statistics, launch_cross_entropy
@@ -40,11 +40,13 @@ class HeadOperator(Operator):
     has_products = True
     gradients = ("dx", "dweight", "dbias")
 
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
         x, weight, bias, target, *_ = arguments
         if not all(t.numel() for t in (x, weight, target)):
             return Unsupported("")
-        reason = other_dtype("weight", "x", weight, x) or other_dtype("bias", "x", x if bias is None else bias, x)
+        reason = why_other_dtype("weight", "x", weight, x) or why_other_dtype(
+            "bias", "x", x if bias is None else bias, x
+        )
         return None if reason is None else Unsupported(reason)
 
     def _recorded(self, arguments: tuple[Any, ...]) -> Any:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MappingProxyType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..kernels import reference
-from ..kernels.arguments import ActivationName
-from .probe import DTYPES, Case, Recognizer, UnrecognisedError, cpu_replica, found_once, key_of_module, own_attributes
-from .running_code import RunningCode
-
-FORMULAS: Mapping[ActivationName, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "silu": torch.ops.aten.silu.default,
-        "gelu": torch.ops.aten.gelu.default,
-        "gelu_tanh": partial(torch.ops.aten.gelu.default, approximate="tanh"),
-        "gelu_new": reference.gelu_new,
-    }
+from ..kernels.reference import ACTIVATIONS, ActivationName
+from .probe import (
+    DTYPES,
+    Case,
+    Recognizer,
+    UnrecognisedError,
+    cpu_replica,
+    found_once,
+    key_of_module,
+    own_attributes,
+    plain_pytorch,
 )
-"""The activations that the fused operator has, as PyTorch's operators: ``F.silu`` may have been replaced."""
+from .running_code import RunningCode
 
 _PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
 
@@ -34,7 +33,7 @@ class Activation:
     """An activation that computes a known formula.
 
     Attributes:
-        formula: a key of ``FORMULAS``.
+        formula: a key of ``ACTIVATIONS``.
         function: the function; of a module, the forward of its class.
         running: the code of that function that was compared.
         kind: the module's class; None for a function.
@@ -62,7 +61,7 @@ def recognise_activation(value: Any) -> Activation:
     """Return the activation that a module or a function computes.
 
     Raises:
-        UnrecognisedError: if it computes none of ``FORMULAS``, or cannot be run to find out.
+        UnrecognisedError: if it computes none of ``ACTIVATIONS``, or cannot be run to find out.
     """
     kind: Any = None
     key, calls, own = value, [value], dict[str, Any]()
@@ -79,7 +78,7 @@ def recognise_activation(value: Any) -> Activation:
                 raise UnrecognisedError(f"its activation {kind.__name__} holds {name}, a {type(function).__name__}")
         replicas = [cpu_replica(kind, {**own, "training": training}) for training in (True, False)]
         key, calls = key_of_module(kind, own), [partial(kind.forward, replica) for replica in replicas]
-    reason = f"its activation {(kind or value).__name__} computes none of {', '.join(FORMULAS)}"
+    reason = f"its activation {(kind or value).__name__} computes none of {', '.join(ACTIVATIONS)}"
     formula = found_once(lambda: _formula_of(calls), recognise_activation, key, reason=reason)
     forward = value if kind is None else kind.forward
     settings = tuple((name, _setting(setting)) for name, setting in own.items())
@@ -103,12 +102,13 @@ def _setting(value: Any) -> Any:
     return value
 
 
+@plain_pytorch()
 def _formula_of(calls: Sequence[Callable[..., Any]]) -> ActivationName:
     bits, gradients = (
-        Recognizer[ActivationName](_cases(calls, way), lambda formula, x: FORMULAS[formula](x), gradients=way)
+        Recognizer[ActivationName](_cases(calls, way), lambda formula, x: ACTIVATIONS[formula](x), gradients=way)
         for way in (False, True)
     )
-    matches = [formula for formula in FORMULAS if bits.agrees(formula) and gradients.agrees(formula)]
+    matches = [formula for formula in ACTIVATIONS if bits.agrees(formula) and gradients.agrees(formula)]
     if len(matches) != 1:
         raise UnrecognisedError
     return matches[0]

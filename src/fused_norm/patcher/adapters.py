@@ -22,6 +22,7 @@ from ..kernels.linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear import LORA_LINEAR
 from ..kernels.operator import Operator, dispatch_modes
+from ..kernels.switch import switch
 from ..kernels.triton.devices import is_transformed
 from ..kernels.triton.lora_kernels import HIGHEST_RANK
 from .four_bit import (
@@ -29,21 +30,21 @@ from .four_bit import (
     FusedLinear4bit,
     Summands,
     is_linear_4bit,
-    override_reason,
     packed_weight,
     why_linear_is_stock,
+    why_overridden,
     why_unreadable,
 )
-from .fused_norm_module import run_fused, switch, warn_once
+from .fused_norm_module import warn_once
 from .hooks import (
     Fused,
     are_plain_calls,
     is_genuine,
     is_idle_dropout,
     name_of,
-    replaced_forward,
-    replaced_linear,
     stock_class,
+    why_forward_replaced,
+    why_linears_replaced,
 )
 from .module_features import FusedModule, ModuleFeature
 from .probe import UnrecognisedError
@@ -79,7 +80,7 @@ class FusedAdapter(Fused):
             reason = why_stock(layer, called)
             is_plain = reason is None and are_plain_calls(*called, inside=type(self), linears=True)
             if not is_plain:
-                reason = replaced_linear() or why_stock(layer)
+                reason = why_linears_replaced() or why_stock(layer)
         dtype = None if reason is not None else autocast_dtype(x)
         if reason is not None and not _adds_something(layer):
             reason = ""
@@ -134,7 +135,7 @@ class FusedAdapter(Fused):
                     operator = None
         if operator is not None:
             read = own if dropped is None else dropped
-            y, _ = run_fused(operator, read, x, a, b, *weight, linear.bias, mask, scale, *factors, *options)
+            y, _ = operator.try_fused(read, x, a, b, *weight, linear.bias, mask, scale, *factors, *options)
             if y is not None:
                 return Summands(*y) if operator is LORA_SUMMANDS_4BIT else y
             if mask is not None:
@@ -150,7 +151,7 @@ class FusedAdapter(Fused):
         x = dropped if dtype is None or dropped.dtype == torch.float64 else dropped.to(dtype)
         y = None
         if dtype is not None or a.dtype == b.dtype == x.dtype:
-            y, reason = run_fused(LORA_ADD, base, x, a, b, scale)
+            y, reason = LORA_ADD.try_fused(base, x, a, b, scale)
         if y is not None:
             return y
         warn_once(self.fused_norm_origin, _SCALED if isinstance(scale, Tensor) else reason, _PEFTS)
@@ -196,12 +197,12 @@ def _is_recent(layer: nn.Module) -> bool:
 def why_stock(layer: Any, called: list[Any] | None = None) -> str | None:
     """Return the reason why a LoRA layer, as it is now, has to run PEFT's forward; None if it has not.
 
-    Whether other code has replaced all linears is another question, ``replaced_linear``.
+    Whether other code has replaced all linears is another question, ``why_linears_replaced``.
 
     ``called``: gets the parts of a fused layer whose calls have to be plain, as the layer's has, for the caller to ask.
     """
     is_known = isinstance(layer, FusedAdapter) and (called is not None or are_plain_calls(inside=type(layer)))
-    if reason := None if is_known else replaced_forward(stock_class(layer)):
+    if reason := None if is_known else why_forward_replaced(stock_class(layer)):
         return reason
     own, parts, active = layer.__dict__, layer._modules, layer.active_adapters
     if own["_disable_adapters"] or own["merged_adapters"]:
@@ -232,7 +233,7 @@ def why_unfused(layer: Any) -> str | None:
 
     It is asked when a model is patched. A call asks for the same, and the kernels refuse the rest.
     """
-    if reason := replaced_linear() or why_stock(layer):
+    if reason := why_linears_replaced() or why_stock(layer):
         return reason
     (name,) = layer.active_adapters
     if isinstance(layer.scaling[name], Tensor):
@@ -256,7 +257,7 @@ def _fused(layer: Any, origin: Any) -> FusedModule:
 ADAPTERS = ModuleFeature(
     "adapter",
     lambda module: is_lora_layer(module) or is_quantised_lora_layer(module),
-    override_reason,
+    why_overridden,
     _fused,
     reads=lambda layer: [layer._modules.get("base_layer")],
 )
@@ -269,7 +270,7 @@ def is_quantised(module: nn.Module) -> bool:
 
 def is_plain_in_4_bits(layer: Any) -> bool:
     """Return whether kernels read the 4-bit weight of a fused layer or linear, and nothing sees its call now."""
-    if replaced_linear() is not None:
+    if why_linears_replaced() is not None:
         return False
     if isinstance(layer, FusedLinear4bit):
         return why_linear_is_stock(layer) is None and are_plain_calls(layer)

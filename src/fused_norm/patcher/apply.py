@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,7 +13,9 @@ from torch import nn
 from ..model_configs import FAMILIES
 from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
-from .class_swap import ClassChange, Fused, change_class, class_override_reason, original_class, stock_class
+from .class_swap import ClassChange, Fused, change_class, original_class, stock_class, why_class_overridden
+from .cuda_graphs import attach_graphs
+from .fused_block import FusedBlock
 from .patch_report import PatchReport, Site
 from .survey import survey
 
@@ -43,6 +46,7 @@ def apply_fused_norm(
     consumers: bool = True,
     recompute: RecomputeLevel = False,
     strict: bool = True,
+    cuda_graphs: bool = False,
     readers: bool | None = None,
 ) -> PatchReport:
     """Make norms, residual adds, rotary embeddings, gates, LoRA layers, the loss and more of ``model`` fused.
@@ -59,8 +63,8 @@ def apply_fused_norm(
     are the fields of ``FuseOptions``, which describes each; ``readers`` is the old name of ``consumers``.
 
     Returns:
-        A row for every site, fused or kept; under ``recompute`` a row for every layer too, and under ``consumers`` one
-        for every block that reads a fused norm.
+        A row for every site, fused or kept; under ``recompute`` and ``cuda_graphs`` a row for every layer too, and
+        under ``consumers`` one for every block that reads a fused norm.
 
     Raises:
         FusedNormError: if ``strict`` and nothing was fused, or a known family lacks a site it should have; if
@@ -70,7 +74,7 @@ def apply_fused_norm(
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
     kinds = norms, qk, rope, residual, sandwich, mlp, conv, experts, linear, adapter, loss  # in the order of the fields
-    options = FuseOptions(*kinds, modules, casting, consumers, recompute, strict, readers)
+    options = FuseOptions(*kinds, modules, casting, consumers, recompute, strict, cuda_graphs, readers)
     _check_is_module(model)
     rows, changes = survey(model, options)
     parts = list(_known_parts(model, rows))
@@ -78,12 +82,13 @@ def apply_fused_norm(
     places = {(site.kind, site.path) for site in others}
     rows = [*(row for row in rows if (row.kind, row.path) not in places), *others]
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    report = PatchReport(type(model).__name__, model_type, tuple(rows), recompute)
+    report = PatchReport(type(model).__name__, model_type, tuple(rows), recompute, cuda_graphs)
     if options.strict:
         _check(report, [lack for part in parts for lack in _lacking(part)])
     _change(changes)
     logger.info("%s", report.summary())
-    return report
+    layers = [module for module in model.modules() if isinstance(module, FusedBlock) and module.fused_norm_cuda_graphs]
+    return replace(report, replays=attach_graphs(model, layers)) if layers else report
 
 
 def remove_fused_norm(model: nn.Module) -> int:
@@ -177,7 +182,7 @@ def _replaced_in(part: _ModelPart) -> Iterator[Site]:
             if not name.search(path.rpartition(".")[2]) or any(f"{row.path}.".startswith(f"{path}.") for row in sites):
                 continue
             origin = stock_class(module)
-            reason = class_override_reason(origin)
+            reason = why_class_overridden(origin)
             if reason is None and origin.__module__ != file:
                 reason = f"its class was replaced, by {origin.__module__}.{origin.__qualname__}"
             if reason is not None:

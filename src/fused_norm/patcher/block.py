@@ -13,11 +13,11 @@ from ..spec import Kind
 from .class_swap import (
     ClassChange,
     Fused,
-    forward_override_reason,
     has_derived_class,
     has_to_change,
     is_called_around,
     stock_class,
+    why_instance_overridden,
 )
 from .fused_block import FusedBlock, Rewrite
 from .hooks import has_hooks
@@ -95,7 +95,7 @@ class Block:
         path: its first one in the model.
         module: itself.
         origin: its class in the stock model.
-        override_reason: why a change of its class would have no effect, as other code replaced its forward; or None.
+        why_overridden: why a change of its class would have no effect, as other code replaced its forward; or None.
         is_sealed: whether other code has derived a class from its fused one, as FSDP does; it stays as it is.
         sealed_sites: what is fused in it then (``Match.fused_sites``).
         sites: the rows of what may be fused in its forward.
@@ -108,7 +108,7 @@ class Block:
     def __init__(self, path: str, model: SurveyedModel) -> None:
         self.path, self.module = path, model.modules[path]
         self.origin: Any = stock_class(self.module)
-        self.override_reason = forward_override_reason(self.module)
+        self.why_overridden = why_instance_overridden(self.module)
         self.is_sealed = isinstance(self.module, FusedBlock) and has_derived_class(self.module)
         self.sealed_sites: Collection[tuple[Kind | None, str]] = ()
         self.sites: list[Site] = []
@@ -131,10 +131,10 @@ class Block:
         """Whether the option ``consumers`` is on."""
         return self._model.options.consumers
 
-    def decide_consumers(self, index: int, linears: tuple[str, ...], obstacle: str | None) -> bool:
+    def decide_consumers(self, index: int, linears: tuple[str, ...], why_shared: str | None) -> bool:
         """Decide whether the ``linears`` that read argument ``index`` get inputs of their own; it gets a row."""
         rewrite = Rewrite("inputs", index, linears, what="consumers")
-        reason = self.override_reason or obstacle
+        reason = self.why_overridden or why_shared
         if self.is_sealed and not self.module.fused_norm_linears:
             reason = reason or "other code has built on its class since that was patched"
         if not self._model.options.selects(self.path, self.module):
@@ -210,8 +210,8 @@ class Block:
         if self.is_sealed and site not in self.sealed_sites:
             reason = "other code has built on its layer since that was patched; remove_fused_norm before sharding"
             return row.skipped(reason, "overridden")
-        if self.override_reason is not None:
-            return row.skipped(self.override_reason, "overridden")
+        if self.why_overridden is not None:
+            return row.skipped(self.why_overridden, "overridden")
         if unwanted := why_left_out(option, row.path, selected, self._model.options):
             if self.is_sealed:
                 has_to_change(self.module, self.origin)  # raises if it has

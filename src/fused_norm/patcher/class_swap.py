@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..spec import FusedNormError
+from .graph_guards import GRAPHS
 from .hooks import Fused, name_of_function, stock_class
 from .source import cells_of
 
@@ -21,7 +22,7 @@ def _own_fused_class(module: Fused) -> Any:
     return next(base for base in type(module).__mro__ if "fused_norm_origin" in vars(base))
 
 
-def class_override_reason(origin: type[nn.Module]) -> str | None:
+def why_class_overridden(origin: type[nn.Module]) -> str | None:
     """The reason, for a report, that other code has put its forward on a class; None if the class has its own."""
     if origin.forward is nn.Module.forward:
         return None
@@ -32,16 +33,16 @@ def class_override_reason(origin: type[nn.Module]) -> str | None:
     return f"its class's forward was replaced, by {place}"
 
 
-def fused_override_reason(fused: Any) -> str | None:
+def why_fused_overridden(fused: Any) -> str | None:
     """The reason, for a report, that other code has put its forward on a fused class; None if it has its own."""
     if fused.forward is fused.fused_norm_forward:
         return None
     return f"the forward of its fused class was replaced, by {name_of_function(fused.forward)}"
 
 
-def forward_override_reason(module: nn.Module) -> str | None:
+def why_instance_overridden(module: nn.Module) -> str | None:
     """The reason why a change of class would not take effect: other code has put a ``forward`` on this instance."""
-    if isinstance(module, Fused) and (override := fused_override_reason(_own_fused_class(module))):
+    if isinstance(module, Fused) and (override := why_fused_overridden(_own_fused_class(module))):
         return override
     forward = vars(module).get("forward")
     if forward is None or _is_bound(forward, module):
@@ -114,6 +115,8 @@ def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:
         attributes["forward"] = MethodType(new.forward, module)
     if kept_by_accelerate:
         attributes["_old_forward"] = MethodType(new.forward, module)
+    if not getattr(new, "fused_norm_cuda_graphs", False):
+        attributes.pop(GRAPHS, None)
     return undo
 
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_4bit import LINEAR_4BIT
+from ..kernels.switch import switch
 from ..kernels.triton.dequantize_kernels import SCALES_TOGETHER, PackedWeight
-from .fused_norm_module import run_fused, switch, warn_once
-from .hooks import Fused, are_plain_calls, is_genuine, replaced_forward, replaced_linear, stock_class
+from .fused_norm_module import warn_once
+from .hooks import Fused, are_plain_calls, is_genuine, stock_class, why_forward_replaced, why_linears_replaced
 from .module_features import FusedModule, ModuleFeature
 from .probe import UnrecognisedError
 
@@ -89,14 +90,14 @@ class FusedLinear4bit(Fused):
         reason = weight if isinstance(weight, str) else None
         # The guard of the forward that passes an AdapterInput has asked.
         if reason is None and adapter_input is None:
-            reason = replaced_linear() or _changed_class(self)
+            reason = why_linears_replaced() or _why_changed(self)
         if reason is None and dtype not in (None, products):
             reason = f"autocast is to {dtype}, and it computes in {products}"
         if reason is None:
             parts, is_sum = self._parameters, adapter_input is None or not adapter_input.returns_summands
             y_dtype = (adapter_input and (adapter_input.y_dtype or adapter_input.dtype)) or x.dtype
             options = linear["out_features"], weight[1], products, y_dtype if is_sum else products
-            y, reason = run_fused(LINEAR_4BIT, x, *weight[0], parts["bias"], *options)
+            y, reason = LINEAR_4BIT.try_fused(x, *weight[0], parts["bias"], *options)
             if y is not None:
                 return y if is_sum else Summands(y, None)
         warn_once(self.fused_norm_origin, reason, "bitsandbytes' code")
@@ -112,15 +113,15 @@ class FusedLinear4bit(Fused):
 def why_linear_is_stock(linear: Any) -> str | None:
     """Return the reason why a 4-bit linear, as it is now, has to run bitsandbytes' forward; None if it has not.
 
-    Whether other code has replaced all linears is another question, ``replaced_linear``.
+    Whether other code has replaced all linears is another question, ``why_linears_replaced``.
     """
-    if isinstance(linear, FusedLinear4bit) and (reason := _changed_class(linear)):
+    if isinstance(linear, FusedLinear4bit) and (reason := _why_changed(linear)):
         return reason
     reason = why_unreadable(linear, is_called=True)
-    return replaced_forward(stock_class(linear)) or "" if reason == "" else reason
+    return why_forward_replaced(stock_class(linear)) or "" if reason == "" else reason
 
 
-def _changed_class(linear: FusedLinear4bit) -> str | None:
+def _why_changed(linear: FusedLinear4bit) -> str | None:
     if are_plain_calls(inside=type(linear)):
         return None
     return "the forward of its class has changed since it was patched"
@@ -132,9 +133,9 @@ def is_linear_4bit(module: Any) -> bool:
     return layers is not None and stock_class(module) is layers.Linear4bit
 
 
-def override_reason(origin: Any) -> str | None:
+def why_overridden(origin: Any) -> str | None:
     """The reason, for a report, that other code has put a forward on linears or on this class of them, or None."""
-    return replaced_forward(origin) or replaced_linear()
+    return why_forward_replaced(origin) or why_linears_replaced()
 
 
 def _fused(linear: Any, origin: Any) -> FusedModule:
@@ -143,7 +144,7 @@ def _fused(linear: Any, origin: Any) -> FusedModule:
     return FusedModule(FusedLinear4bit, {"fused_norm_is_quantised": True})
 
 
-LINEARS_4BIT = ModuleFeature("linear", is_linear_4bit, override_reason, _fused)
+LINEARS_4BIT = ModuleFeature("linear", is_linear_4bit, why_overridden, _fused)
 
 
 def why_unreadable(linear: Any, *, is_called: bool = False) -> str | None:

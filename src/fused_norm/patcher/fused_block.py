@@ -43,16 +43,18 @@ class FusedBlock(Fused):
 
     fused_norm_rewrites: ClassVar[tuple[Rewrite, ...]]
     fused_norm_recompute: ClassVar[RecomputeLevel]
+    fused_norm_cuda_graphs: ClassVar[bool]
     fused_norm_linears: ClassVar[tuple[str, ...]]
 
     @property
     def fused_norm_what(self) -> str:
-        """``add+norm x2, consumers``, what rewrites fuse and how often, and ``recompute`` where that is on."""
+        """``add+norm x2``, what rewrites fuse and how often, and ``recompute`` and ``graphs`` if they are on."""
         rewrites = self.fused_norm_rewrites
         counts = Counter(rewrite.what for rewrite in rewrites if rewrite.what != "consumers")
         whats = [what if count == 1 else f"{what} x{count}" for what, count in counts.items()]
         whats += ["consumers"] if any("consumers" in (rewrite.what, *rewrite.parts) for rewrite in rewrites) else []
-        return ", ".join(whats + (["recompute"] if self.fused_norm_recompute else []))
+        options = {"recompute": self.fused_norm_recompute, "graphs": self.fused_norm_cuda_graphs}
+        return ", ".join(whats + [name for name, is_on in options.items() if is_on])
 
 
 def runtime(function: Runtime) -> Runtime:

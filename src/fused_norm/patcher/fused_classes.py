@@ -15,7 +15,9 @@ from uuid import uuid4
 import torch
 from torch import nn
 
+from ..kernels.switch import switch
 from ..options import RecomputeLevel
+from .cuda_graphs import replayed
 from .fused_block import FusedBlock, Rewrite
 from .fused_norm_module import FusedNorm
 from .hooks import are_plain_calls
@@ -39,11 +41,13 @@ class _NoHubKernel:
         raise AttributeError("kernel_layer_name: a fused module takes no kernel from the hub")
 
 
-def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: RecomputeLevel = False) -> type[nn.Module]:
+def fused_block_class(
+    origin: Any, rewrites: tuple[Rewrite, ...], recompute: RecomputeLevel = False, cuda_graphs: bool = False
+) -> type[nn.Module]:
     """The fused class for modules of class ``origin``, with these rewrites of their forward.
 
     ``recompute``: what fused operators return in its forward is recomputed in the backward, and from some levels on
-    what linears return (``recompute.py``).
+    what linears return (``recompute.py``). ``cuda_graphs``: its forward is replayed (``cuda_graphs.py``).
 
     Raises:
         SourceError: if the forward cannot be rewritten.
@@ -51,10 +55,11 @@ def fused_block_class(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Rec
     return fused_class(
         FusedBlock,
         origin,
-        partial(_guarded_forward, origin, rewrites, recompute),
-        (fused_block_class, origin, rewrites, recompute),
+        partial(_guarded_forward, origin, rewrites, recompute, cuda_graphs=cuda_graphs),
+        (fused_block_class, origin, rewrites, recompute, cuda_graphs),
         fused_norm_rewrites=rewrites,
         fused_norm_recompute=recompute,
+        fused_norm_cuda_graphs=cuda_graphs,
         fused_norm_linears=linears_of(rewrites),
         **(functions_of(origin, rewrites) if rewrites else {}),
     )
@@ -128,7 +133,9 @@ def _rebuild(origin: Any, made_by: tuple[Any, ...], key: str) -> nn.Module:
     return object.__new__(kind)
 
 
-def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: RecomputeLevel) -> Forward:
+def _guarded_forward(
+    origin: Any, rewrites: tuple[Rewrite, ...], recompute: RecomputeLevel, *, cuda_graphs: bool
+) -> Forward:
     """The forward of a class with these rewrites, which asks at each call whether all that it bypasses is still plain.
 
     If other code would miss a call of a norm or an activation, a second forward runs, which makes every call.
@@ -148,7 +155,7 @@ def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Reco
 
     def other(self: Any) -> Forward:
         """The forward for a module that the straight one is not for."""
-        if not are_plain_calls(inside=type(self)):
+        if switch.depth or not are_plain_calls(inside=type(self)):
             return taking_tensors(origin.forward)
         if torch.compiler.is_compiling():
             return origin.forward
@@ -159,7 +166,7 @@ def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Reco
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         modules: Any = self._modules
         called: list[Any] = []
-        is_same = True
+        is_same = not switch.depth
         for name in norms:
             norm = modules[name] if name in modules else member_of(self, name)
             is_same = is_same and isinstance(norm, FusedNorm) and type(norm).forward is FusedNorm.forward
@@ -174,7 +181,7 @@ def _guarded_forward(origin: Any, rewrites: tuple[Rewrite, ...], recompute: Reco
             return call_recomputing(run, self, args, kwargs, recompute)
         return run(self, *args, **kwargs)
 
-    return forward
+    return replayed(forward) if cuda_graphs else forward
 
 
 def _look_up(origin: Any, act: Callee) -> Callable[[nn.Module], Any]:

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import reference
-from ..kernels.arguments import ACTIVATIONS
 from ..kernels.autocast import autocast_dtype
-from ..kernels.experts import EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
+from ..kernels.experts import EXPERT_ACTIVATIONS, EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
-from .activation_recognition import FORMULAS, Activation, ActivationName, recognise_activation
-from .class_swap import class_override_reason
-from .fused_norm_module import run_fused, switch, warn_once
+from ..kernels.switch import switch
+from .activation_recognition import Activation, ActivationName, recognise_activation
+from .class_swap import why_class_overridden
+from .fused_norm_module import warn_once
 from .hooks import Fused, are_plain_calls, defined_function, name_of_function
 from .module_features import FusedModule, ModuleFeature, OverriddenError
 from .probe import (
@@ -57,7 +57,7 @@ class GateOfExperts:
     """What a class of experts computes between its products, and the code that was compared with the formula.
 
     Attributes:
-        activation: one of ``ACTIVATIONS``.
+        activation: one of ``EXPERT_ACTIVATIONS``.
         interleaved: gate and up take turns in a row; otherwise they are its halves.
         limit: the name of the attribute with the limit of gate and up; None without one.
         alpha: the name of the attribute with the factor inside of the activation; None without one.
@@ -146,14 +146,14 @@ def why_stock(experts: Any) -> str | None:
     gate: GateOfExperts = kind.fused_norm_gate
     if not are_plain_calls(inside=kind):
         return ""
-    if reason := other_implementation(experts, kind.fused_norm_origin):
+    if reason := why_other_implementation(experts, kind.fused_norm_origin):
         return reason
     if grouped_mm() is not gate.function or not gate.function_running.is_in(gate.function):
         return f"the function of {_GROUPED_MM} has changed since it was patched"
     method = kind._apply_gate
     if "_apply_gate" in vars(experts) or method is not gate.method or not gate.running.is_in(method):
         return "its gate has changed since it was patched"
-    if reason := _structure_obstacle(experts):
+    if reason := _why_other_structure(experts):
         return reason
     for name, activation in gate.held:
         act = getattr(experts, name, None)
@@ -164,14 +164,14 @@ def why_stock(experts: Any) -> str | None:
     return None if gate.options_of(experts) else "its limit or its factor is no positive float"
 
 
-def _structure_obstacle(experts: Any) -> str | None:
+def _why_other_structure(experts: Any) -> str | None:
     """Why a module of experts computes something else than two products with a gate between; None if it does not."""
     if not experts.has_gate:
         return "it has no gate between its products"
     return "a norm follows its products" if getattr(experts, "has_post_expert_norm", False) else None
 
 
-def other_implementation(experts: Any, origin: Any) -> str | None:
+def why_other_implementation(experts: Any, origin: Any) -> str | None:
     """Return the reason that a module of experts does not run transformers' own ``grouped_mm`` now; None if it does."""
     code, module = getattr(origin.forward, "__code__", None), sys.modules[_MOE]
     place = None if code is None else (code.co_filename, code.co_qualname.partition(".")[0])
@@ -202,10 +202,10 @@ def _run(experts: Any, hidden: Any, index: Any, weights: Any) -> tuple[Any, str 
 
     def fused(operator: Operator, otherwise: Callable[..., Tensor] | None, *arguments: Any) -> Tensor:
         nonlocal reason
-        y, obstacle = run_fused(operator, *arguments)
-        if obstacle is None:
+        y, why_not = operator.try_fused(*arguments)
+        if why_not is None:
             return y
-        reason = obstacle
+        reason = why_not
         if otherwise is None:
             raise _NotTakenError
         return otherwise(*arguments)
@@ -276,12 +276,12 @@ def outputs(
 def recognise_experts(experts: Any, origin: Any) -> GateOfExperts:
     """Return what a module of experts computes between its products, if all of it has the bits of the formula.
 
-    Transformers' own ``grouped_mm`` runs in it now: ``other_implementation`` returns None.
+    Transformers' own ``grouped_mm`` runs in it now: ``why_other_implementation`` returns None.
 
     Raises:
         UnrecognisedError: if it computes something else, or if it cannot be run to find out.
     """
-    if reason := _structure_obstacle(experts):
+    if reason := _why_other_structure(experts):
         raise UnrecognisedError(reason)
     own = own_attributes(experts)
     functions = {name: value for name, value in own.items() if isinstance(value, (FunctionType, BuiltinFunctionType))}
@@ -300,18 +300,19 @@ def recognise_experts(experts: Any, origin: Any) -> GateOfExperts:
 
 
 def _fused(experts: Any, origin: Any) -> FusedModule:
-    if reason := other_implementation(experts, origin):
+    if reason := why_other_implementation(experts, origin):
         raise OverriddenError(reason)
     gate = recognise_experts(experts, origin)
     return FusedModule(FusedExperts, {"fused_norm_gate": gate}, str(gate))
 
 
-EXPERTS = ModuleFeature("experts", is_experts, class_override_reason, _fused)
+EXPERTS = ModuleFeature("experts", is_experts, why_class_overridden, _fused)
 
 
 _TOKENS, _EXPERTS, _TOP_K, _WIDTH, _INNER = 12, 3, 2, 16, 8
 
 
+@plain_pytorch()  # which leaves a default device, such as meta, too
 def _compared(
     origin: Any, function: Any, plain: Mapping[str, Any], experts: nn.Module
 ) -> tuple[ActivationName, bool, str | None, str | None]:
@@ -324,7 +325,7 @@ def _compared(
     replica._modules.update(experts._modules)
     matches = [
         candidate
-        for candidate in product(ACTIVATIONS, (False, True), (None, *floats), (None, *floats))
+        for candidate in product(EXPERT_ACTIVATIONS, (False, True), (None, *floats), (None, *floats))
         if _is_gate(replica, *candidate)
     ]
     if len(matches) != 1:
@@ -340,7 +341,7 @@ def _options(replica: Any, activation: ActivationName, interleaved: bool, *names
 
 
 def _gate_formula(x: Tensor, absent: Tensor | None, activation: ActivationName, *options: Any) -> Tensor:
-    return reference.expert_gate(x, absent, activation, *options, act=FORMULAS[activation])
+    return reference.expert_gate(x, absent, activation, *options, act=reference.ACTIVATIONS[activation])
 
 
 def _is_gate(replica: Any, activation: ActivationName, interleaved: bool, *names: str | None) -> bool:
@@ -348,19 +349,18 @@ def _is_gate(replica: Any, activation: ActivationName, interleaved: bool, *names
     if names[1] is not None and activation != "silu":
         return False
     options = _options(replica, activation, interleaved, *names)
-    with plain_pytorch():  # which leaves a default device, such as meta, too
-        scales = torch.tensor([1e-3, 1.0, 4.0, 1e3])
-        values = torch.randn(64, 2 * _INNER, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-        values = (values[:, None] * scales[:, None]).view(-1, 2 * _INNER)
-        values[0, ::3] = torch.nan
-        for dtype in DTYPES:
-            x = values.to(dtype)
-            try:
-                actual = replica._apply_gate(x.clone())
-            except Exception:  # foreign code may raise anything
-                return False
-            if not isinstance(actual, Tensor) or not same_values(actual, _gate_formula(x, None, *options)):
-                return False
+    scales = torch.tensor([1e-3, 1.0, 4.0, 1e3])
+    values = torch.randn(64, 2 * _INNER, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    values = (values[:, None] * scales[:, None]).view(-1, 2 * _INNER)
+    values[0, ::3] = torch.nan
+    for dtype in DTYPES:
+        x = values.to(dtype)
+        try:
+            actual = replica._apply_gate(x.clone())
+        except Exception:  # foreign code may raise anything
+            return False
+        if not isinstance(actual, Tensor) or not same_values(actual, _gate_formula(x, None, *options)):
+            return False
     return True
 
 
@@ -377,7 +377,7 @@ def _agrees(replica: Any, function: Any, gate: tuple[ActivationName, bool, str |
     for dtype, is_parallel in product((torch.float32, torch.bfloat16), parallel):
         if is_parallel is not None:
             replica._is_expert_parallel = is_parallel
-        with plain_pytorch(gradients=True):
+        with torch.enable_grad():
             shapes = {"gate_up_proj": (2 * _INNER, _WIDTH), "down_proj": (_WIDTH, _INNER)}
             parameters = {}
             for name, (rows, columns) in shapes.items():

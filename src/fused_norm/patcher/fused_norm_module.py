@@ -1,4 +1,4 @@
-"""The forward of fused norms, and the switch that turns all fusing off.
+"""The forward of fused norms.
 
 Every call checks first that the kernels may take it. If they may not, it runs the stock code of the norm's own
 class, so a patched model can do all that it could before; or PyTorch's operators, if options replace its rounding.
@@ -6,13 +6,10 @@ class, so a patched model can do all that it could before; or PyTorch's operator
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import re
-import threading
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -20,43 +17,17 @@ from torch import Tensor, nn
 
 from ..kernels import reference
 from ..kernels.arguments import check_eps
-from ..kernels.autocast import autocast_dtype
 from ..kernels.gated_rms_norm import GATED_RMS_NORM
 from ..kernels.norm import ADD_RMS_NORM, RMS_NORM
-from ..kernels.operator import Operator, norm_spec
+from ..kernels.operator import norm_spec
+from ..kernels.switch import switch
 from ..spec import Casting, GatedNormSpec, NormSpec
-from . import hooks
 from .hooks import Fused, are_plain_calls, has_hooks
 
 logger = logging.getLogger("fused_norm")
 
 
-class _Switch:
-    """The switch that turns all fusing off: it is off while ``depth``, the number of ``disabled`` blocks, is not 0."""
-
-    depth = 0
-    lock = threading.Lock()
-
-
-switch = _Switch()
 _warned: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
-
-
-@contextlib.contextmanager
-def disabled() -> Iterator[None]:
-    """Run the stock code of every patched model inside the ``with``, in all threads of the process.
-
-    The switch is the process's, not the thread's, because autograd runs backward, and recomputes checkpoints, on
-    threads of its own. Enter and leave it between steps: a checkpoint that was saved fused and is recomputed stock, or
-    the other way round, holds other tensors.
-    """
-    with switch.lock:
-        switch.depth += 1
-    try:
-        yield
-    finally:
-        with switch.lock:
-            switch.depth -= 1
 
 
 class FusedNorm(Fused):
@@ -92,9 +63,9 @@ class FusedNorm(Fused):
             (x,) = named.values()
         spec, weight = spec_and_weights(self)
         if residual is not None:
-            outputs, reason = run_fused(ADD_RMS_NORM, x, residual, weight, spec, None, scale)
+            outputs, reason = ADD_RMS_NORM.try_fused(x, residual, weight, spec, None, scale)
             return outputs if reason is None else norm_after_add(self, x, residual, scale, reason)
-        y, reason = run_fused(RMS_NORM, x, weight, spec, None)
+        y, reason = RMS_NORM.try_fused(x, weight, spec, None)
         return y if reason is None else _without_kernel(self, spec, x, weight, reason)
 
 
@@ -102,7 +73,7 @@ def norm_after_add(norm: FusedNorm, x: Any, residual: Any, scale: float, reason:
     """Return ``(norm(s), s)`` of ``s = residual + scale * x`` if no kernel adds, for this ``reason``."""
     spec, weight = spec_and_weights(norm)
     total = residual + (x if scale == 1.0 else x * scale)
-    y, no_norm = run_fused(RMS_NORM, total, weight, spec, None)
+    y, no_norm = RMS_NORM.try_fused(total, weight, spec, None)
     if no_norm is not None:
         y = _without_kernel(norm, spec, total, weight, no_norm)
     else:
@@ -147,7 +118,7 @@ class FusedGatedNorm(FusedNorm):
         else:
             options = how.activation, how.norm_before_gate, how.groups
             spec, weight = spec_and_weights(self)
-            outputs, reason = run_fused(GATED_RMS_NORM, x, gate, weight, spec, *options)
+            outputs, reason = GATED_RMS_NORM.try_fused(x, gate, weight, spec, *options)
             if reason is None:
                 return outputs
         warn_once(self.fused_norm_origin, reason)
@@ -188,33 +159,6 @@ def spec_and_weights(*norms: FusedNorm) -> tuple[Any, ...]:
     ):
         first = None
     return first, *weights
-
-
-def run_fused(
-    operator: Operator, *arguments: Any, replaces: Any = "stock code", unless: Callable[..., str | None] | None = None
-) -> tuple[Any, str | None]:
-    """The outputs of an operator in place of stock code, and None; or None, and why stock code has to run.
-
-    Args:
-        operator: what would replace stock code.
-        arguments: the operator's; a spec may be None, as ``spec_and_weights`` returns it.
-        replaces: the key of that stock code, as ``Operator.try_fused`` takes it.
-        unless: as in ``Operator.try_fused``.
-    """
-    if switch.depth:
-        return None, ""
-    if (hooks.latest_mode is not None or hooks.modes()) and (mode := hooks.function_mode()) is not None:
-        return None, mode
-    if operator.takes_spec:
-        spec = arguments[operator.tensor_count]
-        if spec is None:
-            return None, "its eps is not a finite number of at least 0"
-        if spec.casting == "none" and isinstance(arguments[0], Tensor) and autocast_dtype(arguments[0]) is not None:
-            return None, "autocast changes what an uncast norm rounds to"
-    outputs = operator.run_cached(replaces, *arguments)
-    if outputs is not None:
-        return outputs, None
-    return operator.try_fused(*arguments, replaces=replaces, unless=unless)
 
 
 @functools.lru_cache(maxsize=256)

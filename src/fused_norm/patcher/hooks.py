@@ -19,19 +19,12 @@ from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
+from ..kernels.switch import modes, switch, why_seen_by_mode
 from .running_code import RunningCode
-
-is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-modes = torch._C._len_torch_function_stack
 
 _LINEAR = torch._C._nn.linear
 _MODULE_CALL = nn.Module.__call__
-
-latest_mode: str | None = None
-"""The reason that the latest forward gave for a mode; of all threads, as a backward may run in another one."""
 
 
 class Fused(nn.Module):
@@ -85,17 +78,17 @@ def are_plain_calls(*modules: Any, inside: Any = None, linears: bool = False) ->
     Args:
         modules: the modules.
         inside: a fused class of which that is asked too; without modules of it alone.
-        linears: linears are among them, so that ``replaced_linear`` has to be None.
+        linears: linears are among them, so that ``why_linears_replaced`` has to be None.
     """
     if modules and (
         _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks
     ):
         return False
     if linears:
-        is_suspect = functional.linear is not _LINEAR or latest_mode is not None or modes()
+        is_suspect = functional.linear is not _LINEAR or switch.latest_mode is not None or modes()
         for kind, forward, code in _OF_LINEARS:
             is_suspect = is_suspect or kind.forward is not forward or forward.__code__ is not code
-        if is_suspect and replaced_linear() is not None:
+        if is_suspect and why_linears_replaced() is not None:
             return False
     fused = [] if inside is None else [inside]
     for module in modules:
@@ -112,11 +105,12 @@ def are_plain_calls(*modules: Any, inside: Any = None, linears: bool = False) ->
             return False
         if hasattr(kind, "fused_norm_origin"):
             fused.append(kind)
+    is_compiling = torch.compiler.is_compiling()
     for kind in fused:
         forward, running = kind.fused_norm_origin.forward, kind.fused_norm_origin_code
         if forward is not kind.fused_norm_origin_forward:
             return False
-        quick = None if is_dynamo_compiling() else running.quick
+        quick = None if is_compiling else running.quick
         is_same = quick is not None and quick == (forward.__code__, id(forward.__defaults__), forward.__kwdefaults__)
         if not is_same and not running.is_in(forward):
             return False
@@ -130,24 +124,7 @@ def is_idle_dropout(module: Any) -> bool:
     return is_idle and are_plain_calls(module) and is_genuine(kind)
 
 
-def function_mode() -> str | None:
-    """Return the reason that a ``TorchFunctionMode`` is active; None without one, and for that of a default device.
-
-    PyTorch takes a mode off while a backward runs. What a checkpoint then runs again has to save what it saved in the
-    forward, so there the mode of the latest forward counts.
-    """
-    global latest_mode
-    if modes():
-        for mode in _get_current_function_mode_stack():
-            if not isinstance(mode, DeviceContext):
-                latest_mode = f"a {type(mode).__name__} is active, a mode that sees the functions that stock code calls"
-                return latest_mode
-    if latest_mode is not None and torch._C._current_graph_task_id() == -1:
-        latest_mode = None
-    return latest_mode
-
-
-def replaced_linear() -> str | None:
+def why_linears_replaced() -> str | None:
     """Return the reason why linears, or dropouts before them, may not compute what PyTorch's do; or None."""
     if functional.linear is not _LINEAR:
         return f"torch.nn.functional.linear was replaced, by {name_of_function(functional.linear)}"
@@ -155,7 +132,7 @@ def replaced_linear() -> str | None:
         forward: Any = kind.forward
         if forward is not genuine or forward.__code__ is not code:
             return f"the forward of torch.nn.{kind.__name__} was replaced, by {name_of_function(forward)}"
-    return function_mode() if latest_mode is not None or modes() else None
+    return why_seen_by_mode()
 
 
 def is_genuine(cls: Any) -> bool:
@@ -186,7 +163,7 @@ _OF_LINEARS = [
 ]
 
 
-def replaced_forward(cls: Any) -> str | None:
+def why_forward_replaced(cls: Any) -> str | None:
     """Return the reason that other code has put its forward on a class whose own one has no decorator; or None."""
     return None if is_genuine(cls) else f"its class's forward was replaced, by {name_of_function(cls.forward)}"
 
@@ -216,7 +193,7 @@ def runs_as_compared(value: Any, function: Any, running: RunningCode) -> bool:
     if value is not function:
         return False
     if type(value) is FunctionType:
-        quick = None if is_dynamo_compiling() else running.quick
+        quick = None if torch.compiler.is_compiling() else running.quick
         is_same = quick is not None and quick == (value.__code__, id(value.__defaults__), value.__kwdefaults__)
         return is_same or running.is_in(value)
     return _has_forward_of_class(value) and not has_hooks(value) and running.is_in(type(value).forward)

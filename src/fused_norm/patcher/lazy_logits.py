@@ -137,7 +137,8 @@ class Projection:
         changed = list(map(_version, self.tensors)) != self._versions
         changed = changed or any(tensor.untyped_storage().nbytes() == 0 for tensor in self.tensors if tensor.numel())
         for tensor, sample in () if self.is_running else self._samples:
-            changed = changed or tensor.dtype != sample.dtype or not _same_bits(sample, _sample(tensor))
+            changed = changed or tensor.dtype != sample.dtype
+            changed = changed or not torch.equal(sample.view(torch.uint8), _sample(tensor).view(torch.uint8))
         if changed:
             raise RuntimeError(
                 "outputs.logits are computed when they are first read, and the weights have been written to or freed"
@@ -149,11 +150,6 @@ class Projection:
         """Return whether the head still has the weights of this call, as the loss takes those that it has."""
         now = self.parameters
         return now is None or (now.get("weight") is self.weight and now.get("bias") is self.bias)
-
-    def read_sums(self) -> None:
-        """Compute the sums of losses that are put off."""
-        for lazy in self.members(LazySum):
-            lazy.read("the model")
 
 
 @dataclass(frozen=True)
@@ -466,10 +462,6 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype |
         return functional.linear(x, weight, bias)
 
 
-def _after(steps: tuple[Step, ...], logits: Tensor) -> Tensor:
-    return reduce(lambda logits, step: step.run(logits), steps, logits)
-
-
 def _gradient_of(function: Callable[[Tensor], Tensor], made_by: tuple[Any, ...], gradient: Tensor) -> Tensor:
     """The gradient of logits for that of a function of them.
 
@@ -477,7 +469,7 @@ def _gradient_of(function: Callable[[Tensor], Tensor], made_by: tuple[Any, ...],
     """
     steps, dtype, x, weight, bias = made_by
     again = torch.is_grad_enabled()
-    logits = _after(steps, _logits(x, weight, bias, dtype))
+    logits = reduce(lambda logits, step: step.run(logits), steps, _logits(x, weight, bias, dtype))
     with torch.enable_grad():
         leaf = logits if again and logits.requires_grad else logits.detach().requires_grad_()
         return torch.autograd.grad(function(leaf), leaf, gradient, create_graph=again)[0]
@@ -571,11 +563,6 @@ def _is_of_sharding(hook: Any) -> bool:
 
 def _version(tensor: Any) -> int | None:
     return None if tensor.is_inference() else tensor._version
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape are equal, NaN too."""
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ..kernels.triton.norm_backward import MOST_CONSUMERS
 from .adapters import FusedAdapter, adapter_reads_in, is_lora_layer, linear_reads_in, why_stock, why_unfused
 from .four_bit import AdapterInput, FusedLinear4bit, why_linear_is_stock, why_unreadable
 from .fused_block import runtime
-from .fused_norm_module import spec_and_weights, switch, warn_once
+from .fused_norm_module import spec_and_weights, warn_once
 from .hooks import are_plain_calls
 from .recompute import recomputes
 
@@ -108,7 +108,7 @@ def called_by(
     """Return the modules, one for each tensor that linears read as their input, whose calls have to be plain.
 
     A linear reads one tensor, and another for its adapter. None if it is unknown what they read. Whether other code has
-    replaced all linears is another question, ``replaced_linear``.
+    replaced all linears is another question, ``why_linears_replaced``.
 
     Args:
         linears: the linears, or what is there in their place.
@@ -136,7 +136,7 @@ def called_by(
 def _warn_about(consumers: Sequence[Any], block: Any) -> None:
     """Log if LoRA layers that no kernel takes are why a block's linears get the result of a norm as it is in stock."""
     for linear in consumers:
-        if is_lora_layer(linear) and not isinstance(linear, FusedAdapter) and not switch.depth:
+        if is_lora_layer(linear) and not isinstance(linear, FusedAdapter):
             warn_once(block.fused_norm_origin, why_unfused(linear) or _SINCE, "LoRA layers as PEFT has them")
 
 

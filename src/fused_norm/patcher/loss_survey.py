@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,19 +12,19 @@ from ..kernels.sharded import is_plain, is_sharded
 from ..options import FuseOptions
 from .block import SurveyedModel, why_left_out
 from .class_swap import (
-    class_override_reason,
-    forward_override_reason,
-    fused_override_reason,
     stock_class,
+    why_class_overridden,
+    why_fused_overridden,
+    why_instance_overridden,
 )
 from .fused_classes import fused_class, fused_loss_class
 from .hooks import name_of, name_of_function
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
 from .loss_trial import trial_of
-from .losses import FusedHead, replaced_function, why_compiled_loss, why_read, why_seen
+from .losses import FusedHead, why_compiled_loss, why_functions_replaced, why_read, why_seen
 from .patch_report import Cause, Site
 from .probe import UnrecognisedError, plain_pytorch
-from .source import names_in
+from .source import names_in, parameters_of
 
 _CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy"})
 """Names by which forwards compute a loss of their own."""
@@ -61,7 +60,7 @@ def head_of(module: Any, model: SurveyedModel) -> Any:
     origin: Any = stock_class(module)
     if not hasattr(origin, "get_output_embeddings"):
         return None
-    if not any("labels" in _parameters(base) for base in origin.__mro__ if "forward" in vars(base)):
+    if not any(_takes_labels(base) for base in origin.__mro__ if "forward" in vars(base)):
         return None
     try:
         head = module.get_output_embeddings()
@@ -70,32 +69,29 @@ def head_of(module: Any, model: SurveyedModel) -> Any:
     return head if isinstance(head, nn.Module) and id(head) in model.paths else None
 
 
-def _parameters(origin: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(origin.forward).parameters)
-    except (TypeError, ValueError):
-        return ()
+def _takes_labels(origin: Any) -> bool:
+    return any(parameter.name == "labels" for parameter in parameters_of(origin))
 
 
 def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterator[tuple[str | None, Cause]]:
     """Why a head and the language model that computes a loss of its logits stay stock, each None if it is no reason."""
     origin, linear = stock_class(module), stock_class(head)
-    yield forward_override_reason(module) or class_override_reason(origin), "overridden"
+    yield why_instance_overridden(module) or why_class_overridden(origin), "overridden"
     yield why_left_out("loss", path, head, options), "option"
-    if "labels" not in _parameters(origin):
+    if not _takes_labels(origin):
         yield "its forward has no argument of the name labels", "unrecognised"
     if linear is not nn.Linear:
         yield f"its head is a {name_of(linear)}, no plain linear", "unrecognised"
-    override = forward_override_reason(head) or class_override_reason(linear)
+    override = why_instance_overridden(head) or why_class_overridden(linear)
     yield override and f"its head: {override}", "overridden"
     yield why_seen(head), "overridden"  # such as the forward of transformers' tensor parallelism
     if not is_plain(head.weight) and not is_sharded(head.weight):  # FSDP2 makes it plain for a call
         yield f"its head has a {type(head.weight).__name__} for a weight", "unrecognised"
     if head.weight.dtype == torch.float64:
         yield f"its head computes in {head.weight.dtype}", "unrecognised"
-    yield replaced_function(), "overridden"
+    yield why_functions_replaced(), "overridden"
     for fused in (fused_loss_class(origin), fused_class(FusedHead, linear)):
-        yield fused_override_reason(fused), "overridden"
+        yield why_fused_overridden(fused), "overridden"
     yield why_compiled_loss(module), "overridden"
     yield _why_other_loss(module, origin, head), "unrecognised"
 

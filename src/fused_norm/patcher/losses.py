@@ -24,9 +24,10 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..kernels.operator import dispatch_modes
 from ..kernels.sharded import is_plain
+from ..kernels.switch import switch
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
-from .fused_norm_module import switch, warn_once
-from .hooks import Fused, are_plain_calls, has_hooks, replaced_linear
+from .fused_norm_module import warn_once
+from .hooks import Fused, are_plain_calls, has_hooks, why_linears_replaced
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 from .running_code import RunningCode
 
@@ -132,7 +133,8 @@ class LossCall:
         these is no error in stock.
         """
         for projection in self.projections:
-            projection.read_sums()
+            for lazy in projection.members(LazySum):
+                lazy.read("the model")
             x, is_trained = projection.x, any(tensor.requires_grad for tensor in projection.tensors)
             tensors = [leaf for leaf in tree_leaves(output) if type(leaf) is Tensor]
             if not (is_trained and torch.is_grad_enabled()) and any(_share_memory(x, tensor) for tensor in tensors):
@@ -228,7 +230,9 @@ def _why_real_logits(model: Any, head: Any, labels: Any) -> str | None:
         return "its labels are no plain tensor of int64"
     if dispatch_modes() or is_transformed():
         return "a mode or a transform of PyTorch watches its call"
-    return replaced_function() or (None if runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}")
+    return why_functions_replaced() or (
+        None if runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}"
+    )
 
 
 def _why_real(head: FusedHead, x: Any) -> str | None:
@@ -250,11 +254,11 @@ def _why_real(head: FusedHead, x: Any) -> str | None:
     return None
 
 
-def replaced_function() -> str | None:
+def why_functions_replaced() -> str | None:
     """The reason, for a report, that a function which heads and losses are made of was replaced; None if none was."""
     for name in ("cross_entropy", *REPLACED_BEFORE):
         function = vars(functional)[name]
         # None of those that were replaced before is genuine, so the code that is asked for is that of cross_entropy.
         if function is not GENUINE.get(name) or not _CROSS_ENTROPY.is_in(function):
             return f"torch.nn.functional.{name} was replaced"
-    return replaced_linear()
+    return why_linears_replaced()

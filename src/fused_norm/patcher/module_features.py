@@ -37,7 +37,7 @@ class ModuleFeature:
     Attributes:
         kind: of its rows.
         is_site: returns whether a module is of the kind, fused or not.
-        override_reason: returns why code that others have put on the stock class runs, or None.
+        why_overridden: returns why code that others have put on the stock class runs, or None.
         fused: returns the parts of the fused class for a module with this stock class. It raises
             ``UnrecognisedError`` if the module stays stock.
         reads: returns the modules inside whose weights it reads; these are no sites.
@@ -45,6 +45,6 @@ class ModuleFeature:
 
     kind: Kind
     is_site: Callable[[nn.Module], bool]
-    override_reason: Callable[[Any], str | None]
+    why_overridden: Callable[[Any], str | None]
     fused: Callable[[Any, Any], FusedModule]
     reads: Callable[[Any], Iterable[Any]] = field(default=lambda _: ())

@@ -36,7 +36,7 @@ from .probe import (
     plain_pytorch,
     strict,
 )
-from .source import names_in
+from .source import names_in, parameters_of
 
 _PAIRS = (*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
           (torch.float32, torch.bfloat16))  # fmt: skip
@@ -115,7 +115,7 @@ def _check_structure(module: nn.Module) -> None:
         raise UnrecognisedError("its forward asks whether it runs on CUDA, and may compute something else there")
     if _is_gated(module):
         return
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    parameters = parameters_of(type(module))[1:]
     if len(parameters) != 1 or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         names = ", ".join(map(str, parameters)) or "nothing"
         raise UnrecognisedError(f"its forward takes {names}, not just the tensor to normalise")
@@ -125,7 +125,7 @@ def _check_structure(module: nn.Module) -> None:
 
 def _is_gated(module: nn.Module) -> bool:
     """Return whether a norm's forward takes two tensors, and calls the second one ``gate``."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    parameters = parameters_of(type(module))[1:]
     plain = all(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
     return plain and len(parameters) == 2 and parameters[1].name == "gate"
 
@@ -146,6 +146,7 @@ def _width(module: nn.Module) -> int:
     return (torch.Size(getattr(module, "normalized_shape", (64,))) if weight is None else _shape(weight)).numel()
 
 
+@plain_pytorch()
 def _compare_with_formulas(module: nn.Module) -> Recognised:
     matches: dict[NormSpec, str] = {}
     names = [name for name, value in vars(module).items() if issubclass(type(value), float)]
@@ -171,10 +172,10 @@ def _compare_with_formulas(module: nn.Module) -> Recognised:
 
 def _ignores_offsets(module: nn.Module) -> bool:
     """Return whether a module is a LayerNorm of its own: what is added to all of a row changes no result."""
-    with plain_pytorch(), suppress(Exception):  # a foreign forward may raise anything
+    with suppress(Exception):  # a foreign forward may raise anything
         x, weight = next(pair for pair in _samples(module) if pair[0].dtype == torch.float32)
         replica = _replica(module, weight, training=False)
-        results = [_call(replica, x.dim(), *_inputs(module, rows)[0]) for rows in (x, x + 3)]
+        results = [_call(replica, x.dim(), *_inputs(rows, _is_gated(module))[0]) for rows in (x, x + 3)]
         y, shifted = (result[0, 0] for result in results)  # a row of numbers of about one
         return torch.allclose(y, shifted, atol=1e-3) and not torch.allclose(y, y.flip(-1), atol=1e-1)
     return False
@@ -205,9 +206,10 @@ def _candidates(module: nn.Module, eps: float) -> Iterator[NormSpec]:
 
 def _has_gradients_of(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
     """Return whether the module's gradients are those of the formula."""
-    with plain_pytorch(gradients=True):
+    with torch.enable_grad():
         x, weight = next(_samples(module))
-        inputs = [tensor[:1, :4].repeat(2, 1, 1) for tensor in _inputs(module, x)[0]]  # rows without huge values
+        # Rows without huge values.
+        inputs = [tensor[:1, :4].repeat(2, 1, 1) for tensor in _inputs(x, isinstance(spec, GatedNormSpec))[0]]
         replica = _replica(module, weight, training=True, **{eps_name: _OTHER_EPS})
         for name, parameter in list(replica.named_parameters()):
             setattr(replica, name, strict(parameter.requires_grad_()))
@@ -228,17 +230,18 @@ def _casts_weight(module: nn.Module, eps_name: str, spec: NormSpec) -> bool:
         saved.append(tensor.untyped_storage().data_ptr())
         return tensor
 
-    with plain_pytorch(gradients=True), saved_tensors_hooks(pack, lambda packed: packed):
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda packed: packed):
         x, weight = next(pair for pair in _samples(module) if pair[0].dtype == torch.bfloat16)
         replica = _replica(module, weight, training=True, **{eps_name: spec.eps})
-        _call(replica, x.dim(), *_inputs(module, x.requires_grad_())[0])
+        _call(replica, x.dim(), *_inputs(x.requires_grad_(), isinstance(spec, GatedNormSpec))[0])
     assert weight is not None
     return weight.untyped_storage().data_ptr() not in saved
 
 
 def _cases(module: nn.Module, eps_name: str, eps: float) -> Iterator[Case]:
     """Calls of the module's replica, in both modes and with two values of its eps; formulas take weight and eps."""
-    samples = [(x, weight, _inputs(module, x)) for x, weight in _samples(module)]
+    is_gated = _is_gated(module)
+    samples = [(x, weight, _inputs(x, is_gated)) for x, weight in _samples(module)]
     for value, training in ((eps, True), (eps, False), (_OTHER_EPS, False)):
         for shape in range(len(samples[0][2])):
             for x, weight, inputs in samples:  # first what tells most formulas apart, so that few cases are needed
@@ -263,9 +266,9 @@ def _samples(module: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
         yield x.unflatten(0, (2, -1)), base_weight.to(weight_dtype) if weighted else None
 
 
-def _inputs(module: nn.Module, x: Tensor) -> list[tuple[Tensor, ...]]:
+def _inputs(x: Tensor, is_gated: bool) -> list[tuple[Tensor, ...]]:
     """The arguments of calls, in several shapes: x with more or fewer dimensions; or x and a gate, in many rows."""
-    if not _is_gated(module):
+    if not is_gated:
         return [(x,), (x.flatten(0, 1),), (x.unflatten(1, (2, -1)),)]
     gate = 2 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     return [(x, gate.to(x.dtype)), (x.flatten(0, 1)[:, None], gate.flatten(0, 1)[:, None])]
@@ -274,7 +277,8 @@ def _inputs(module: nn.Module, x: Tensor) -> list[tuple[Tensor, ...]]:
 def _formula(meaning: tuple[NormSpec, NormFunctions], weight: Tensor | None, eps: float, *inputs: Tensor) -> Tensor:
     """The result of the formula, with this eps in place of its own."""
     spec, variant = meaning
-    spec, weight = replace(spec, eps=eps), weight if spec.weighted else None
+    spec = spec if spec.eps == eps else replace(spec, eps=eps)
+    weight = weight if spec.weighted else None
     if not isinstance(spec, GatedNormSpec):
         return reference.rms_norm(spec, inputs[0], weight, functions=variant)
     x, gate = inputs

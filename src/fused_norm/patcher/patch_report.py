@@ -6,15 +6,31 @@ import json
 import re
 import textwrap
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ..options import RecomputeLevel
 from ..spec import KINDS, Casting, Kind, NormSpec
+from .cuda_graphs import Replays
 
 Cause = Literal["option", "overridden", "unrecognised"]
-RowKind = Kind | Literal["consumers", "recompute"]
+RowKind = Kind | Literal["consumers", "recompute", "graphs"]
+
+_WHATS: Mapping[RowKind, str] = MappingProxyType(
+    {
+        "linear": "weight dequantised in one kernel",
+        "adapter": "sum with the adapter",
+        "conv": "causal convolution",
+        "loss": "cross entropy without logits",
+        "consumers": "an output of the norm for each linear",
+        "recompute": "outputs computed again in the backward",
+        "graphs": "replayed as CUDA graphs",
+    }
+)
+"""What runs at sites of kinds that fuse one thing."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +42,18 @@ class Site:
             that takes the sum, or the layer if none does. ``sandwich``: the norm of the branch. ``rope``: the
             attention. ``mlp``: the module with the product. ``conv``: the module around the convolution. ``linear``:
             the 4-bit linear. ``adapter``: the LoRA layer. ``loss``: the head. ``consumers``: the attention or MLP.
-            ``recompute``: the layer.
+            ``recompute`` and ``graphs``: the layer.
         kind: one of ``KINDS``; ``consumers`` for an attention or MLP that reads a fused norm, each of whose linears
             gets an output of that norm of its own; ``recompute`` for a layer with something fused in it, which
-            recomputes outputs of fused operators in its backward.
+            recomputes outputs of fused operators in its backward; ``graphs`` for a layer that is replayed as CUDA
+            graphs.
         module: the class of the norm; for the kinds that fuse more than a norm that of the layer, attention, MLP, LoRA
             layer or language model.
         spec: what the norm computes; None if it was not recognised, and for a site without one.
         reason: why it was kept as it was; None if it was fused.
         cause: the source of that reason. ``option``: the caller's options. ``overridden``: other code that has
-            replaced or wrapped it. ``unrecognised``: it does not compute what is fused here. None for ``consumers`` and
-            ``recompute``.
+            replaced or wrapped it. ``unrecognised``: it does not compute what is fused here. None for ``consumers``,
+            ``recompute`` and ``graphs``.
         activation: what the activation of an MLP computes; None if it was not recognised.
         replaced: the casting of the stock norm if the caller's options give it another one, which ``spec`` has.
     """
@@ -52,15 +69,9 @@ class Site:
 
     @property
     def what(self) -> str:
-        """The norm or activation that runs at a fused site, in words, or that there is none."""
-        if self.kind == "linear":
-            return "weight dequantised in one kernel"
-        if self.kind == "adapter":
-            return "sum with the adapter"
-        if self.kind == "conv":
-            return "causal convolution"
-        if self.kind == "loss":
-            return "cross entropy without logits"
+        """What runs at a fused site, in words: the norm or the activation if the site has one."""
+        if self.kind in _WHATS:
+            return _WHATS[self.kind]
         if self.spec is not None:
             return str(self.spec) if self.replaced is None else f"{self.spec}, in place of {self.replaced}"
         return self.activation or "rotation alone"
@@ -87,12 +98,16 @@ class PatchReport:
         model_type: ``config.model_type``, or None for a model without one.
         rows: all of them.
         level: the option ``recompute``.
+        has_graphs: the option ``cuda_graphs``.
+        replays: under ``cuda_graphs`` what becomes of the calls of layers, as it is now; None without it.
     """
 
     model: str
     model_type: str | None
     rows: tuple[Site, ...]
     level: RecomputeLevel = False
+    has_graphs: bool = False
+    replays: Replays | None = field(default=None, compare=False)
 
     @property
     def fused(self) -> tuple[Site, ...]:
@@ -110,6 +125,11 @@ class PatchReport:
         return tuple(row for row in self.rows if row.kind == "recompute") if self.level else None
 
     @property
+    def graphs(self) -> tuple[Site, ...] | None:
+        """Under ``cuda_graphs`` the layers; without it None."""
+        return tuple(row for row in self.rows if row.kind == "graphs") if self.has_graphs else None
+
+    @property
     def consumers(self) -> tuple[Site, ...]:
         """Under ``consumers`` the blocks that read fused norms."""
         return tuple(row for row in self.rows if row.kind == "consumers")
@@ -120,26 +140,41 @@ class PatchReport:
         numbers = Counter([site.kind for site in self.fused])
         return {kind: numbers[kind] for kind in KINDS}
 
+    def why_not_replayed(self, since: Replays | None = None) -> str | None:
+        """Return why no layer was replayed as CUDA graphs, forward and backward; None if one was.
+
+        ``since``: a copy of ``replays`` as it was when the calls in question began; None counts all calls.
+        """
+        now, then = self.replays or Replays(), since or Replays()
+        if now.forwards > then.forwards and now.backwards > then.backwards:
+            return None
+        kept = [row.reason for row in self.graphs or () if row.reason is not None]
+        reasons = dict.fromkeys([*kept, *(now.eager - then.eager), *(now.recomputed - then.recomputed)])
+        return "; ".join(reasons) or "never called"
+
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The report as JSON: model, model_type, counts, and the rows of fused, kept, recompute and consumers."""
+        """The report as JSON: model, model_type, counts, and rows: fused, kept, recompute, graphs and consumers."""
         fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
-        lists = {name: getattr(self, name) for name in ("fused", "kept", "recompute", "consumers")}
+        lists = {name: getattr(self, name) for name in ("fused", "kept", "recompute", "graphs", "consumers")}
         rows = {name: [row.to_dict() for row in sites] for name, sites in lists.items() if sites is not None}
         return json.dumps({**fields, **rows}, indent=indent)
 
     def summary(self) -> str:
-        """One line with the numbers of sites fused and kept, and of layers that recompute."""
+        """One line with the numbers of sites fused and kept, and of layers that recompute and that are replayed."""
         fused = ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count) or "nothing"
         name = f"{self.model} ({self.model_type})" if self.model_type else self.model
-        recompute = ""
-        if self.recompute is not None:
-            recompute = f"; recompute in {sum(row.reason is None for row in self.recompute)} layers"
-        return f"{name}: fused {fused}; kept {len(self.kept)}{recompute}"
+        layers = ""
+        for option, rows in (("recompute", self.recompute), ("CUDA graphs", self.graphs)):
+            if rows is not None:
+                layers += f"; {option} in {sum(row.reason is None for row in rows)} layers"
+        return f"{name}: fused {fused}; kept {len(self.kept)}{layers}"
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("fused", row.module, row.what, row.kind, row.path) for row in self.fused]
         rows += [("kept", row.module, row.reason or "", row.kind, row.path) for row in self.kept]
-        others = [row for row in (*(self.recompute or ()), *self.consumers) if row.reason is not None]
+        others = [
+            row for row in (*(self.recompute or ()), *(self.graphs or ()), *self.consumers) if row.reason is not None
+        ]
         rows += [(f"no {row.kind} in", row.module, row.reason or "", row.kind, row.path) for row in others]
         # A line for each status, module and what, and below it one for each kind and path, with numbers in it as ``*``.
         groups: dict[str, dict[tuple[str, str], list[str]]] = {}

@@ -24,7 +24,7 @@ from torch import Tensor, nn, overrides
 from torch.utils import _device
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .hooks import modes
+from ..kernels.switch import modes
 from .running_code import Identity
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -204,7 +204,10 @@ class Case(NamedTuple):
 
 
 class Recognizer(Generic[T]):
-    """Tells which formula code computes, bit for bit, in all cases. The code runs once a case, when it is needed."""
+    """Tells which formula code computes, bit for bit, in all cases. The code runs once a case, when it is needed.
+
+    Whoever asks has entered ``plain_pytorch``, once for all candidates.
+    """
 
     def __init__(self, cases: Iterable[Case], formula: Callable[..., Any], *, gradients: bool = False) -> None:
         """Compare the code of ``cases`` with ``formula(candidate, *context, *args)``.
@@ -220,7 +223,7 @@ class Recognizer(Generic[T]):
         Raises:
             UnrecognisedError: if the code raises it; code that raises any other error does not agree.
         """
-        with plain_pytorch(gradients=self._gradients):
+        with torch.set_grad_enabled(self._gradients):
             for case, actual in self._calls_of_code():
                 formula = partial(self._formula, candidate, *case.context)
                 expected = (*_results(formula, case.args), *case.args)
@@ -311,5 +314,7 @@ def _results(code: Callable[..., Any], args: Sequence[Tensor]) -> tuple[Tensor, 
         raise
     except Exception:  # foreign code may raise anything
         return ()
-    results = results if isinstance(results, tuple) and len(results) > 1 else (results,)
-    return results if all(isinstance(result, Tensor) for result in results) else ()
+    if isinstance(results, Tensor):
+        return (results,)
+    is_several = isinstance(results, tuple) and len(results) > 1
+    return results if is_several and all(isinstance(result, Tensor) for result in results) else ()

@@ -39,7 +39,6 @@ from ..kernels.operator import Operator, Recompute, calls
 from ..kernels.qk_norm_rope import QK_NORM, ROPE
 from ..kernels.triton.devices import is_transformed
 from ..options import RecomputeLevel
-from .fused_norm_module import switch
 from .recompute_linears import CAST, Kept, LinearOutputs, Matrix, Recipe
 
 logger = logging.getLogger("fused_norm")
@@ -104,7 +103,7 @@ def recomputes_linears() -> bool:
 
 def _is_possible() -> bool:
     """Return whether hooks of ours would be the only ones that see what is saved."""
-    if calls.interceptor is not None or switch.depth or is_transformed() or torch._C._len_torch_dispatch_stack():
+    if calls.interceptor is not None or is_transformed() or torch._C._len_torch_dispatch_stack():
         return False
     autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():
@@ -357,7 +356,7 @@ class _Recomputable:
             for tensor, version in zip(self._reads, self._versions, strict=True):
                 if tensor._version != version:
                     raise _modified(tensor, version, tensor.shape)
-                if _is_freed(tensor):
+                if not tensor.untyped_storage().size() and tensor.numel():  # as FSDP frees them between their uses
                     raise RuntimeError(
                         f"recompute: the memory of a tensor of shape {tuple(tensor.shape)} was freed between forward "
                         "and backward; apply_fused_norm(model, recompute=False) goes without it"
@@ -395,11 +394,6 @@ def _without_memory(tensor: Tensor) -> Tensor:
     empty = tensor.detach()
     empty.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # which leaves it its version
     return empty
-
-
-def _is_freed(tensor: Tensor) -> bool:
-    """Return whether a tensor has lost its memory, as those that FSDP gathers have between their uses."""
-    return not tensor.untyped_storage().size() and tensor.numel() > 0
 
 
 def _current_stream() -> Any:

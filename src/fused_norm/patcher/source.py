@@ -267,6 +267,18 @@ def _read_names(layer: Any) -> frozenset[str]:
     return frozenset(function.__code__.co_names)
 
 
+def parameters_of(layer: Any) -> list[inspect.Parameter]:
+    """The parameters of a class's forward, the module first; none if Python cannot tell them."""
+    return found_once(partial(_read_parameters, layer), _read_parameters, id(layer))
+
+
+def _read_parameters(layer: Any) -> list[inspect.Parameter]:
+    try:
+        return [*inspect.signature(layer.forward).parameters.values()]
+    except (TypeError, ValueError):
+        return []
+
+
 def namespace_of(layer: Any) -> dict[str, Any]:
     """The globals of a class's forward.
 

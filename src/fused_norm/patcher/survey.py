@@ -12,24 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.sharded import is_sharded
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
 from .adapters import ADAPTERS
 from .block import Block, Surveyed, SurveyedModel, why_left_out
 from .class_swap import (
     ClassChange,
-    class_override_reason,
-    forward_override_reason,
-    fused_override_reason,
     has_derived_class,
     stock_class,
+    why_class_overridden,
+    why_fused_overridden,
+    why_instance_overridden,
 )
 from .four_bit import LINEARS_4BIT
 from .fused_block import FusedBlock
 from .fused_classes import fused_block_class, fused_class
 from .fused_experts import EXPERTS
 from .fused_norm_module import FusedGatedNorm, FusedNorm
-from .hooks import are_plain_calls, name_of
+from .graph_capture import why_no_graphs
+from .hooks import Fused, are_plain_calls, name_of
 from .loss_survey import head_of, survey_loss
 from .module_features import ModuleFeature, OverriddenError
 from .norm_recognition import Recognised, looks_like_norm, recognise
@@ -74,7 +76,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         if path not in norms
         and path not in alone
         and not isinstance(module, torch.jit.ScriptModule)
-        and _may_have_sites(module)
+        and (isinstance(module, FusedBlock) or any(match.may_be_in(module) for match in MATCHES))
     }
     heads = {path: head for path, module in modules.items() if (head := head_of(module, surveyed)) is not None}
     head_paths = {surveyed.paths[id(head)]: head for head in heads.values()}
@@ -95,7 +97,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
         for path, module in sites.items():
             if id(module) not in inside:
                 rows.append(surveyed.planned(module, _survey_module(path, module, feature, surveyed)))
-    recomputed = _decide_recompute(surveyed, rows)
+    recomputed = [*_decide_recompute(surveyed, rows), *_decide_graphs(surveyed)]
     for path in heads:
         row = survey_loss(path, modules[path], surveyed)
         surveyed.loss_sites[row.path] = row
@@ -142,16 +144,14 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Surveyed:
     names = itertools.takewhile(lambda name: not name.isdigit(), reversed(path.split(".")))  # up to a layer's index
     kind: Kind = "qk" if any(map(QK_NAME.fullmatch, names)) else "norm"
     site = Site(path, kind, origin.__name__)
-    override = forward_override_reason(norm)
+    override = why_instance_overridden(norm)
     if isinstance(norm, FusedNorm) and has_derived_class(norm) and not are_plain_calls(inside=type(norm)):
-        reason = (
-            override or class_override_reason(origin) or "the forward of its class has changed since it was patched"
-        )
+        reason = override or why_class_overridden(origin) or "the forward of its class has changed since it was patched"
         return site.skipped(reason, "overridden"), None
     try:
         recognised = _recognise(norm, origin)
     except UnrecognisedError as error:
-        replaced = class_override_reason(origin)
+        replaced = why_class_overridden(origin)
         site = site.skipped(replaced, "overridden") if replaced else site.skipped(str(error))
         return site, None if override else origin
     stock = recognised.spec.casting
@@ -171,7 +171,7 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Surveyed:
         fused_norm_replaced=site.replaced,
         fused_norm_eps_name=recognised.eps_name,
     )
-    if override := fused_override_reason(fused):
+    if override := why_fused_overridden(fused):
         return site.skipped(override, "overridden"), None
     return site, fused
 
@@ -180,7 +180,7 @@ def _survey_module(path: str, module: nn.Module, feature: ModuleFeature, model: 
     """The row of a module that a feature fuses, and its class."""
     origin = stock_class(module)
     row = Site(path, feature.kind, name_of(origin))
-    if override := forward_override_reason(module) or feature.override_reason(origin):
+    if override := why_instance_overridden(module) or feature.why_overridden(origin):
         return row.skipped(override, "overridden"), None
     if unwanted := why_left_out(feature.kind, path, module, model.options):
         return row.skipped(unwanted, "option"), origin
@@ -189,7 +189,7 @@ def _survey_module(path: str, module: nn.Module, feature: ModuleFeature, model: 
     except UnrecognisedError as error:
         return row.skipped(str(error), "overridden" if isinstance(error, OverriddenError) else "unrecognised"), origin
     fused = fused_class(base, origin, **members)
-    if override := fused_override_reason(fused):
+    if override := why_fused_overridden(fused):
         return row.skipped(override, "overridden"), None
     return replace(row, activation=activation), fused
 
@@ -243,7 +243,7 @@ def _decide_block(block: Block, *, is_layer: bool) -> None:
 def _compile(block: Block, model: SurveyedModel) -> None:
     """Compile the forward of a module with its rewrites and plan its class; its rows say why it cannot be."""
     module: Any = block.module
-    stays, new = block.override_reason is not None or block.is_sealed, None
+    stays, new = block.why_overridden is not None or block.is_sealed, None
     if not stays and isinstance(module, FusedBlock):  # another fused class is not from here
         new = block.origin
     if not stays and block.rewrites:
@@ -252,7 +252,7 @@ def _compile(block: Block, model: SurveyedModel) -> None:
         except SourceError as error:
             block.keep(str(error), "unrecognised")
         else:
-            if override := fused_override_reason(fused):
+            if override := why_fused_overridden(fused):
                 block.keep(override, "overridden")
             else:
                 new = fused
@@ -269,7 +269,7 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
     """
     replaced = isinstance(error, WrappedError)  # which is another's doing
     reason = None if error is None else str(error)
-    override = block.override_reason or class_override_reason(block.origin) or (reason if replaced else None)
+    override = block.why_overridden or why_class_overridden(block.origin) or (reason if replaced else None)
     if override is None and reason is None:
         return []
     module = block.module
@@ -288,11 +288,6 @@ def _without_patterns(block: Block, rows: Sequence[Site], *, is_layer: bool, err
     return [
         row(kind=kind, cause=cause) for kind, is_present in kinds.items() if is_present and kind not in kinds_in_rows
     ]
-
-
-def _may_have_sites(module: nn.Module) -> bool:
-    """Return whether a module may have a site of its own, without a norm; most are told apart by the names they use."""
-    return isinstance(module, FusedBlock) or any(match.may_be_in(module) for match in MATCHES)
 
 
 def _decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Site]:
@@ -318,7 +313,7 @@ def _decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Site]
         layer.recompute_row = _survey_recompute(layer, model, is_compiled=layer.path in compiled)
     for block in model.blocks.values():
         module: Any = block.module
-        stays = block.override_reason is not None or block.is_sealed
+        stays = block.why_overridden is not None or block.is_sealed
         if stays and isinstance(module, FusedBlock) and module.fused_norm_recompute and not block.recomputes:
             rewrites = module.fused_norm_rewrites
             model.plan(module, fused_block_class(block.origin, rewrites) if rewrites else block.origin)
@@ -327,7 +322,7 @@ def _decide_recompute(model: SurveyedModel, sites: Iterable[Site]) -> list[Site]
 
 def _survey_recompute(layer: Block, model: SurveyedModel, *, is_compiled: bool) -> Site:
     """The row on recomputing in a layer with something fused in it; its class is planned."""
-    row = Site(layer.path, "recompute", layer.origin.__name__, reason=layer.override_reason)
+    row = Site(layer.path, "recompute", layer.origin.__name__, reason=layer.why_overridden)
     if row.reason is not None:
         return row
     if layer.is_sealed:
@@ -338,10 +333,69 @@ def _survey_recompute(layer: Block, model: SurveyedModel, *, is_compiled: bool) 
     if getattr(layer.module, "gradient_checkpointing", False):
         return row.skipped("gradient checkpointing is on in this layer, and keeps less", None)
     new = fused_block_class(layer.origin, tuple(layer.rewrites), model.options.recompute)
-    if override := fused_override_reason(new):
+    if override := why_fused_overridden(new):
         return row.skipped(override, None)
     model.plan(layer.module, new)
     return row
+
+
+def _decide_graphs(model: SurveyedModel) -> list[Site]:
+    """The rows of the layers to be replayed as CUDA graphs, none if the option is off; their classes are planned."""
+    if not model.options.cuda_graphs:
+        return []
+    whole = model.modules[""]
+    no_graphs = why_no_graphs([parameter.device for parameter in whole.parameters()])
+    compiled = compiled_modules(whole)
+    rows = []
+    for path in _replayable(model):
+        layer = model.block(path)
+        row = Site(path, "graphs", layer.origin.__name__, reason=layer.why_overridden or no_graphs)
+        if layer.is_sealed or any(map(is_sharded, layer.module.parameters())):
+            row = row.skipped("FSDP gives its parameters other memory in each step", None)
+        elif any(_is_within(path, part) or _is_within(part, path) for part in compiled):
+            row = row.skipped("it is compiled; torch.compile has graphs of its own, mode='reduce-overhead'", None)
+        elif getattr(layer.module, "gradient_checkpointing", False):
+            row = row.skipped("gradient checkpointing is on in this layer; recompute takes its place", None)
+        if row.reason is None:
+            level = model.options.recompute if layer.recomputes else False
+            new = fused_block_class(layer.origin, tuple(layer.rewrites), level, cuda_graphs=True)
+            row = row.skipped(override, None) if (override := why_fused_overridden(new)) else row
+        if row.reason is None:
+            model.plan(layer.module, new)
+        rows.append(row)
+    if reasons := {row.reason for row in rows if row.reason is not None}:
+        logger.warning("cuda_graphs does nothing in some of %s layers: %s", len(rows), "; ".join(sorted(reasons)))
+    return rows
+
+
+def _replayable(model: SurveyedModel) -> Iterator[str]:
+    """The paths of the modules to be replayed: the outermost ones of ``ModuleList``s that hold others."""
+    for path, module in model.modules.items():
+        outside, _, _ = path.rpartition(".")
+        is_outermost = not any(isinstance(model.modules[part], nn.ModuleList) for part in _above(outside))
+        if (
+            outside
+            and isinstance(model.modules[outside], nn.ModuleList)
+            and is_outermost
+            and path not in model.norm_sites
+            and any(True for _ in module.children())
+            and any(True for _ in module.parameters())
+            and not isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule))
+            and not _is_fused_alone(model.changes.get(id(module), (None, type(module)))[1])
+        ):
+            yield path
+
+
+def _is_fused_alone(cls: type[nn.Module]) -> bool:
+    """Return whether modules of this class are fused by themselves, and have no forward that is rewritten."""
+    return issubclass(cls, Fused) and not issubclass(cls, FusedBlock)
+
+
+def _above(path: str) -> Iterator[str]:
+    """The paths of the modules that hold the one at this path."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def compiled_modules(model: nn.Module) -> list[str]:

@@ -55,7 +55,7 @@ class NormFP8(Operator):
         refusal = None if codes is None else _check_codes(spec, x, codes, codes_scale)
         return refusal or check_width(FORMATS[name], x.shape[-1]) or check_scale(scale)
 
-    def needs_reference(self, *arguments: Any) -> Unsupported | None:
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
         tensors = arguments[: self.tensor_count]
         if tensors[3] is not None and tensors[3].dtype not in CODES_OF_KERNELS:
             return Unsupported(f"the codes of x are {tensors[3].dtype}")

@@ -63,8 +63,7 @@ def rewritten_forward(layer: type[nn.Module], rewrites: tuple[Rewrite, ...]) -> 
     # Copied together, so that the copied matches consist of nodes of the copied definition.
     definition, patterns = copy.deepcopy((source.definition, patterns_of(layer)))
     forward = EditedForward(definition, source.own)
-    matches = [(getattr(patterns, rewrite.pattern)[rewrite.index], rewrite) for rewrite in rewrites]
-    for match, rewrite in sorted(matches, key=lambda pair: not pair[0].edits_first):
+    for match, rewrite in sorted(patterns.fused_by(rewrites), key=lambda pair: not pair[0].edits_first):
         match.edit(rewrite, forward)
     return compiled(definition, layer)
 
@@ -74,9 +73,8 @@ def functions_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> dict[str, tuple[A
 
     A function that is no longer one is left out and called as it is.
     """
-    patterns, functions = patterns_of(layer), dict[str, list[Any]]()
-    for rewrite in rewrites:
-        match: Match = getattr(patterns, rewrite.pattern)[rewrite.index]
+    functions: dict[str, list[Any]] = {}
+    for match, rewrite in patterns_of(layer).fused_by(rewrites):
         for name, function in match.functions(layer, rewrite.parts):
             functions.setdefault(name, []).append(function)
     return {name: tuple(f for f in dict.fromkeys(found) if f is not None) for name, found in functions.items()}
@@ -84,9 +82,8 @@ def functions_of(layer: Any, rewrites: tuple[Rewrite, ...]) -> dict[str, tuple[A
 
 def fused_sites(layer: Any, rewrites: tuple[Rewrite, ...]) -> set[tuple[Kind | None, str]]:
     """The sites that ``rewrites`` fuse, see ``Match``."""
-    patterns = patterns_of(layer)
-    matches = ((getattr(patterns, rewrite.pattern)[rewrite.index], rewrite.parts) for rewrite in rewrites)
-    return {site for match, parts in matches for site in match.fused_sites(parts)}
+    matches = patterns_of(layer).fused_by(rewrites)
+    return {site for match, rewrite in matches for site in match.fused_sites(rewrite.parts)}
 
 
 def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
@@ -96,11 +93,10 @@ def linears_of(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
 
 def bypassed_by(layer: Any, rewrites: tuple[Rewrite, ...]) -> tuple[list[str], list[tuple[Callee, Activation]]]:
     """The norms and the activations that the forward of a class with these rewrites computes without a call."""
-    patterns = patterns_of(layer)
     norms: dict[str, None] = {}
     activations: dict[tuple[Callee, Activation], None] = {}
-    for rewrite in rewrites:
-        match = getattr(patterns, rewrite.pattern)[rewrite.index]
+    match: Any
+    for match, rewrite in patterns_of(layer).fused_by(rewrites):
         if rewrite.activation is not None:
             activations[match.act, rewrite.activation] = None
         else:

@@ -55,7 +55,7 @@ from ...spec import Kind
 from ..block import Block, alike
 from ..dataflow import Conditions, Dataflow, computed, computes_nothing, flow_of, may_hold, mentions
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import norm_after_add, run_fused, spec_and_weights, switch, takes_residual, warn_once
+from ..fused_norm_module import norm_after_add, spec_and_weights, takes_residual, warn_once
 from ..hooks import is_idle_dropout
 from ..linear_inputs import ConsumerOutputs, consumer_spec
 from ..patch_report import Site
@@ -155,7 +155,7 @@ class Add(Match):
 
         There are none if it adds a number, and none of what the module's settings never run.
         """
-        if _adds_number(self.attributes, block):
+        if any(isinstance(block.member(name), (int, float)) for name in self.attributes):
             return
         norm, inner, before = self.names
         dropout = before is not None and isinstance(block.member(inner or ""), nn.Dropout)
@@ -226,10 +226,6 @@ class Add(Match):
         source = f"self.{method}(NORM, {operands}{''.join(f', {name}={name.upper()}' for name in named)})"
         nodes = {name.upper(): node for name, node in named.items()}
         return forward.code(source, NORM=norm, RESIDUAL=self.residual, BRANCH=branch, **nodes)
-
-
-def _adds_number(attributes: tuple[str, ...], block: Block) -> bool:
-    return any(isinstance(block.member(name), (int, float)) for name in attributes)
 
 
 def _add_in(flow: Dataflow, statement: ast.stmt, taken: list[NormCall]) -> Add | None:
@@ -361,11 +357,11 @@ def fused_norm_add(
         tensors = branch, residual, *weights
         consumers = None if spec is None or consumer is None else consumer_spec(consumer, *tensors)
         if consumers is not None:
-            outputs, reason = run_fused(NORM_ADD_NORM_FOR_CONSUMERS, *tensors, spec, *consumers)
+            outputs, reason = NORM_ADD_NORM_FOR_CONSUMERS.try_fused(*tensors, spec, *consumers)
             if reason is None:
                 *ys, s = outputs
                 return ConsumerOutputs(ys, consumers, norm, s), s
-        outputs = None if spec is None else run_fused(NORM_ADD_NORM, *tensors, spec)[0]
+        outputs = None if spec is None else NORM_ADD_NORM.try_fused(*tensors, spec)[0]
         if outputs is not None:
             return outputs
         branch = inner(branch)
@@ -374,9 +370,9 @@ def fused_norm_add(
     spec, weight = spec_and_weights(norm)
     consumers = None if consumer is None else consumer_spec(consumer, branch, residual, weight)
     if consumers is None:
-        outputs, reason = run_fused(ADD_RMS_NORM, branch, residual, weight, spec, None, scale)
+        outputs, reason = ADD_RMS_NORM.try_fused(branch, residual, weight, spec, None, scale)
         return outputs if reason is None else norm_after_add(norm, branch, residual, scale, reason)
-    outputs, reason = run_fused(ADD_RMS_NORM_FOR_CONSUMERS, branch, residual, weight, spec, scale, *consumers)
+    outputs, reason = ADD_RMS_NORM_FOR_CONSUMERS.try_fused(branch, residual, weight, spec, scale, *consumers)
     if reason is not None:
         return norm_after_add(norm, branch, residual, scale, reason)
     *tensors, s = outputs
@@ -387,12 +383,8 @@ def _drops(self: Any, dropout: Any) -> bool:
     """Return whether a dropout has to be called; the log says so once."""
     if is_idle_dropout(dropout):
         return False
-    if not switch.depth:
-        warn_once(
-            self.fused_norm_origin,
-            "a dropout between them is active, or other code sees its call",
-            "a norm and its add one by one",
-        )
+    reason = "a dropout between them is active, or other code sees its call"
+    warn_once(self.fused_norm_origin, reason, "a norm and its add one by one")
     return True
 
 
@@ -413,5 +405,5 @@ def fused_norm_then_add(self: Any, inner: Any, residual: Any, branch: Any, *, dr
     if dropout is not None and _drops(self, dropout):
         return residual + dropout(inner(branch))
     spec, weight = spec_and_weights(inner)
-    outputs, reason = run_fused(NORM_ADD, branch, residual, weight, spec)
+    outputs, reason = NORM_ADD.try_fused(branch, residual, weight, spec)
     return outputs if reason is None else residual + inner(branch)

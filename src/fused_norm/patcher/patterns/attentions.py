@@ -43,14 +43,13 @@ import torch
 from torch import Tensor
 
 from ...kernels.autocast import autocast_dtype, is_any_autocast_on
-from ...kernels.operator import dispatch_modes, is_dynamo_compiling
-from .. import hooks
+from ...kernels.operator import dispatch_modes
+from ...kernels.switch import modes, switch, why_seen_by_mode
 from ..adapters import is_plain_in_4_bits, is_quantised
 from ..block import Block
 from ..dataflow import Dataflow, flow_of, mentions
 from ..four_bit import AdapterInput
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import switch
 from ..hooks import defined_function
 from ..source import cached_by_forward
 from .calls import EditedForward, Part, call_of_own, callee_name, is_name
@@ -98,12 +97,12 @@ def fused_norm_read_dtype(
         extra: arguments by names that the module's caller has given.
     """
     states = key if value is None else value
-    if cache is not None or is_dynamo_compiling() or type(states) is not Tensor:
+    if cache is not None or torch.compiler.is_compiling() or type(states) is not Tensor:
         return None
     dtype = autocast_dtype(states) if is_any_autocast_on() else None
-    if dtype is None or dispatch_modes() or switch.depth:
+    if dtype is None or dispatch_modes():
         return None
-    if (hooks.latest_mode is not None or hooks.modes()) and hooks.function_mode():
+    if (switch.latest_mode is not None or modes()) and why_seen_by_mode():
         return None
     reader = _reader_of(attend, attend.__code__) if type(attend) is FunctionType else None
     if reader is None or not reader.unless.isdisjoint(extra):

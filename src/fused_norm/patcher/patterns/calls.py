@@ -46,10 +46,14 @@ class Part:
 class Patterns(SimpleNamespace):
     """The matches in a forward, made of the nodes of its tree: a list for each pattern, by its name."""
 
+    def fused_by(self, rewrites: Iterable[Rewrite]) -> list[tuple[Match, Rewrite]]:
+        """The match of each rewrite, and the rewrite."""
+        return [(getattr(self, rewrite.pattern)[rewrite.index], rewrite) for rewrite in rewrites]
+
     def norm_calls(self, block: Block) -> set[ast.Call]:
         """The calls of norms that are already part of a rewrite of a module: none is part of two."""
-        matches = ((getattr(self, rewrite.pattern)[rewrite.index], rewrite.parts) for rewrite in block.rewrites)
-        return {call for match, parts in matches for call in match.norm_calls(parts)}
+        matches = self.fused_by(block.rewrites)
+        return {call for match, rewrite in matches for call in match.norm_calls(rewrite.parts)}
 
 
 class Match(Part):

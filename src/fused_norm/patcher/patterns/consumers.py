@@ -48,7 +48,7 @@ from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
 from ..four_bit import LINEARS_4BIT
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import run_fused, spec_and_weights
+from ..fused_norm_module import spec_and_weights
 from ..hooks import are_plain_calls, name_of
 from ..linear_inputs import ConsumerOutputs, ConsumerSpec, called_by, consumer_spec
 from ..source import SourceError, cached_by_forward, names_in
@@ -93,8 +93,8 @@ class Inputs(Match):
         """The attributes that read the argument in a module: one that is None or missing belongs to another config."""
         return tuple(name for name in map(callee_name, self.calls) if block.member(name) is not None)
 
-    def obstacle(self, block: Block) -> str | None:
-        """Why the consumers cannot have inputs of their own, or None."""
+    def why_shared(self, block: Block) -> str | None:
+        """Return why the consumers cannot have inputs of their own, or None."""
         if self.other is not None:
             return f"its forward reads {self.name} in {self.other}"
         if not are_plain_calls(block.module):
@@ -160,7 +160,7 @@ class Consumer(Part):
             if self.argument in (index, inputs.name):
                 consumers = inputs.consumers_in(block)
                 is_read = bool(consumers) or inputs.other is not None
-                return is_read and block.decide_consumers(index, consumers, inputs.obstacle(block))
+                return is_read and block.decide_consumers(index, consumers, inputs.why_shared(block))
         return False
 
 
@@ -205,7 +205,7 @@ class ConsumedNorm(Match):
     def decide(self, block: Block, index: int, found: Patterns) -> tuple[()]:
         """Decide whether the norm gives its consumers outputs of their own, and passes its input through."""
         norm = callee_name(self.call)
-        if self.call in found.norm_calls(block) or block.override_reason is not None or not block.wants_consumers:
+        if self.call in found.norm_calls(block) or block.why_overridden is not None or not block.wants_consumers:
             return ()
         if not block.holds_norm(norm) or block.norm_row(norm, "norm").reason is not None:
             return ()
@@ -321,7 +321,7 @@ def fused_norm_passthrough(self: Any, norm: Any, x: Any, consumer: Any = None) -
     if not torch.compiler.is_compiling():
         spec, weight = spec_and_weights(norm)
         consumers = None if consumer is None else consumer_spec(consumer, x, weight)
-        outputs, reason = run_fused(RMS_NORM_FOR_CONSUMERS, x, weight, spec, *(consumers or ConsumerSpec()))
+        outputs, reason = RMS_NORM_FOR_CONSUMERS.try_fused(x, weight, spec, *(consumers or ConsumerSpec()))
         if reason is None:
             *tensors, x = outputs
             return tensors[0] if consumers is None else ConsumerOutputs(tensors, consumers, norm, x), x

@@ -36,11 +36,11 @@ from ..activation_recognition import recognise_activation
 from ..block import Block
 from ..dataflow import Conditions, Dataflow, flow_of, may_hold
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import run_fused, switch, warn_once
+from ..fused_norm_module import warn_once
 from ..hooks import are_plain_calls, is_function_as_module, is_genuine, runs_as_compared, short_name, stock_class
 from ..native_code import native_code
 from ..patch_report import Site
-from ..probe import DTYPES, Case, Recognizer, UnrecognisedError, found_once
+from ..probe import DTYPES, Case, Recognizer, UnrecognisedError, found_once, plain_pytorch
 from ..running_code import Identity, RunningCode
 from ..source import global_of, names_in
 from .calls import Callee, EditedForward, Match, Patterns, call_of_own, callee_name
@@ -129,16 +129,15 @@ def is_causal_convolution(module: Any) -> bool:
 
 def _convolve(x: Tensor, weight: Tensor, bias: Any, activation: str | None) -> tuple[Any, str | None]:
     """The convolution of x [batch, channels, length], in the dtype that autocast has PyTorch's compute in."""
-    if switch.depth:
-        return None, ""
     dtype = autocast_dtype(x)
     if dtype is not None and torch.float64 not in (x.dtype, weight.dtype):
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     rows = x.transpose(1, 2)
-    y, reason = run_fused(CAUSAL_CONV1D, rows, weight, bias, None if activation is None else "silu")
+    y, reason = CAUSAL_CONV1D.try_fused(rows, weight, bias, None if activation is None else "silu")
     return (None, reason) if reason is not None else (y.transpose(1, 2), None)
 
 
+@plain_pytorch()
 def _ignored_by_convolution(function: Any) -> frozenset[str]:
     """Compare a function with the convolution on small tensors, and return the arguments that it ignores."""
     call = partial(type(function).forward, function) if isinstance(function, nn.Module) else function

@@ -40,13 +40,15 @@ from torch import Tensor, nn
 
 from ...kernels.autocast import autocast_dtype
 from ...kernels.glu import GLU, GLU_FOR_CONSUMERS
-from ..activation_recognition import ActivationName, looks_like_activation, recognise_activation
+from ...kernels.reference import ACTIVATIONS, ActivationName
+from ...kernels.switch import switch
+from ..activation_recognition import looks_like_activation, recognise_activation
 from ..adapters import adapter_reads_in, is_plain_in_4_bits, is_quantised, linear_reads_in
 from ..block import Block
 from ..dataflow import Conditions, Dataflow, edits_in_place, flow_of, may_hold
 from ..four_bit import AdapterInput, FusedLinear4bit, Summands
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import run_fused, switch, warn_once
+from ..fused_norm_module import warn_once
 from ..hooks import are_plain_calls, stock_class
 from ..patch_report import Site
 from ..probe import UnrecognisedError
@@ -54,7 +56,7 @@ from ..recompute import recomputes, recomputes_linears
 from ..source import names_in
 from .calls import Callee, EditedForward, Match, Patterns, call_of_own, callee_name
 
-ACTIVATION_FUNCTION = re.compile(r"silu|swish|gelu")
+ACTIVATION_FUNCTION = re.compile("|".join(("swish", *ACTIVATIONS)))
 """Part of the names of functions that may be activations."""
 
 _PACKED = "_fused_norm_packed"
@@ -261,7 +263,7 @@ def fused_norm_gate(self: Any, activation: ActivationName, act: Any, *, gate: An
     """``act(gate) * up``; ``activation`` is the formula of ``act``."""
     if activation == "gelu_new" and gate.device.type != "cpu" and autocast_dtype(gate) is not None:
         gate = gate.float()  # as autocast casts the argument of ``pow``, with which all else is in float32
-    outputs, reason = run_fused(GLU, gate, up, activation)
+    outputs, reason = GLU.try_fused(gate, up, activation)
     if reason is None:
         return outputs
     warn_once(self.fused_norm_origin, reason)
@@ -292,7 +294,7 @@ def fused_norm_gated(self: Any, activation: ActivationName, act: Any, linear: An
         gate, up = _sum(gate), _sum(up)
         if dtype is not None and getattr(gate, "dtype", None) == getattr(up, "dtype", None) == torch.float32:
             tensors = gate, up, None, None
-    if tensors is not None and not switch.depth:
+    if tensors is not None:
         consumers = 1 if dtype is None or isinstance(linear, FusedLinear4bit) else 2
         outputs = self.fused_norm_product(activation, act, *tensors, consumers, dtype or torch.float32, wide)
         if outputs is not None:
@@ -320,7 +322,7 @@ def fused_norm_product(
     where nothing calls it but to compare, the formula.
     """
     tensors = gate, up, gate_added, up_added
-    outputs, reason = run_fused(GLU_FOR_CONSUMERS, *tensors, activation, consumers, dtype, wide)
+    outputs, reason = GLU_FOR_CONSUMERS.try_fused(*tensors, activation, consumers, dtype, wide)
     if reason is None:
         return outputs
     if not switch.depth:
@@ -336,7 +338,7 @@ def fused_norm_gate_packed(self: Any, activation: ActivationName, act: Any, pack
     if activation == "gelu_new":  # of which autocast makes another dtype than up has
         gate, up = packed.chunk(2, dim=-1)
         return self.fused_norm_gate(activation, act, gate=gate, up=up)
-    outputs, reason = run_fused(GLU, packed, None, activation)
+    outputs, reason = GLU.try_fused(packed, None, activation)
     if reason is None:
         return outputs
     warn_once(self.fused_norm_origin, reason)

@@ -33,7 +33,7 @@ from ...spec import Kind
 from ..block import Block, alike
 from ..dataflow import Dataflow, edits_in_place, flow_of, mentions
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import run_fused, spec_and_weights
+from ..fused_norm_module import spec_and_weights
 from ..hooks import runs_as_compared
 from ..patch_report import Site
 from ..source import global_of
@@ -214,7 +214,7 @@ def _rotation(flow: Dataflow, second: ast.stmt, names: tuple[str, str]) -> tuple
 def fused_norm_pair(self: Any, q_norm: Any, k_norm: Any, q: Any, k: Any) -> tuple[Any, Any]:
     """``q_norm(q), k_norm(k)``."""
     spec, *weights = spec_and_weights(q_norm, k_norm)
-    outputs, reason = run_fused(QK_NORM, q, k, *weights, None, None, spec, 1, None)
+    outputs, reason = QK_NORM.try_fused(q, k, *weights, None, None, spec, 1, None)
     return outputs if reason is None else (q_norm(q), k_norm(k))
 
 
@@ -239,10 +239,10 @@ def fused_norm_rotated(
     for rotation in self.fused_norm_rotations:
         is_alike = rotation.angles is full_cos_sin and not rotation.tokens_first and rotation.layout == "half"
         if is_alike and runs_as_compared(rotate, rotation.function, rotation.running):
-            key, unless = rotation.key, rotation.unlike_qk_norm
-            outputs, reason = run_fused(QK_NORM, *rotated, replaces=key, unless=unless)
+            key, unless = rotation.key, rotation.why_unlike_qk_norm
+            outputs, reason = QK_NORM.try_fused(*rotated, replaces=key, unless=unless)
             if reason is None:
                 return outputs
-    outputs, reason = run_fused(QK_NORM, *tensors, None, None, spec, 1, None)
+    outputs, reason = QK_NORM.try_fused(*tensors, None, None, spec, 1, None)
     q, k = outputs if reason is None else (q_norm(q), k_norm(k))
     return self.fused_norm_rope(rotate, q, k, cos, sin, dtype=dtype, **named)

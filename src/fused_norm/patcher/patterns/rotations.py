@@ -43,7 +43,7 @@ from ...spec import RotaryLayout
 from ..block import Block
 from ..dataflow import Conditions, flow_of, may_hold
 from ..fused_block import Rewrite, runtime
-from ..fused_norm_module import run_fused, switch, warn_once
+from ..fused_norm_module import warn_once
 from ..hooks import is_function_as_module, runs_as_compared, short_name, stock_class
 from ..native_code import native_code
 from ..patch_report import Site
@@ -123,14 +123,14 @@ class Rotation:
     angles_by_pair: bool
     key: object = field(default_factory=object, init=False, compare=False, repr=False)
 
-    def unlike_qk_norm(
+    def why_unlike_qk_norm(
         self, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, spec: Any, heads_dim: int, *options: Any
     ) -> str | None:
         """Why ``QK_NORM`` with these arguments may differ from the norms and this rotation, or None."""
         normed = [torch.promote_types(q.dtype, weight.dtype) for weight in (q_weight, k_weight) if weight is not None]
         return self._unlike((q.dtype, *normed), self.dtypes, q, cos, heads_dim)
 
-    def unlike_rope(
+    def why_unlike_rope(
         self, q: Any, k: Any, cos: Any, sin: Any, heads_dim: int, single_rounding: bool, *options: Any
     ) -> str | None:
         """Why ``ROPE`` with these arguments may differ from this rotation, or None."""
@@ -170,6 +170,7 @@ def recognise_rotation(function: Any, arguments: int = 4) -> Rotation:
     return replace(rotation, function=function, running=RunningCode(forward))
 
 
+@plain_pytorch()
 def _compare(function: Any, arguments: int) -> Rotation:
     """The rotation, without its function and its code."""
     # The forward is called and not the module: no hook may see the samples.
@@ -208,7 +209,7 @@ def _compare(function: Any, arguments: int) -> Rotation:
 
 def _computes(case: Case) -> bool:
     """Return whether code takes such arguments."""
-    with plain_pytorch(), suppress(Exception):  # foreign code may raise anything
+    with suppress(Exception):  # foreign code may raise anything
         case.code(*case.args)
         return True
     return False
@@ -430,7 +431,7 @@ def _fused_rotation(
             break
     else:
         return None
-    if rotation.angles is not full_cos_sin and not switch.depth and isinstance(q, Tensor) and runs_kernels_on(q):
+    if rotation.angles is not full_cos_sin and isinstance(q, Tensor) and runs_kernels_on(q):
         if not all(map(is_plain, (q, cos, sin))):
             what = f"{short_name(rotation.function)} is called with tensors of other kinds than the kernel takes"
             warn_once(self.fused_norm_origin, what)
@@ -444,7 +445,7 @@ def _fused_rotation(
         (getattr(q, "dtype", None), getattr(cos, "dtype", None)) in rotation.single_rounding_dtypes
     )
     options = heads_dim, single, rotation.layout, rotation.angles_by_pair, dtype
-    outputs, reason = run_fused(ROPE, *heads, cos, sin, *options, replaces=rotation.key, unless=rotation.unlike_rope)
+    outputs, reason = ROPE.try_fused(*heads, cos, sin, *options, replaces=rotation.key, unless=rotation.why_unlike_rope)
     if reason is not None:
         warn_once(self.fused_norm_origin, reason)
     if outputs is None or not rotation.tokens_first:
