@@ -48,8 +48,8 @@ tables and charts are written to the folder of --out.
 
 NAMES are separated by commas. Rows are patterns such as 'glu*' or 'Qwen3-0.6B*', or the names of any operator and shape
 ('add_rms_norm 4096x2560', 'qk_norm 4096x(28+4)x128'), head with its loss ('linear_cross_entropy 8192x1024x32000
-masked': rows, H and V), model and step ('Qwen3-4B lora loss 1x512') and trainer, model and batch ('SFT Qwen3-4B lora
-padded 4x1024')."""
+masked' or 'linear_log_probs 8192x1024x32000 weighted': rows, H and V), model and step ('Qwen3-4B lora loss 1x512')
+and trainer, model and batch ('SFT Qwen3-4B lora padded 4x1024')."""
     parser.add_argument("part", nargs="?", choices=(*PARTS, "all", "tune", "plots"), default="all", metavar="PART",
                         help=f"{', '.join(PARTS)}, tune or plots (default: all that can be measured)")  # fmt: skip
     parser.add_argument("stored", nargs="?", type=Path, metavar="RESULTS", help="of plots: a results.json")

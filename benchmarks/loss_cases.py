@@ -1,23 +1,25 @@
-"""The shapes of a vocabulary head with its loss that are measured: random inputs, what is right, and errors."""
+"""The shapes of a vocabulary head that are measured, with its loss or a loss of log-probabilities: random inputs, what
+is right, and errors."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from fused_norm.check.distances import distance
-from fused_norm.kernels.linear_cross_entropy import IGNORED
+from fused_norm.kernels.vocabulary_head import IGNORED
 
-OPERATOR = "linear_cross_entropy"
+CROSS_ENTROPY, LOG_PROBS = "linear_cross_entropy", "linear_log_probs"
 
-WORDS = ("masked", "frozen", "softcap")
+_OF_LOG_PROBS = ("weighted", "uniform")
+WORDS = ("masked", "frozen", "softcap", *_OF_LOG_PROBS)
 """What may follow a shape, in this order: half of the labels are ``IGNORED``, the head is not trained, logits are
-capped."""
+capped. Of log-probabilities one of the last two does: each row has a weight in the loss, or all have the same."""
 
 SOFTCAP = 30.0
 _SEQUENCES = 4
@@ -27,7 +29,7 @@ _ROWS_AT_ONCE = 512  # whose logits are held in float64
 
 @dataclass(frozen=True)
 class LossCase:
-    """A head and its loss on one shape.
+    """A head and its loss on one shape; the loss is a mean over labels.
 
     Attributes:
         rows: tokens.
@@ -49,16 +51,29 @@ class LossCase:
             ValueError: it is no such name.
         """
         size = r"([1-9]\d*)"
-        match = re.fullmatch(rf"{OPERATOR} {size}x{size}x{size}((?: (?:{'|'.join(WORDS)}))*)", name)
-        if match is None:
-            raise ValueError(f"{name!r} is no shape of a head with its loss such as '{OPERATOR} 16384x1024x151936'")
-        rows, width, vocabulary, words = match.groups()
-        return cls(int(rows), int(width), int(vocabulary), tuple(word for word in WORDS if word in words.split()))
+        operators = f"{CROSS_ENTROPY}|{LOG_PROBS}"
+        match = re.fullmatch(rf"({operators}) {size}x{size}x{size}((?: (?:{'|'.join(WORDS)}))*)", name)
+        case = None
+        if match is not None:
+            operator, rows, width, vocabulary, text = match.groups()
+            words = tuple(word for word in WORDS if word in text.split())
+            case = cls(int(rows), int(width), int(vocabulary), words)
+        if case is None or case.operator != operator or words[-2:] == _OF_LOG_PROBS:
+            raise ValueError(
+                f"{name!r} is no shape of a head with its loss such as '{CROSS_ENTROPY} 16384x1024x151936' or"
+                f" '{LOG_PROBS} 16384x1024x151936 weighted'"
+            )
+        return case
+
+    @property
+    def operator(self) -> str:
+        """What computes the loss."""
+        return LOG_PROBS if set(self.words) & {*_OF_LOG_PROBS} else CROSS_ENTROPY
 
     @property
     def name(self) -> str:
         """The name in tables and for ``--rows``, from which ``named`` makes the case."""
-        return " ".join((f"{OPERATOR} {self.rows}x{self.width}x{self.vocabulary}", *self.words))
+        return " ".join((f"{self.operator} {self.rows}x{self.width}x{self.vocabulary}", *self.words))
 
     @property
     def softcap(self) -> float | None:
@@ -86,9 +101,10 @@ class LossCase:
         target.masked_fill_(~on_device, IGNORED)
         labelled = x[on_device] if "masked" in self.words else x
         trained = "frozen" not in self.words
-        return LossInputs(
-            x.requires_grad_(), weight.requires_grad_(trained), target, int(has_label.sum()), labelled.detach()
-        )
+        # Around 1, so that the loss is no difference of large numbers.
+        weights = torch.rand(self.rows, generator=generator, device=device) + 0.5 if "weighted" in self.words else None
+        x, weight = x.requires_grad_(), weight.requires_grad_(trained)
+        return LossInputs(x, weight, target, int(has_label.sum()), labelled.detach(), weights)
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,7 @@ class LossInputs:
         target: labels, [rows], int64.
         labels: the number of rows with a label.
         labelled: the hidden states of these rows, without autograd.
+        weights: of the rows in the loss, [rows], float32; None if all have the same.
     """
 
     x: Tensor
@@ -108,6 +125,12 @@ class LossInputs:
     target: Tensor
     labels: int
     labelled: Tensor
+    weights: Tensor | None = None
+
+    def loss_of(self, log_probs: Tensor) -> Tensor:
+        """The loss from log-probabilities, [rows], which are 0 for rows without a label."""
+        weighted = log_probs if self.weights is None else log_probs * self.weights
+        return -weighted.sum() / self.labels
 
     def trained(self) -> tuple[Tensor, ...]:
         """The tensors that get a gradient: x, and weight unless the head is frozen."""
@@ -123,9 +146,10 @@ def float64_results(case: LossCase, inputs: LossInputs) -> list[Tensor]:
     for part in (slice(start, start + _ROWS_AT_ONCE) for start in starts):
         x = inputs.x[part].detach().double().requires_grad_()
         logits = capped(functional.linear(x, weight), case.softcap)
-        total = functional.cross_entropy(logits, inputs.target[part], ignore_index=IGNORED, reduction="sum")
-        (total / inputs.labels).backward()
-        loss += total.detach() / inputs.labels
+        losses = functional.cross_entropy(logits, inputs.target[part], ignore_index=IGNORED, reduction="none")
+        total = replace(inputs, weights=None if inputs.weights is None else inputs.weights[part]).loss_of(-losses)
+        total.backward()
+        loss += total.detach()
         assert x.grad is not None
         dx[part] = x.grad
     return [loss, dx] if weight.grad is None else [loss, dx, weight.grad]
@@ -145,12 +169,12 @@ def relative_errors(results: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[
 _SHAPES = ("16384x1024x151936", "16384x2048x128256", "16384x1152x262144", "16384x2560x151936")
 
 CASES = tuple(
-    LossCase.named(f"{OPERATOR} {row}")
+    LossCase.named(row)
     for row in (
-        *_SHAPES,
-        "16384x1152x262144 softcap",
-        *(f"{shape} masked" for shape in _SHAPES),
-        *(f"{shape} frozen" for shape in _SHAPES),
+        *(f"{CROSS_ENTROPY} {shape}" for shape in _SHAPES),
+        f"{CROSS_ENTROPY} 16384x1152x262144 softcap",
+        *(f"{CROSS_ENTROPY} {shape} {word}" for word in ("masked", "frozen") for shape in _SHAPES),
+        *(f"{LOG_PROBS} {shape} {words}" for words in ("weighted", "frozen weighted", "uniform") for shape in _SHAPES),
     )
 )
 """Qwen3-0.6B, Llama-3.2-1B, Gemma-3-1B and Qwen3-4B, in the order of measuring."""

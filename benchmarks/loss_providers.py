@@ -1,4 +1,5 @@
-"""The implementations of a vocabulary head with its loss that are measured, and the products alone as their floor."""
+"""The implementations of a vocabulary head with its loss that are measured, and what none of them can do without: the
+products alone, and for losses of log-probabilities the fused cross entropy, which knows its gradient in the forward."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fused_norm import kernels
+from fused_norm.kernels.vocabulary_head import IGNORED
 
 from .benchmark_run import RefusedError
-from .loss_cases import LossCase, LossInputs, capped
+from .loss_cases import CROSS_ENTROPY, LOG_PROBS, LossCase, LossInputs, capped
 from .providers import FUSED, Provider
 
 LossFunction = Callable[[LossInputs], Tensor]
@@ -48,12 +50,35 @@ def _eager(x: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> 
     return functional.cross_entropy(logits.float(), target)
 
 
+def _eager_log_probs(x: Tensor, weight: Tensor, target: Tensor, softcap: float | None) -> Tensor:
+    """Log-probabilities as own loops and trainers of preferences and policies compute them."""
+    logits, has_label = capped(functional.linear(x, weight), softcap), target != IGNORED
+    log_probs = logits.float().log_softmax(-1).gather(-1, target.where(has_label, 0)[:, None])
+    return log_probs.squeeze(-1).where(has_label, 0.0)
+
+
 def _stock(case: LossCase, *, is_compiled: bool = False) -> LossFunction:
-    function = _eager
+    function = _eager_log_probs if case.operator == LOG_PROBS else _eager
     if is_compiled:
         torch.compiler.reset()  # Other cases would count as recompilations, of which there is a limit.
-        function = torch.compile(_eager, dynamic=False)
-    return lambda inputs: function(inputs.x, inputs.weight, inputs.target, case.softcap)
+        function = torch.compile(function, dynamic=False)
+
+    def loss(inputs: LossInputs) -> Tensor:
+        result = function(inputs.x, inputs.weight, inputs.target, case.softcap)
+        return inputs.loss_of(result) if case.operator == LOG_PROBS else result
+
+    return loss
+
+
+def _alone(build: Callable[..., LossFunction], **options: Any) -> Callable[[LossCase], LossCall]:
+    """What builds the call of a case from what builds a cross entropy, and has no log-probabilities."""
+
+    def loss_of(case: LossCase) -> LossFunction:
+        if case.operator != CROSS_ENTROPY:
+            raise RefusedError("it has no log-probabilities")
+        return build(case, **options)
+
+    return with_backward(loss_of)
 
 
 def _liger(case: LossCase, *, in_fp32: bool = False) -> LossFunction:
@@ -109,14 +134,25 @@ def _quack(case: LossCase) -> LossFunction:
     return lambda inputs: function(inputs.x, inputs.weight, inputs.target, reduction="mean")
 
 
-def _fused(case: LossCase) -> LossFunction:
+def _fused(case: LossCase, operator: str | None = None) -> LossFunction:
+    """The operator of the case, unless another one is named."""
+
     def loss(inputs: LossInputs) -> Tensor:
         most = inputs.labels if "masked" in case.words else None
-        return kernels.linear_cross_entropy(
-            inputs.x, inputs.weight, inputs.target, softcap=case.softcap, max_labels=most
-        )
+        tensors = inputs.x, inputs.weight, inputs.target
+        options: dict[str, Any] = {"softcap": case.softcap, "max_labels": most}
+        if (operator or case.operator) == CROSS_ENTROPY:
+            return kernels.linear_cross_entropy(*tensors, **options)
+        uniform = "uniform" in case.words
+        return inputs.loss_of(kernels.linear_log_probs(*tensors, uniform_grad=uniform, **options).log_probs)
 
     return loss
+
+
+def _loss_alone(case: LossCase) -> LossFunction:
+    if case.operator == CROSS_ENTROPY:
+        raise RefusedError("it is what is measured")
+    return _fused(case, CROSS_ENTROPY)
 
 
 def _products(case: LossCase) -> LossCall:
@@ -132,6 +168,10 @@ def _products(case: LossCase) -> LossCall:
 
 PRODUCTS = Provider("products", _products)
 """The floor: it computes no loss."""
+CROSS_ENTROPY_ALONE = Provider("cross-entropy", with_backward(_loss_alone))
+"""The floor of losses of log-probabilities: a mean of these, whatever the weights of rows are."""
+FLOORS = (PRODUCTS.name, CROSS_ENTROPY_ALONE.name)
+"""The providers whose results are not those of the case."""
 
 _ON_GPU = partial(Provider, on_cpu=False)
 _SUMS_IN_FP32: dict[str, Any] = {
@@ -146,13 +186,14 @@ LOSS_PROVIDERS = {
     for provider in (
         Provider("stock", with_backward(_stock)),
         _ON_GPU("compile", with_backward(partial(_stock, is_compiled=True))),
-        _ON_GPU("liger", with_backward(_liger), "liger_kernel"),
-        _ON_GPU("liger-fp32", with_backward(partial(_liger, in_fp32=True)), "liger_kernel"),
-        Provider("torch", with_backward(_torch)),
-        Provider("torch-fp32", with_backward(partial(_torch, **_SUMS_IN_FP32))),
-        Provider("trl", with_backward(_trl), "trl"),
-        _ON_GPU("quack", with_backward(_quack), "quack"),
+        _ON_GPU("liger", _alone(_liger), "liger_kernel"),
+        _ON_GPU("liger-fp32", _alone(_liger, in_fp32=True), "liger_kernel"),
+        Provider("torch", _alone(_torch)),
+        Provider("torch-fp32", _alone(_torch, **_SUMS_IN_FP32)),
+        Provider("trl", _alone(_trl), "trl"),
+        _ON_GPU("quack", _alone(_quack), "quack"),
         Provider(FUSED.name, with_backward(_fused)),
+        CROSS_ENTROPY_ALONE,
         PRODUCTS,
     )
 }

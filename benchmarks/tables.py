@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from .loss_providers import PRODUCTS
+from .loss_providers import FLOORS
 from .markdown import in_markdown
 from .providers import FUSED
 from .results import Result, Results
@@ -121,12 +121,12 @@ def _lead(_: Result, rivals: Sequence[Result]) -> str:
     return f"{min(others) / ours[0]:.2f}" if others and ours and ours[0] else ""
 
 
-def _table(rows: Sequence[Result], columns: Mapping[str, Callable[[Result], str]], floor: str = "") -> str:
-    """A line for every result, sorted by case, with its time and these columns; a ``floor`` is not marked."""
+def _table(rows: Sequence[Result], columns: Mapping[str, Callable[[Result], str]], floors: Sequence[str] = ()) -> str:
+    """A line for every result, sorted by case, with its time and these columns; ``floors`` are not marked."""
     lines = [["", "", "ms", "quartiles", *columns]]
     for case in dict.fromkeys(row.row for row in rows):
         of_case = [row for row in rows if row.row == case]
-        best = _clearly_best([row for row in of_case if row.by != floor])
+        best = _clearly_best([row for row in of_case if row.by not in floors])
         for row in of_case:
             time = f"{'*' if row is best else ''}{1e3 * row.seconds:.1f}" if row.seconds else row.verdict
             name = case if row is of_case[0] else ""
@@ -143,7 +143,8 @@ def _loss_table(losses: Sequence[Result]) -> str:
     return (
         "Head and loss, forward and backward: time, peak of memory beyond the inputs, relative errors to float64; * is "
         "the fastest where its quartiles are apart from all others'; products: those of matrices alone, which no "
-        f"implementation can do without\n{_table(losses, columns, PRODUCTS.name)}"
+        "implementation can do without; cross-entropy: the fused one in place of a loss of log-probabilities\n"
+        f"{_table(losses, columns, FLOORS)}"
     )
 
 

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from benchmarks import losses
 from benchmarks.benchmark_run import RefusedError
-from benchmarks.loss_cases import float64_results, relative_errors
-from benchmarks.loss_providers import LOSS_PROVIDERS, with_backward
+from benchmarks.loss_cases import LossCase, float64_results, relative_errors
+from benchmarks.loss_providers import FLOORS, LOSS_PROVIDERS, with_backward
 from benchmarks.operator_cases import tolerance
 from benchmarks.providers import Provider
 from benchmarks.results import Results
@@ -31,7 +31,7 @@ def measured(run, *providers):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @every_case
-@pytest.mark.parametrize("name", [name for name in LOSS_PROVIDERS if name != "products"])
+@pytest.mark.parametrize("name", [name for name in LOSS_PROVIDERS if name not in FLOORS])
 def test_every_provider_computes_loss_and_gradients(name, case, dtype, device, monkeypatch):
     monkeypatch.setattr("benchmarks.loss_cases._ROWS_AT_ONCE", 4)
     provider = LOSS_PROVIDERS[name]
@@ -60,3 +60,31 @@ def test_wrong_results_are_not_timed_and_fit_into_json(factor, error, run):
     assert "relative errors loss" in row.detail
     assert run.results.left_out == ["losses by elsewhere: no_such_package is not installed"]
     assert Results.load(run.path) == run.results
+
+
+def test_log_probabilities_stand_beside_the_cross_entropy(run):
+    weighted = LossCase.named("linear_log_probs 21x16x37 weighted")
+    providers = [LOSS_PROVIDERS[name] for name in ("stock", "liger", "fused", "cross-entropy")]
+    losses.measure(run, [weighted, CASE], torch.float32, providers)
+    verdicts = {(row.row.split()[0], row.by): row.verdict for row in run.results.of("losses")}
+    assert verdicts["linear_log_probs", "cross-entropy"] == verdicts["linear_log_probs", "fused"] == "ok"
+    assert verdicts["linear_cross_entropy", "cross-entropy"] == "refused"
+    inputs = inputs_of(weighted)
+    (loss, *grads), exact = LOSS_PROVIDERS["fused"].build(weighted)(inputs), float64_results(weighted, inputs)
+    mean, *_ = LOSS_PROVIDERS["cross-entropy"].build(weighted)(inputs)
+    assert abs(loss - exact[0]) < 1e-6 < abs(mean - exact[0])
+    assert len(grads) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear_log_probs 21x16x37",
+        "linear_log_probs 21x16x37 weighted uniform",
+        "linear_cross_entropy 21x16x37 uniform",
+        "linear 21x16x37",
+    ],
+)
+def test_names_that_say_too_little_or_too_much_are_no_cases(name):
+    with pytest.raises(ValueError, match="is no shape of a head with its loss such as"):
+        LossCase.named(name)

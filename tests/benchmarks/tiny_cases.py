@@ -12,9 +12,15 @@ OPERATOR_CASES = tuple(
 )
 """Every operator with all of its options."""
 
-LOSS_CASES = tuple(
-    LossCase.named(f"linear_cross_entropy 21x16x37{words}")
-    for words in ("", " masked", " frozen", " softcap", " masked frozen softcap")
+LOSS_CASES = (
+    *(
+        LossCase.named(f"linear_cross_entropy 21x16x37{words}")
+        for words in ("", " masked", " frozen", " softcap", " masked frozen softcap")
+    ),
+    *(
+        LossCase.named(f"linear_log_probs 21x16x37 {words}")
+        for words in ("weighted", "frozen weighted", "uniform", "masked frozen softcap uniform", "masked weighted")
+    ),
 )
 """Every option of losses, alone and combined with the others."""
 

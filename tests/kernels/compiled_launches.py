@@ -33,12 +33,18 @@ class Target(NamedTuple):
 
 
 TARGETS = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), Device(108, shared_memory=166_912)),
-    "sm_86": Target(GPUTarget("cuda", 86, 32), Device(84, shared_memory=101_376)),
-    "sm_89": Target(GPUTarget("cuda", 89, 32), Device(128, shared_memory=101_376)),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), Device(132, shared_memory=232_448, overlaps=True)),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), Device(148, shared_memory=232_448, overlaps=True)),
-    "sm_120": Target(GPUTarget("cuda", 120, 32), Device(170, shared_memory=101_376, overlaps=True)),
+    "sm_80": Target(GPUTarget("cuda", 80, 32), Device(108, shared_memory=166_912, limits_registers=True)),
+    "sm_86": Target(GPUTarget("cuda", 86, 32), Device(84, shared_memory=101_376, limits_registers=True)),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), Device(128, shared_memory=101_376, limits_registers=True)),
+    "sm_90": Target(
+        GPUTarget("cuda", 90, 32), Device(132, shared_memory=232_448, overlaps=True, limits_registers=True)
+    ),
+    "sm_100": Target(
+        GPUTarget("cuda", 100, 32), Device(148, shared_memory=232_448, overlaps=True, limits_registers=True)
+    ),
+    "sm_120": Target(
+        GPUTarget("cuda", 120, 32), Device(170, shared_memory=101_376, overlaps=True, limits_registers=True)
+    ),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), Device(304, warp_size=64, shared_memory=65_536)),
 }
 """One target for an A100, RTX A6000, RTX 4090, H100, B200, RTX 5090 and MI300X each."""

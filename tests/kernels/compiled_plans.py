@@ -164,6 +164,17 @@ def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
 
     yield "linear_cross_entropy", "", call(0.0, None, None, True)
     yield "linear_cross_entropy", "capped", call(0.1, 0.5, 30.0, False)
+    trained = [True, True, False]
+    for way, uniform, logits in (
+        ("", False, (None, None, None, False)),
+        ("uniform", True, (None, None, None, False)),
+        ("with every option", False, (0.7, 0.5, 30.0, False)),
+        ("with every option, in fp32", True, (0.7, 0.5, 30.0, True)),
+    ):
+        for wanted in ([False] * 4, [True] * 4):
+            options = -100, *logits, wanted, None, uniform, False, trained
+            name = f"{way}{' and statistics' if wanted[0] else ''}"
+            yield forward_backward("linear_log_probs", name, x, weight, None, target, *options)
 
 
 def four_bit_calls(dtype: torch.dtype) -> Iterator[Called]:

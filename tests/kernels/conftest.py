@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,9 @@ OPERATORS: dict[str, Any] = {
     name: operator for name, operator in ALL.items() if operator.gradients and not operator.not_differentiable
 }
 """The operators that every test of gradients covers; norms that write FP8 have tests of their own."""
+
+HEAD = sys.modules[type(ALL["linear_cross_entropy"]).__base__.__module__]
+"""The module of what the operators of a vocabulary head share."""
 
 
 @pytest.fixture(autouse=True)
@@ -129,3 +133,20 @@ def held_or_in_chunks(request: pytest.FixtureRequest) -> None:
     """Run a test twice: with the usual way to read rows, and ``in_chunks``."""
     if request.param == "in chunks":
         request.getfixturevalue("in_chunks")
+
+
+@pytest.fixture
+def sums_in_fp32() -> Iterator[None]:
+    """Keep cuBLAS from summing parts of a long product in fp16, which it does for some shapes."""
+    matmul = torch.backends.cuda.matmul
+    usual = matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_fp16_reduced_precision_reduction = False
+    yield
+    matmul.allow_fp16_reduced_precision_reduction = usual
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limit chunks of logits to 16 rows, so that a few rows are several chunks."""
+    monkeypatch.setattr(HEAD, "MOST_ROWS", 16)
+    monkeypatch.setattr(HEAD, "_MULTIPLE", 8)

@@ -20,6 +20,7 @@ from fused_norm.kernels import (
     gated_rms_norm,
     glu,
     linear_cross_entropy,
+    linear_log_probs,
     lora_add,
     norm_add,
     norm_add_norm,
@@ -45,6 +46,12 @@ def loss(**changes: Any) -> torch.Tensor:
     """Return the loss of a good call with some arguments replaced."""
     good = {"input": torch.zeros(2, 3, 4), "linear_weight": torch.zeros(5, 4), "target": torch.zeros(2, 3).long()}
     return linear_cross_entropy(**(good | changes))
+
+
+def log_probs(**changes: Any) -> object:
+    """Return the log-probabilities of a good call with some arguments replaced."""
+    good = {"input": torch.zeros(2, 3, 4), "linear_weight": torch.zeros(5, 4), "target": torch.zeros(2, 3).long()}
+    return linear_log_probs(**(good | changes))
 
 
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -155,10 +162,32 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "no reduction": (lambda: loss(reduction="none"), "reduction must be one of mean, sum, not 'none'"),
         "items of a sum": (lambda: loss(reduction="sum", num_items=3), "reduction must be 'mean'"),
         "smoothing above 1": (lambda: loss(label_smoothing=1.5), "label_smoothing must be between 0 and 1"),
+        "scales": (lambda: loss(logit_scale=W), "logit_scale must be a Python number, not Tensor", TypeError),
         "a tensor": (lambda: loss(label_smoothing=W[0]), "label_smoothing must be a Python number", TypeError),
         "a cap of 0": (lambda: loss(softcap=0.0), "softcap must be positive, not 0.0"),
         "a word to ignore": (lambda: loss(ignore_index="pad"), "ignore_index must be an int, not 'pad'", TypeError),
         "target elsewhere": (lambda: loss(target=torch.zeros(2, 3, device="meta").long()), "target is on meta"),
+    },
+    "linear_log_probs": {
+        "a list": (lambda: log_probs(input=[1.0]), "x must be a tensor, not list", TypeError),
+        "int32 target": (lambda: log_probs(target=torch.zeros(2, 3).int()), "must be a tensor of int64", TypeError),
+        "a narrow weight": (lambda: log_probs(linear_weight=torch.zeros(5, 3)), r"must have shapes .*\(5, 3\)"),
+        "a long bias": (lambda: log_probs(linear_bias=torch.zeros(6)), r"must have shapes .*\(6,\)"),
+        "an integer bias": (lambda: log_probs(linear_bias=torch.zeros(5).int()), "linear_bias must be", TypeError),
+        "a temperature of 0": (lambda: log_probs(temperature=0.0), "temperature must be positive, not 0.0"),
+        "no temperature": (lambda: log_probs(temperature=math.nan), "temperature must be positive, not nan"),
+        "temperatures": (
+            lambda: log_probs(temperature=W),
+            "temperature must be a Python number, not Tensor",
+            TypeError,
+        ),
+        "a cap of 0": (lambda: log_probs(softcap=0.0), "softcap must be positive, not 0.0"),
+        "a word for a scale": (lambda: log_probs(logit_scale="2"), "logit_scale must be a Python number", TypeError),
+        "a float to ignore": (lambda: log_probs(ignore_index=-1.0), "ignore_index must be an int, not -1.0", TypeError),
+        "half a label": (lambda: log_probs(max_labels=0.5), "max_labels must be an int, not 0.5", TypeError),
+        "a word for a flag": (lambda: log_probs(entropies="yes"), "entropies must be True or False.*'yes'", TypeError),
+        "a number for a flag": (lambda: log_probs(uniform_grad=1), "uniform_grad must be True or False", TypeError),
+        "target elsewhere": (lambda: log_probs(target=torch.zeros(2, 3, device="meta").long()), "target is on meta"),
     },
 }
 """Calls by function, with the message and the error if it is no ``ValueError``."""

@@ -20,9 +20,9 @@ def _nvidia(major: int, optin: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "hip", "properties", "expected"),
     [
-        ("cuda", None, _nvidia(9, 232_448), Device(7, 32, 232_448, True)),
-        ("cuda", None, _nvidia(8, 101_376), Device(7, 32, 101_376, False)),
-        ("cuda", None, _nvidia(7, 65_536), Device(7, 32, 65_536, False)),
+        ("cuda", None, _nvidia(9, 232_448), Device(7, 32, 232_448, True, True)),
+        ("cuda", None, _nvidia(8, 101_376), Device(7, 32, 101_376, False, True)),
+        ("cuda", None, _nvidia(7, 65_536), Device(7, 32, 65_536, False, True)),
         ("cuda", "6.4", {"multi_processor_count": 304, "warp_size": 64, "major": 9}, Device(304, 64, 65_536, False)),
         ("xpu", None, {"gpu_subslice_count": 64}, Device(64, 32, 65_536, False)),
     ],

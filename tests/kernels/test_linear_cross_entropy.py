@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,44 +13,16 @@ from torch.nn import functional
 from fused_norm.kernels import linear_cross_entropy
 
 from ..conftest import slow_rows
-from .conftest import OPERATORS
+from .conftest import HEAD, OPERATORS
+from .head_cases import FLOORS, IGNORED, Case, error, make_case, stock_logits
 from .numerics import BF16, FP16, FP32, assert_same
 
 LINEAR_CROSS_ENTROPY = OPERATORS["linear_cross_entropy"]
-module = sys.modules[type(LINEAR_CROSS_ENTROPY).__module__]
 
-IGNORED = -100
 FACTOR = 1.05
 """The largest error, relative to stock's. A second rounding of the gradients would make it 1.41."""
 
-FLOORS = {FP32: 5e-7, BF16: 1e-5, FP16: 1e-5}
-"""Relative errors that always pass: those of float32 sums in another order."""
-
-
-class Case(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
-    options: dict[str, Any]
-
-    def results(self, loss_of: Callable[..., Tensor], dloss: float = 1.0) -> list[Tensor]:
-        """Return the loss and the gradients of x, weight and bias."""
-        leaves = self.leaves(torch.clone)
-        loss = loss_of(*leaves, self.target, **self.options)
-        inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        return [loss.detach(), *torch.autograd.grad(loss * dloss, inputs)]
-
-    def leaves(self, convert: Callable[[Tensor], Tensor]) -> list[Any]:
-        """Return x, weight and bias, converted, as leaves that require a gradient if the original does."""
-        return [
-            None if tensor is None else convert(tensor.detach()).requires_grad_(tensor.requires_grad)
-            for tensor in (self.x, self.weight, self.bias)
-        ]
-
-    def exactly(self) -> Case:
-        """Return the case in float64."""
-        return Case(*self.leaves(Tensor.double), *self[3:])
+pytestmark = pytest.mark.usefixtures("sums_in_fp32")
 
 
 def ours(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any) -> Tensor:
@@ -60,17 +31,9 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **optio
 
 def stock(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any) -> Tensor:
     """Compute the loss as a model of transformers does."""
-    logits = functional.linear(x, weight, bias)
-    wide = torch.promote_types(logits.dtype, FP32)
-    if options.get("logits_in_fp32"):
-        logits = logits.to(wide)
-    if "logit_scale" in options:
-        logits = logits * options["logit_scale"]
-    if "softcap" in options:
-        logits = torch.tanh(logits / options["softcap"]) * options["softcap"]
     items = options.get("num_items")
     loss = functional.cross_entropy(
-        logits.to(wide).flatten(0, -2),
+        stock_logits(x, weight, bias, options).flatten(0, -2),
         target.flatten(),
         ignore_index=options.get("ignore_index", IGNORED),
         reduction="sum" if items is not None else options.get("reduction", "mean"),
@@ -79,58 +42,11 @@ def stock(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **opti
     return loss if items is None else loss / items
 
 
-def make_case(
-    device: str,
-    dtype: torch.dtype = BF16,
-    *,
-    rows: Sequence[int] = (2, 24),
-    width: int = 32,
-    vocabulary: int = 500,
-    masked: float = 0.3,
-    bias: bool = False,
-    frozen: str = "",
-    **options: Any,
-) -> Case:
-    """Draw a case; half of the labels are the likeliest ones, so that softmax and label both show in the gradient."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(*rows, width, generator=generator).to(dtype)
-    weight = (0.3 * torch.randn(vocabulary, width, generator=generator)).to(dtype)
-    target = torch.randint(0, vocabulary, rows, generator=generator)
-    likeliest = (x.float() @ weight.float().t()).argmax(-1)
-    target = torch.where(torch.rand(rows, generator=generator) < 0.5, likeliest, target)
-    target[torch.rand(rows, generator=generator) < masked] = options.get("ignore_index", IGNORED)
-    added = torch.randn(vocabulary, generator=generator).to(dtype) if bias else None
-    x, weight = x.to(device).requires_grad_("x" not in frozen), weight.to(device).requires_grad_("w" not in frozen)
-    return Case(x, weight, None if added is None else added.to(device).requires_grad_(), target.to(device), options)
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    size = expected.double().norm().item()
-    return (actual.double() - expected.double()).norm().item() / (size or 1.0)
-
-
 def assert_as_near_as_stock(case: Case, dloss: float = 1.0, factor: float = FACTOR) -> None:
     results = case.results(ours, dloss), case.results(stock, dloss), case.exactly().results(stock, dloss)
     for actual, expected, exact in zip(*results, strict=True):
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
         assert error(actual, exact) <= max(factor * error(expected, exact), FLOORS[case.x.dtype])
-
-
-@pytest.fixture(autouse=True)
-def _sums_in_fp32() -> Iterator[None]:
-    """Keep cuBLAS from summing parts of a long product in fp16, which it does for some shapes."""
-    matmul = torch.backends.cuda.matmul
-    usual = matmul.allow_fp16_reduced_precision_reduction
-    matmul.allow_fp16_reduced_precision_reduction = False
-    yield
-    matmul.allow_fp16_reduced_precision_reduction = usual
-
-
-@pytest.fixture
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit chunks to 16 rows, so that a few rows are several chunks."""
-    monkeypatch.setattr(module, "MOST_ROWS", 16)
-    monkeypatch.setattr(module, "_MULTIPLE", 8)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -173,7 +89,7 @@ def test_loss_and_gradients_are_as_near_to_the_truth_as_stocks(dtype: torch.dtyp
     ],
 )
 def test_a_chunk_follows_from_sizes(rows: int, vocabulary: int, itemsize: int, chunk: int) -> None:
-    assert module.chunk_rows(rows, vocabulary, itemsize) == chunk
+    assert HEAD.chunk_rows(rows, vocabulary, itemsize) == chunk
 
 
 @pytest.mark.usefixtures("short_chunks")

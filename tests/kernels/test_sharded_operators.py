@@ -216,3 +216,27 @@ def test_the_result_of_a_running_collective_is_waited_for(device: str) -> None:
     assert torch.equal(y, expected)
     (gradient,) = torch.autograd.grad(y.sum(), awaited)
     assert torch.equal(gradient, torch.autograd.grad(expected.sum(), x)[0])
+
+
+@pytest.mark.parametrize("rows", [Replicate(), Shard(0)], ids=str)
+def test_log_probabilities_of_dtensors_are_those_of_the_rows_by_pytorch(
+    rows: Placement, mesh: DeviceMesh, device: str
+) -> None:
+    x, weight = torch.randn(2, TOKENS, WIDTH, device=device), torch.randn(30, WIDTH, device=device)
+    target = torch.arange(2 * TOKENS, device=device).view(2, TOKENS)
+    target[1, 0] = -100
+    placements = rows, Replicate(), rows
+    parts = [part_of(whole, place) for whole, place in zip((x, weight, target), placements, strict=True)]
+    leaves = [spread(*pair, mesh, place) for *pair, place in zip((x, weight, target), parts, placements, strict=True)]
+    leaves[0].requires_grad_()
+    parts[0].requires_grad_()
+    with called_operators() as called:
+        outputs = kernels.linear_log_probs(*leaves, entropies=True, are_largest=True)
+    assert not called
+    expected = kernels.linear_log_probs(*parts, entropies=True, are_largest=True)
+    for output, part in zip(outputs[:3], expected[:3], strict=True):
+        assert torch.allclose(output.to_local(), part, atol=1e-5)
+        assert output.placements == (rows,)
+    (outputs.log_probs + outputs.entropies).sum().backward()
+    (expected.log_probs + expected.entropies).sum().backward()
+    assert torch.allclose(leaves[0].grad.to_local(), parts[0].grad, atol=1e-5)

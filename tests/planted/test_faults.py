@@ -1,9 +1,12 @@
 """A planted fault changes what its operator computes while it is planted, and leaves nothing behind."""
 
+import contextlib
+
 import pytest
 import torch
 
 from fused_norm import apply_fused_norm
+from fused_norm.kernels import linear_log_probs
 from fused_norm.kernels.fp8 import dequantize, rms_norm_fp8
 from fused_norm.kernels.operator import OPERATORS
 from fused_norm.model_configs import build
@@ -66,3 +69,31 @@ def test_a_scale_of_the_first_call_shows_in_the_second_one():
     assert planted.calls == 2
     assert [torch.equal(*pair) for pair in zip(before, during, strict=True)] == [True, False]
     assert all(map(torch.equal, results(), before))
+
+
+@pytest.fixture(scope="module")
+def log_probs_step():
+    """A function that computes log-probabilities, entropies and their gradients in a dtype."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((3, 8, 32), (50, 32)))
+    target = torch.randint(50, (3, 8), generator=generator)
+    target[:, 5:] = -100
+    grads = torch.randn(2, 3, 8, generator=generator)
+
+    def step(dtype):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (x, weight)]
+        outputs = linear_log_probs(*leaves, target, temperature=0.7, entropies=True)[:2]
+        return *outputs, *torch.autograd.grad(outputs, leaves, list(grads.to(outputs[0].dtype)))
+
+    return step
+
+
+@pytest.mark.parametrize("name", [None, *(name for name, fault in FAULTS.items() if fault.where == "log-probs")])
+def test_a_fault_in_log_probabilities_is_caught_beside_float64(name, log_probs_step):
+    exact = log_probs_step(torch.float64)
+    with contextlib.ExitStack() as stack:
+        planted = None if name is None else stack.enter_context(FAULTS[name].planted(torch.nn.Module()))
+        results = log_probs_step(torch.bfloat16)
+    assert planted is None or (planted.calls == 1 and planted.share > 0.01)
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
+    assert (max(errors) > 0.1) == (name is not None), errors

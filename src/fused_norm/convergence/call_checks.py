@@ -27,7 +27,7 @@ from ..check.distances import (
     share_far_in_worst_row,
     slope_error,
 )
-from ..kernels.linear_cross_entropy import IGNORED
+from ..kernels.vocabulary_head import IGNORED
 from ..patcher import disabled
 from .fused_calls import (
     CONVOLUTION_METHODS,

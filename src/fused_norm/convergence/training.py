@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import get_constant_schedule_with_warmup
 
 from ..check.distances import distances, ratio, slope_errors
-from ..kernels.linear_cross_entropy import IGNORED
+from ..kernels.vocabulary_head import IGNORED
 from .model_source import layers_of
 from .tiers import TrainingOptions
 

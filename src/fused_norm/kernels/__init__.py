@@ -7,6 +7,7 @@ from .fp8 import add_rms_norm_fp8, rms_norm_fp8
 from .gated_rms_norm import gated_rms_norm
 from .glu import glu
 from .linear_cross_entropy import linear_cross_entropy
+from .linear_log_probs import LogProbs, linear_log_probs
 from .lora_add import lora_add
 from .norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from .plans import MODES
@@ -14,6 +15,7 @@ from .qk_norm_rope import qk_norm, qk_norm_rope, rope
 
 __all__ = [
     "MODES",
+    "LogProbs",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "causal_conv1d",
@@ -25,6 +27,7 @@ __all__ = [
     "gated_rms_norm",
     "glu",
     "linear_cross_entropy",
+    "linear_log_probs",
     "lora_add",
     "norm_add",
     "norm_add_norm",

@@ -235,6 +235,8 @@ class Device:
     """Bytes that one program may use at most."""
     overlaps: bool = False
     """A launch may begin before the previous one has ended (programmatic dependent launch)."""
+    limits_registers: bool = False
+    """A launch may say how many registers a lane has at most: on NVIDIA's."""
     table: PlanTable = H200
     """The device's own plans, which go before the rules."""
 

@@ -354,6 +354,25 @@ def dropped(x: Tensor, mask: Tensor, factor: float) -> Tensor:
     return (x.to(_wide(x.dtype)) * mask * factor).to(x.dtype)
 
 
+def _head_logits(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
+    cap: float | None,
+    temperature: float | None,
+    in_fp32: bool,
+) -> Tensor:
+    """The logits of a head, [rows, V], at least in fp32."""
+    logits = torch.nn.functional.linear(x, weight, bias)
+    wide = _wide(logits.dtype)
+    logits = logits.to(wide) if in_fp32 else logits
+    logits = logits if scale is None else logits * scale
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    logits = logits if temperature is None else logits / temperature
+    return logits.to(wide).reshape(-1, len(weight))
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -367,19 +386,47 @@ def linear_cross_entropy(
     cap: float | None,
     in_fp32: bool,
 ) -> Tensor:
-    logits = torch.nn.functional.linear(x, weight, bias)
-    wide = _wide(logits.dtype)
-    logits = logits.to(wide) if in_fp32 else logits
-    logits = logits if scale is None else logits * scale
-    logits = logits if cap is None else torch.tanh(logits / cap) * cap
     loss = torch.nn.functional.cross_entropy(
-        logits.to(wide).reshape(-1, len(weight)),
+        _head_logits(x, weight, bias, scale, cap, None, in_fp32),
         target.reshape(-1),
         ignore_index=ignored,
         reduction=reduction if num_items is None else "sum",
         label_smoothing=smoothing,
     )
     return loss if num_items is None else loss / num_items.to(loss.device)
+
+
+def linear_log_probs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignored: int,
+    temperature: float | None,
+    scale: float | None,
+    cap: float | None,
+    in_fp32: bool,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The log-probabilities, and what is ``wanted`` of entropies and three statistics without a gradient, or None."""
+    logits, labels = _head_logits(x, weight, bias, scale, cap, temperature, in_fp32), target.reshape(-1)
+    log_p, has_label = torch.log_softmax(logits, -1), labels != ignored
+    log_probs = 0.0 - torch.nn.functional.nll_loss(log_p, labels, ignore_index=ignored, reduction="none")
+    outputs: list[Tensor | None] = [log_probs.view(target.shape)]
+
+    def entropies() -> Tensor:
+        p = log_p.exp()
+        return -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+
+    statistics = (
+        entropies,
+        lambda: ((logits.argmax(-1) == labels) & ~log_p.isnan().any(-1)).to(logits.dtype),
+        lambda: logits.detach().mean(-1),
+        lambda: torch.logsumexp(2 * log_p.detach(), -1),
+    )
+    for want, compute in zip(wanted, statistics, strict=True):
+        outputs.append(compute().masked_fill(~has_label, 0.0).view(target.shape) if want else None)
+    return tuple(outputs)
 
 
 def dequantize(weight: Any, block: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

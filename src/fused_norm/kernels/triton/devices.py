@@ -71,7 +71,7 @@ def _hardware_of(device: torch.device) -> Device:
     if is_nvidia and properties.major < 8:
         logger.warning("%s is not supported: Triton asks for compute capability 8.0 or newer", properties.name)
     overlaps = is_nvidia and properties.major >= 9
-    return Device(processors, getattr(properties, "warp_size", 32), shared_memory, overlaps)
+    return Device(processors, getattr(properties, "warp_size", 32), shared_memory, overlaps, is_nvidia)
 
 
 when_plans_change: list[Callable[[], None]] = []

@@ -1,0 +1,230 @@
+"""The log-probabilities of labels under a linear's output, which is never whole in memory: a vocabulary head without a
+loss of its own, as preference losses and policy gradients need it.
+
+A gradient of log-probabilities is not known in the forward, so the logits are computed once more in the backward. There
+are two exceptions: if the head is frozen, the forward computes each row's gradient for a gradient of 1, and the
+backward multiplies it; and so it does for all gradients if the caller says that every row's gradient is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .arguments import Unsupported, check_flag
+from .operator import BackwardCall, Results
+from .triton.memory import empty_weight_like
+from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks, check_head, head_tensors, unless_one
+
+
+class LogProbs(NamedTuple):
+    """What ``linear_log_probs`` returns: float32 in the shape of the target, 0 if a row has no label.
+
+    Attributes:
+        log_probs: the log of the probability of each label.
+        entropies: of each row's probabilities, in nats.
+        are_largest: 1 if the label's logit is the row's largest, the first of several equal ones, else 0.
+        mean_logits: the mean over the vocabulary of the logits that softmax takes.
+        log_sums_of_squares: the log of the sum of squared probabilities.
+    """
+
+    log_probs: Tensor
+    entropies: Tensor | None = None
+    are_largest: Tensor | None = None
+    mean_logits: Tensor | None = None
+    log_sums_of_squares: Tensor | None = None
+
+
+class LinearLogProbs(HeadOperator):
+    """``linear_log_probs`` as an operator."""
+
+    name = "linear_log_probs"
+    tensors = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
+    options = (
+        "int ignore_index, float? temperature, float? logit_scale, float? softcap, bool in_fp32, bool[] wanted,"
+        " int? max_labels, bool uniform_grad, bool recompute, bool[] trained"
+    )
+    outputs = LogProbs._fields
+    not_differentiable = LogProbs._fields[2:]
+    other_rules = ("weight", "bias", "target")
+    saved = f"{tensors}, Tensor? x_grad, Tensor? weight_grad, Tensor? bias_grad"
+    saved_scalars = options
+
+    def check_options(self, *arguments: Any) -> Unsupported | None:
+        *tensors, ignored, temperature, scale, cap, in_fp32, wanted, most, uniform, recompute, _ = arguments
+        flags = "logits_in_fp32", *LogProbs._fields[1:], "uniform_grad", "recompute"
+        for name, flag in zip(flags, (in_fp32, *wanted, uniform, recompute), strict=True):
+            if (refusal := check_flag(name, flag)) is not None:
+                return refusal
+        positive = {"temperature": temperature, "softcap": cap}
+        return check_head(tuple(tensors), ignored, most, numbers={"logit_scale": scale}, positive=positive)
+
+    def reference(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        return reference.linear_log_probs(*arguments[:-4])
+
+    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+        x, weight, bias, target, *_, wanted, _, _, _, _ = arguments
+        kept = _kept_gradients(arguments) if training else (False,) * 3
+        if not launch:
+            outputs = (target.new_empty(target.shape, dtype=torch.float32) if w else None for w in (True, *wanted))
+            pairs = zip((x, weight, bias), kept, strict=True)
+            return *outputs, *(empty_weight_like(tensor, keep, torch.float32) for tensor, keep in pairs)
+        gradient = x.new_full((), -1.0, dtype=torch.float32)  # of the loss, which is the negative log-probability
+        losses, statistics, grads = _by_chunks(arguments, kept, gradient, wanted=wanted, grad_dtype=torch.float32)
+        log_probs = 0.0 - losses  # a row without a label has 0, not -0
+        return *(None if t is None else t.view(target.shape) for t in (log_probs, *statistics)), *grads
+
+    def pack_outputs(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> tuple[Any, ...]:
+        # A registered operator returns an empty tensor in place of one that nobody wants.
+        wanted = self.by_name(arguments)["wanted"]
+        return tuple([t if want else None for t, want in zip(results, (True, *wanted), strict=False)])
+
+    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+        (dlog_probs, dentropies, *_), (x, weight, bias, target, *grads) = call.incoming, call.saved
+        if not launch:
+            return tuple(map(empty_weight_like, (x, weight, bias), call.needed))
+        arguments = x, weight, bias, target, *call.saved_scalars
+        is_kept = all(grad is not None and grad.numel() for grad, need in zip(grads, call.needed, strict=True) if need)
+        if is_kept and dentropies is None:
+            return _scaled(arguments, grads, dlog_probs, call.needed)
+        rows = target.numel()
+        dlosses = x.new_zeros(rows, dtype=torch.float32) if dlog_probs is None else -dlog_probs.reshape(-1).float()
+        of_entropies = None if dentropies is None else dentropies.reshape(-1).float().contiguous()
+        return _by_chunks(arguments, call.needed, dlosses, of_entropies).grads
+
+
+LINEAR_LOG_PROBS = LinearLogProbs()
+
+
+def _kept_gradients(arguments: Sequence[Any]) -> Sequence[bool]:
+    """Which gradients the forward computes for the backward: of x, weight and bias."""
+    x, *_, uniform, recompute, trained = arguments
+    # In fp16 gradients need the scale that the backward brings.
+    if recompute or x.dtype == torch.float16 or not (uniform or list(trained) == [True, False, False]):
+        return (False,) * 3
+    kept: Sequence[bool] = trained
+    return kept
+
+
+def _by_chunks(
+    arguments: Sequence[Any],
+    trained: Sequence[bool],
+    gradient: Tensor,
+    entropy_gradient: Tensor | None = None,
+    **how: Any,
+) -> HeadResults:
+    """``by_chunks`` of the operator's arguments."""
+    x, weight, bias, target, ignored, temperature, scale, cap, in_fp32, _, most, *_ = arguments
+    options = {"ignored": ignored, "scale": scale, "cap": cap, "temperature": temperature, "in_fp32": in_fp32}
+    head = Head(LINEAR_LOG_PROBS.name, x, weight, bias, target, most, options)
+    return by_chunks(head, trained, gradient, entropy_gradient, **how)
+
+
+def _scaled(
+    arguments: Sequence[Any], grads: Sequence[Tensor | None], dlog_probs: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias from those for log-probabilities whose gradient is 1."""
+    (x, weight, bias, target, ignored, *_), (dx, dweight, dbias) = arguments, grads
+    has_label = (target != ignored).reshape(-1)
+    # Nothing comes from rows without a label, whatever their gradient is.
+    factors = dlog_probs.reshape(-1).float().masked_fill(~has_label, 0.0)
+    need_x, need_weight, need_bias = needed
+    if need_x:
+        assert dx is not None
+        width = x.shape[-1]
+        dx = torch.mul(dx.view(-1, width), factors[:, None], out=x.new_empty(len(factors), width)).view(x.shape)
+    if need_weight or need_bias:
+        factor = factors.index_select(0, has_label.to(torch.uint8).argmax())
+        _check_uniform(factors, factor, has_label)
+        dweight, dbias = (
+            torch.mul(grad, factor, out=tensor.new_empty(tensor.shape)) if need and grad is not None else None
+            for grad, tensor, need in ((dweight, weight, need_weight), (dbias, bias, need_bias))
+        )
+    return dx, dweight, dbias
+
+
+def _check_uniform(factors: Tensor, factor: Tensor, has_label: Tensor) -> None:
+    """Raise if rows with a label differ in their gradient; on a GPU by an assertion that nobody waits for."""
+    is_uniform = ((factors == factor) | (factors.isnan() & factor.isnan()) | ~has_label).all()
+    message = "linear_log_probs: gradients of log_probs differ from row to row, leave uniform_grad out"
+    if factors.device.type == "cpu":
+        if not is_uniform:
+            raise ValueError(message)
+    else:
+        torch._assert_async(is_uniform, message)
+
+
+def linear_log_probs(
+    input: Tensor,  # noqa: A002 -- PyTorch's name for it
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    logits_in_fp32: bool = False,
+    max_labels: int | None = None,
+    entropies: bool = False,
+    are_largest: bool = False,
+    mean_logits: bool = False,
+    log_sums_of_squares: bool = False,
+    uniform_grad: bool = False,
+    recompute: bool = False,
+) -> LogProbs:
+    """The log-probability of each target under ``linear(input, linear_weight, linear_bias)``, without holding logits.
+
+    It is ``log_softmax(logits.float(), -1)`` at the target, of logits that are rounded to their dtype first. Gradients
+    flow through log-probabilities and entropies, rounded as autograd rounds them; that of the weight is summed in
+    float32. Calls repeat to the bit.
+
+    A forward is one product of the size of the logits. How many a backward takes, and what is held until then:
+
+    - the head is trained: three, because the logits are computed once more; nothing is held;
+    - the head, weight and bias, is frozen: none, and the forward takes one more; a float32 for each element of input is
+      held. A gradient of the entropies takes two after all;
+    - ``uniform_grad``: none, and the forward takes one or two more; a float32 for each element of all that is trained
+      is held. A gradient of the entropies is computed as without it;
+    - ``recompute``, and any input in float16: two, or three if the head is trained; nothing is held.
+
+    Args:
+        input: [..., H], float32, bfloat16 or float16; the PyTorch reference computes float64, and DTensors. Under
+            autocast it is cast as for a linear, and so are weight and bias.
+        linear_weight: [V, H], of input's dtype.
+        target: [...], int64, the label of each row.
+        linear_bias: [V], of input's dtype, or None.
+        ignore_index: the label of rows that have none; it may be outside of the vocabulary.
+        temperature: what logits are divided by, after scale and softcap.
+        logit_scale: what logits are multiplied by.
+        softcap: ``softcap * tanh(logits / softcap)`` in place of logits, after their scale; None is without.
+        logits_in_fp32: logits are cast to float32 before scale, softcap and temperature, and not after them.
+        max_labels: at least the number of rows with a label, if the host knows one: the other rows are then left out of
+            the products. None computes all rows.
+        entropies: return them too.
+        are_largest: return these too; they have no gradient.
+        mean_logits: return these too; they have no gradient.
+        log_sums_of_squares: return these too; they have no gradient.
+        uniform_grad: the caller's promise that the gradient of the log-probabilities is one number for all rows with a
+            label, as that of their sum, their mean or any multiple of these is.
+        recompute: compute logits and gradients in the backward, for the least memory. If entropies have a gradient and
+            the head is frozen, it saves a product too.
+
+    Returns:
+        A named tuple of float32 (float64 for an input of float64), [...] each; None for what was not asked for.
+
+    Raises:
+        TypeError: for anything but dense tensors of these dtypes, and for options that are not such numbers or flags.
+        ValueError: for wrong values, and incompatible shapes and devices; in the backward, for gradients that break the
+            promise of ``uniform_grad``, on a CPU; on a GPU the device asserts.
+        IndexError: for a target outside of the vocabulary, on a CPU; on a GPU the device asserts, as PyTorch's does.
+    """
+    tensors, trained = head_tensors(input, linear_weight, linear_bias)
+    logits = ignore_index, unless_one(temperature), unless_one(logit_scale), softcap, logits_in_fp32
+    wanted = [entropies, are_largest, mean_logits, log_sums_of_squares]
+    options = *logits, wanted, max_labels, uniform_grad, recompute, trained
+    return LogProbs(*LINEAR_LOG_PROBS.checked(*tensors, target, *options))
