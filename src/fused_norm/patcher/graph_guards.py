@@ -30,7 +30,11 @@ from .hooks import stock_class
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, partial, type, Enum)
+GRAPHS = "_fused_norm_graphs"
+"""The attribute of a layer that holds its graphs."""
+
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_NOT_READ = _OF_MODULES | {GRAPHS, "forward"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTAINERS: Mapping[Any, str] = {
     nn.ModuleList: "_modules",
@@ -57,9 +61,6 @@ UNREAD = "num_items_in_batch"
 
 _RECORDER = "transformers.utils.output_capturing"
 """The module with the hooks by which transformers 5 returns hidden states and attentions."""
-
-GRAPHS = "_fused_norm_graphs"
-"""The attribute of a layer that holds its graphs."""
 
 _LINEAR = functional.linear
 _new_number = itertools.count()
@@ -330,11 +331,13 @@ class Snapshot:
         )
 
     def _read(self) -> tuple[Any, ...]:
+        layer = vars(self.modules[0])
         return (
             *chain.from_iterable([read(cls) for read, cls in self._classes]),
             *map(type, self._with_forward),
             *map(_requires_grad, self._tensors.values()),
             *chain.from_iterable([read(attributes) for read, attributes in self._attributes]),
+            len(layer) - ("forward" in layer),  # which is around its graphs, as in transformers 4
             *map(len, self._owns),
             *map(len, self._mappings),
             *chain.from_iterable(map(_values_of, self._mappings)),
@@ -365,7 +368,8 @@ class Snapshot:
             return
         what = stock_class(module).__name__
         self._with_forward.append(module)
-        self._owns.append(own)
+        if not is_layer:
+            self._owns.append(own)
         self._key.append(id(cls))
         if not is_layer:  # its own hooks, forward and compiler are around its graphs
 
@@ -383,9 +387,7 @@ class Snapshot:
         names = _LEAVES.get(cls)
         if names is None:
             read = _names_read_by(stock_class(module))  # type: ignore[arg-type]
-            names = tuple(
-                [name for name in own if name not in _OF_MODULES and name != GRAPHS and (read is None or name in read)]
-            )
+            names = tuple([name for name in own if name not in _NOT_READ and (read is None or name in read)])
         if what.endswith("GatedDeltaNet"):
             raise RunEagerError(f"gradients of {what} inside were not those of eager in the last place", lambda: True)
         if names:
