@@ -52,6 +52,16 @@ def test_a_head_and_its_loss_are_held_to_the_stock_formula(tmp_path):
     assert not [name for name in row["calls"]["outputs"] if name.startswith(head)]
 
 
+def test_the_beginning_of_a_sequence_of_experts_has_as_many_positions_as_that_of_others(tmp_path):
+    # Of one position the slope was 2.2: its few large numbers do not average their roundings out.
+    config = config_of(tmp_path, "gpt_oss", hidden_size=104)
+    row, _ = converge(tmp_path, "--config", config, "--dtype", "bf16", "--steps", "1")
+    assert row["outcome"] == "green", row["reasons"]
+    experts = "model.layers.0.mlp.experts"
+    assert {f"{experts}{way}" for way in WAYS} < row["calls"]["outputs"].keys()
+    assert row["calls"]["slopes"][f"{experts}, its beginning: gradient of {experts}.gate_up_proj"] < 1
+
+
 def test_a_site_without_a_call_is_seen_only_where_it_may_be_idle_and_another_of_its_kind_is_not():
     first, second, gate = (Site(*names, "Module") for names in (("a", "norm"), ("b", "norm"), ("c", "mlp")))
     fused, stock = (

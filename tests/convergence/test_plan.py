@@ -26,8 +26,9 @@ LLAMA = ("llama", "--dtype", "bf16")
 def command(monkeypatch, tmp_path):
     """Return a function that runs the command on these records; it returns the rows and what would be trained."""
 
-    def run(*line, fused=CONTROL, further=None, calls=CALLS, on_stock=lambda: STOCK):
+    def run(*line, fused=CONTROL, further=None, calls=CALLS, on_stock=lambda: STOCK, run_fused=None):
         trained = []
+        run_fused = run_fused or (lambda: SimpleNamespace(record=fused, not_seen=()))
 
         @dataclass(frozen=True)
         class Trainer:
@@ -39,7 +40,7 @@ def command(monkeypatch, tmp_path):
 
             def train(self, change=None, on_step=None):
                 trained.append((self, "fused" if change else "stock"))
-                return SimpleNamespace(record=fused if change else on_stock(), not_seen=())
+                return run_fused() if change else SimpleNamespace(record=on_stock(), not_seen=())
 
             def train_control(self, index, on_step=None):
                 trained.append((self, index))
@@ -166,3 +167,35 @@ def test_a_run_that_is_red_by_noise_alone_is_held_to_three_times_as_many_control
     assert [row["outcome"] for row in rows.values()] == [outcome] * 2
     # Once for all runs that are held to them.
     assert [run for _, run in trained if run not in ("stock", "fused")] == list(range(12 if further else 4))
+
+
+@pytest.mark.parametrize(
+    ("scores", "is_near", "not_seen", "near_ties", "outcome"),
+    [
+        # In one comparison in bf16, one row of a router had two equal scores, and one of them a last place more, fused.
+        ([-0.0146484375, -0.294921875, -0.1220703125, -0.12158203125], True, (), 1, "green"),
+        ([-0.0146484375, -0.294921875, -0.1220703125, -0.1162109375], False, (), 0, "red"),
+        ([-0.0146484375, -0.294921875, -0.1220703125, -0.12158203125], True, ("model.norm (norm)",), 0, "red"),
+    ],
+)
+def test_a_router_that_decides_a_near_tie_otherwise_is_no_fault(scores, is_near, not_seen, near_ties, outcome, command):
+    row = torch.tensor([[-0.0146484375, -0.294921875, -0.1220703125, -0.1220703125]])
+
+    def run_fused():
+        values, chosen = torch.topk(torch.tensor([scores]), 2, dim=-1)
+        assert values.tolist() == torch.tensor([scores]).gather(-1, chosen).tolist()
+        is_like_stock, is_first = chosen.tolist() == [[0, 2]], not fused
+        fused.append(is_like_stock)
+        record = CONTROL if is_like_stock else run_record(0.1)
+        return SimpleNamespace(record=record, not_seen=() if is_first else not_seen)
+
+    def on_stock():
+        torch.topk(row, 2, dim=-1)
+        return STOCK
+
+    fused, topk = [], torch.topk
+    further = run_record(0.02, losses=(5.0, 4.0, 3.01))
+    rows, _ = command(*LLAMA, further=further, on_stock=on_stock, run_fused=run_fused)
+    (result,) = rows.values()
+    assert (result["outcome"], result["fused"]["near_ties"], torch.topk) == (outcome, near_ties, topk)
+    assert fused == [False, is_near]

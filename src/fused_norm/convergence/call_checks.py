@@ -200,7 +200,8 @@ def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
 
     Each with whether norms are frozen, and whether it is differentiated.
     """
-    sequences = max(len(tensor) for tensor in tensors_in(call.arguments.arguments) if _has_rows(call, tensor))
+    tensors = [tensor for tensor in tensors_in(call.arguments.arguments) if _has_rows(call, tensor)]
+    sequences = 1 if _is_of_experts(call) else max(map(len, tensors))
     beginning = _with_tensors(call, _beginning)
     packed = _with_tensors(
         call,
@@ -210,9 +211,8 @@ def _ways(call: FusedCall) -> dict[str, tuple[FusedCall, bool, bool]]:
     )
     # The last positions of a head's sequence have no label, and the one before the last is the last then.
     spoilt = _with_tensors(call, lambda tensor: _with_a_nan(tensor.roll(1, 0) if _is_of_head(call) else tensor))
-    weights = call.arguments.arguments.get("top_k_weights")
-    if weights is not None:  # NaN for a weight would hide what experts make of NaN
-        spoilt.arguments.arguments["top_k_weights"] = weights
+    if _is_of_experts(call):  # NaN for a weight would hide what experts make of NaN
+        spoilt.arguments.arguments["top_k_weights"] = call.arguments.arguments["top_k_weights"]
     return {
         "": (call, False, True),
         ", norms frozen": (call, True, True),
@@ -304,6 +304,11 @@ def _is_of_head(call: FusedCall) -> bool:
     return "linear_cross_entropy" in call.operators
 
 
+def _is_of_experts(call: FusedCall) -> bool:
+    """Return whether a call is that of experts, whose tensors are [positions of all sequences, columns]."""
+    return "top_k_weights" in call.arguments.arguments
+
+
 def _has_products(call: FusedCall) -> bool:
     """Return whether a call multiplies matrices, and sums in another order than stock code does."""
     return not {*_LINEARS_WITH_ADAPTERS, "lora_add"}.isdisjoint(call.operators) or _is_of_head(call)
@@ -347,6 +352,8 @@ def _with_tensors(
             return tensor
         if _is_of_convolution(call):
             return change(tensor.transpose(1, 2)).transpose(1, 2)
+        if _is_of_experts(call):
+            return change(tensor[None])[0]
         return change(tensor) if tensor.is_floating_point() else change(tensor[..., None])[..., 0]
 
     arguments = with_arguments(call.arguments, changed)

@@ -116,6 +116,8 @@ def _card(result: ComparisonResult) -> str:
     if nearest := result.verdict.worst():
         words += f" Of {len(result.verdict.checks)} numbers the nearest to its limit takes {_share(nearest)} of it: "
         words += f"{BY_NAME[nearest.measure].what}."
+    if result.fused and (ties := result.fused.near_ties):
+        words += f" Routers were made to choose as in the stock run in {ties} rows that hold a near tie."
     head = _marked(f"{result.verdict.status} {result.comparison.title}")
     return f"<figure><h3>{head}</h3>{curves_svg(result)}<figcaption>{html.escape(words)}</figcaption></figure>"
 

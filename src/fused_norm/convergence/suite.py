@@ -17,11 +17,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
 from ..spec import FusedNormError
 from .call_checks import CallRecord
-from .comparison import Comparison, Progress, by_baseline
+from .comparison import PRECISIONS, Comparison, Progress, by_baseline
+from .near_ties import noted_choices
 from .paired_runs import ModelChange, PairedRuns, fused_for
 from .plan import Plan
 from .training import RunRecord, RunTensors, record_run
@@ -162,6 +165,15 @@ class Baseline:
         there = len(self.controls)
         return tuple([record_run(self.trainer.train_control(i), self.stock) for i in range(there, 3 * there)])
 
+    @cached_property
+    def choices(self) -> Sequence[Tensor]:
+        """The experts that the routers of the stock run choose, call by call; none in compiled code."""
+        if self.trainer.comparison.execution == "compile":
+            return ()
+        with noted_choices() as choices:
+            self.trainer.train()
+        return choices.indices
+
     def trainer_of(self, comparison: Comparison) -> PairedRuns:
         """The trainer of a comparison that shares these runs."""
         return self.trainer if comparison == self.trainer.comparison else replace(self.trainer, comparison=comparison)
@@ -205,7 +217,23 @@ def train_fused(
     if not broadcast_object_list([result.verdict.is_red_by_noise])[0]:
         return result
     with_more = replace(result, controls=(*baseline.controls, *baseline.further_controls))
+    if broadcast_object_list([with_more.verdict.is_red_by_noise])[0] and baseline.choices:
+        like_stock = _with_choices_of_stock(baseline, comparison, fused)
+        if like_stock is not None and (again := replace(with_more, fused=like_stock)).verdict.status == "green":
+            return again
     return result if with_more.verdict.status == "invalid" else with_more
+
+
+def _with_choices_of_stock(baseline: Baseline, comparison: Comparison, fused: ModelChange) -> RunRecord | None:
+    """The record of a fused run whose routers choose what they chose in the stock run, if scores are all but equal.
+
+    None if there was no such choice, or if a site ran as stock code does.
+    """
+    with noted_choices(baseline.choices, getattr(torch, PRECISIONS[comparison.precision].activations)) as choices:
+        run = baseline.trainer_of(comparison).train(fused)
+    if run.not_seen or not choices.rows:
+        return None
+    return replace(record_run(run, baseline.stock), near_ties=choices.rows)
 
 
 def message_of(error: Exception) -> str:

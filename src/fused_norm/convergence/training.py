@@ -263,6 +263,8 @@ class RunRecord(TrainingResult):
             ``TRIM`` that is farthest apart, and ``TRIMMED`` numbers at least, left out.
         drift_roundings: how far a parameter drifts by one rounding of each weight: half an eps of its size over how far
             it moved.
+        near_ties: how often a router was made to choose the stock run's experts, whose scores were equal to its own
+            choice's but for a rounding.
     """
 
     sites: Mapping[str, int]
@@ -275,6 +277,7 @@ class RunRecord(TrainingResult):
     gradient_slopes: Mapping[str, float] = field(default_factory=dict)
     drifts: Mapping[str, float] = field(default_factory=dict)
     drift_roundings: Mapping[str, float] = field(default_factory=dict)
+    near_ties: int = 0
 
 
 def record_run(run: RunTensors, stock: RunTensors) -> RunRecord:
