@@ -681,7 +681,7 @@ class LayerReplay:
         graphs, device, snapshot = self.graphs, self.graphs.device, call.snapshot
         read = [*call.arguments.tensors, *snapshot.parameters, *snapshot.buffers]
         versions, state = list(map(_version, read)), device.random_state()
-        watched = {name: WatchedDict(value) for name, value in kwargs.items() if type(value) is UserDict}
+        watched = {name: WatchedDict(value) for name, value in kwargs.items() if isinstance(value, UserDict)}
         out = call.forward(snapshot.modules[0], *args, **kwargs | watched)
         graphs.note_eager("first sight of its arguments")
         parts = [out] if isinstance(out, Tensor) else out

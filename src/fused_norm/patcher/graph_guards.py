@@ -105,13 +105,17 @@ class WatchedDict(UserDict[Any, Any]):
     """
 
     def __init__(self, watched: UserDict[Any, Any]) -> None:
-        self.is_used, self._data = False, watched.data
+        self.is_used, self._watched = False, watched
 
     @property
     def data(self) -> Any:  # type: ignore[override]
         """Its contents, which are those of the watched one."""
         self.is_used = True
-        return self._data
+        return self._watched.data
+
+    def __getattr__(self, name: str) -> Any:
+        self.is_used = True
+        return getattr(self._watched, name)
 
 
 class Arguments(NamedTuple):
@@ -144,7 +148,7 @@ class Arguments(NamedTuple):
 
 def is_unread(name: str, value: Any) -> bool:
     """Return whether a named argument is one that layers get and most do not look at."""
-    return (name == UNREAD and value is not None) or type(value) is UserDict
+    return (name == UNREAD and value is not None) or isinstance(value, UserDict)
 
 
 def _spec_of(value: Any, tensors: list[Tensor], name: str) -> tuple[Any, ...]:
