@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import random
 import textwrap
+import weakref
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -423,3 +425,41 @@ def test_any_order_of_forwards_backwards_and_drops_gives_the_bits_of_eager(mode:
                 run.gradients()
     assert differences(runs[True], runs[False]) == []
     assert runs[True].replays.backwards > 0
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_layer_that_is_dropped_in_flight_is_computed_again_from_its_own_input(is_held, monkeypatch) -> None:
+    """Behind a frozen layer the input is that layer's buffer, which the next forward would write."""
+    if not is_held:
+        plant(monkeypatch, cuda_graphs, PAIR, "__call__", "for place in self._chained]", "for place in ()]")
+    torch.manual_seed(0)
+    models = [Model("").to(DEVICE) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, graphs in zip(models, (True, False), strict=True):
+        model.layers[0].requires_grad_(False)
+        fused_norm.apply_fused_norm(model, strict=False, cuda_graphs=graphs)
+    for step in range(3):
+        x, z = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        for model in models:
+            model(x).square().sum().backward()
+    for model in models:
+        weight = model.layers[1].linear.weight
+        first = model(x)
+        old = weight.data
+        weight.data = old.clone()  # other memory: the layer's graphs are dropped by the next forward
+        for _ in range(2):
+            model(z)  # the second one finds nothing in flight that the first layer must wait for
+        weight.data = old
+        weight.grad = None
+        first.square().sum().backward()
+    replayed, eager = (model.layers[1].linear.weight.grad for model in models)
+    assert torch.equal(replayed, eager) is is_held
+
+
+def test_arguments_that_hold_a_graph_are_not_kept() -> None:
+    latest = graph_guards.LatestArguments()
+    shared = UserDict({"states": torch.ones(2, requires_grad=True) * 2})
+    tensor = weakref.ref(shared["states"])
+    latest.read((torch.ones(2),), {"shared": shared})
+    del shared
+    assert tensor() is None

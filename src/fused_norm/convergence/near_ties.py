@@ -20,10 +20,10 @@ _LAST_PLACES = 2
 
 @dataclass
 class Choices:
-    """What a run's calls of ``torch.topk`` choose.
+    """The choices of a run's calls of ``torch.topk``.
 
     Attributes:
-        indices: what each call chose by itself, in order.
+        indices: of each call by itself, in order.
         rows: in which a call was made to choose as the stock run did.
     """
 

@@ -58,7 +58,7 @@ _PAIRS = 2
 """Pairs of graphs for one layer and key: a second one if the first is often in flight, as with two forwards a step."""
 
 _PATIENCE = 3
-"""How often something is tried: a capture, a second pair, parameters that have other memory."""
+"""Tries of a capture, moves of parameters in memory, and waits for a second pair, that a layer bears."""
 
 _KINDS = 1024
 """Kinds of calls of a layer that are remembered at a time."""
@@ -78,7 +78,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Replays:
-    """What became of the calls of a model's layers.
+    """Counts of the calls of a model's layers: replayed, eager and computed again.
 
     Attributes:
         forwards: calls whose forward was replayed.
@@ -104,12 +104,14 @@ class _Flight:
         is_done: its backward has run, and does not run again.
         random_state: of the generator before it, if the layer draws random numbers.
         versions: of its trained parameters.
+        held: inputs that need no gradient and lie in another layer's output buffer, which is not written while they
+            are held: a pair that is dropped meanwhile computes its layer again from them.
     """
 
-    __slots__ = ("__weakref__", "is_done", "random_state", "versions")
+    __slots__ = ("__weakref__", "held", "is_done", "random_state", "versions")
 
-    def __init__(self, random_state: Any, versions: list[int]) -> None:
-        self.is_done, self.random_state, self.versions = False, random_state, versions
+    def __init__(self, random_state: Any, versions: list[int], held: list[Tensor]) -> None:
+        self.is_done, self.random_state, self.versions, self.held = False, random_state, versions, held
 
 
 class _Shared:
@@ -158,9 +160,9 @@ class _Replayed(torch.autograd.Function):
     """A replayed forward as a node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, pair: _GraphPair, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, pair: _GraphPair, held: list[Tensor], *inputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.pair, ctx.flight = pair, pair.launch()
+        ctx.pair, ctx.flight = pair, pair.launch(held)
         ctx.save_for_backward(*inputs[: len(pair.differentiable)])
         outputs = tuple([buffer.detach() for buffer in pair.outputs])
         constant = [output for output, grad in zip(outputs, pair.output_grads, strict=True) if grad is None]
@@ -177,7 +179,7 @@ class _Replayed(torch.autograd.Function):
                 "a parameter of a layer that is replayed as a CUDA graph was changed in place between forward and "
                 "backward; apply_fused_norm(model, cuda_graphs=False) lets the layer run eager"
             )
-        return None, *pair.backward(flight, saved, grads)
+        return None, None, *pair.backward(flight, saved, grads)
 
 
 _apply = super(torch.autograd.Function, _Replayed).apply  # without looking for torch.func, which the guards have done
@@ -213,10 +215,13 @@ class _GraphPair:
         self.inputs: list[Tensor] = []
         self.shared: dict[int, _Shared] = {}
         self._buffers: list[Tensor] = []
+        self._chained: list[int] = []
         for place, tensor in enumerate(tensors):
             buffer = graphs.output_at(tensor)
             if buffer is not None:
                 self._buffers.append(buffer)
+                if place not in self.differentiable:
+                    self._chained.append(place)
                 buffer = device.without_owner(buffer)
             elif place in self.differentiable or place == 0:
                 buffer = _empty_as(tensor)
@@ -342,9 +347,10 @@ class _GraphPair:
                 _copy(buffer, tensor)
         if self.is_training:
             inputs = [*[tensors[place] for place in self.differentiable], *self.trained]
-            outputs = _apply(self, *inputs, *[inputs[place] for place in self._repeated])
+            held = [tensors[place] for place in self._chained]
+            outputs = _apply(self, held, *inputs, *[inputs[place] for place in self._repeated])
         else:
-            self.launch()
+            self.launch([])
             outputs = tuple([buffer.detach() for buffer in self.outputs])
         self._graphs.replays.forwards += 1
         kind, parts, values = self._output[:3]
@@ -353,10 +359,10 @@ class _GraphPair:
         rest = iter(outputs)
         return kind([value if part is None else next(rest) for part, value in zip(parts, values, strict=True)])
 
-    def launch(self) -> _Flight:
-        """Replay the forward."""
+    def launch(self, held: list[Tensor]) -> _Flight:
+        """Replay the forward; its flight holds these inputs."""
         state = self._device.random_state() if self._output.draws else None
-        flight = _Flight(state, list(map(_version, self.trained)))
+        flight = _Flight(state, list(map(_version, self.trained)), held)
         if self.is_training:
             self._flight = weakref.ref(flight)
             self._graphs.in_flight[self.number] = self._flight, self.family
@@ -392,7 +398,7 @@ class _GraphPair:
                 graphs.replays.recomputed[reason] += 1
                 results = self._recomputed_grads(flight, saved, grads, creates_graph=creates_graph)
             if not keeps_graph and not creates_graph:
-                flight.is_done = True
+                flight.is_done, flight.held = True, []
                 graphs.in_flight.pop(self.number, None)
         return results
 
@@ -710,7 +716,7 @@ class LayerReplay:
                     type(out),
                     tuple([(t.shape, t.stride(), t.dtype) if type(t) is Tensor else None for t in parts]),
                     tuple([None if type(part) is Tensor else part for part in parts]),
-                    not _is_same(state, device.random_state()),
+                    not torch.equal(state, device.random_state()),
                 )
         return out
 
@@ -753,9 +759,6 @@ class LayerGraphs:
         self.latest = LatestArguments()
         self._device: Any = None
         self._is_told = False
-        self._start()
-
-    def _start(self) -> None:
         self.in_flight: dict[int, tuple[weakref.ref[_Flight], Any]] = {}
         self.with_activations: dict[int, _GraphPair] = {}
         self._outputs: dict[int, weakref.ref[Tensor]] = {}
@@ -931,6 +934,12 @@ class LayerGraphs:
             del recent[oldest]
             for layer in self.layers:
                 layer.drop(oldest)
+            self._free_buffers()
+
+    def _free_buffers(self) -> None:
+        """Let go of the buffers that no pair holds; a pair that is captured later gets others."""
+        self._grad_buffers.clear()
+        self._shared.clear()
 
     def forget(self, pair: _GraphPair) -> None:
         """Let go of a pair that is dropped."""
@@ -952,6 +961,7 @@ class LayerGraphs:
             layer.drop()
         self.with_activations, self._tape = {}, None
         self._recent.clear()
+        self._free_buffers()
 
 
 def make_device(device: torch.device) -> Any:
@@ -1031,10 +1041,6 @@ def _flattened(grads: list[Tensor | None], first: int) -> tuple[list[Tensor | No
             for place in places:
                 rest[place] = None
     return rest, flat
-
-
-def _is_same(state: Any, other: Any) -> bool:
-    return bool(torch.equal(state, other))
 
 
 def replayed(forward: LayerForward) -> LayerForward:

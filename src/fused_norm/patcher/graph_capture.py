@@ -138,7 +138,7 @@ def _end_failed(graph: Any) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Leave garbage where it is: a graph or an event that is destroyed meanwhile would break the capture."""
+    """Switch the garbage collector off: to destroy a graph or an event would break the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

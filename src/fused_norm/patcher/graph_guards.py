@@ -146,7 +146,7 @@ class Arguments(NamedTuple):
         return args, kwargs | {name: UnreadArgument(name) for name in unread}
 
 
-def is_unread(name: str, value: Any) -> bool:
+def _is_unread(name: str, value: Any) -> bool:
     """Return whether a named argument is one that layers get and most do not look at."""
     return (name == UNREAD and value is not None) or isinstance(value, UserDict)
 
@@ -207,7 +207,7 @@ class LatestArguments:
             return last._replace(tensors=[args[0], *last.tensors])
         self.forget()
         tensors: list[Tensor] = []
-        unread = tuple([name for name, value in kwargs.items() if is_unread(name, value)])
+        unread = tuple([name for name, value in kwargs.items() if _is_unread(name, value)])
         positional = tuple([_spec_of(value, tensors, "an argument") for value in args])
         named = tuple([(name, _spec_of(value, tensors, name)) for name, value in kwargs.items() if name not in unread])
         spec = positional, named, unread
@@ -220,7 +220,8 @@ class LatestArguments:
         others = arguments.tensors[1:]
         values = (*args[1:], *kwargs.values())
         is_first = bool(args) and type(args[0]) is Tensor
-        if is_first and not any(type(value) is list for value in values) and not any(t.requires_grad for t in others):
+        may_keep = not any(isinstance(value, (list, UserDict)) for value in values)  # these change, and hold a graph
+        if is_first and may_keep and not any(t.requires_grad for t in others):
             self._arguments = arguments._replace(tensors=others)
             self._names, self._values = tuple(kwargs), values
             self._first, self._metas = _meta_of(args[0]), list(map(_meta_of, others))
