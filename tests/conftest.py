@@ -61,8 +61,10 @@ def replays_hand_out_their_memory(replays_anywhere: None, monkeypatch: pytest.Mo
     def aliases(grads: Sequence[Any]) -> list[Any]:
         return [None if grad is None else grad.detach() for grad in grads]
 
-    monkeypatch.setattr(cuda_graphs, "_copies_of", aliases)
-    monkeypatch.setattr(cuda_graphs, "_FLAT", -1)  # bytes of small gradients that are copied together
+    pairs: Any = inspect.getmodule(vars(cuda_graphs)["GraphPair"])
+    gradients = inspect.getmodule(pairs.copies_of)
+    monkeypatch.setattr(pairs, "copies_of", aliases)
+    monkeypatch.setattr(gradients, "_FLAT", -1)  # bytes of small gradients that are copied together
 
 
 def pytest_collection_finish() -> None:

@@ -19,15 +19,15 @@ from fused_norm.patcher import cuda_graphs, graph_guards
 from .graph_cases import CASES, DEVICE, HAS_GPU, ONE, TWO, Run
 from .test_cuda_graphs import differences, stand_in  # noqa: F401
 
-PAIR, GRAPHS = "_GraphPair", "LayerGraphs"
+PAIR, GRAPHS = "GraphPair", "LayerGraphs"
 
 RULES = {
-    "gradients are copied": ("", "_copies_of", "= list(tensors)", "= tensors\n    return tensors", "gradients_kept"),
-    "small gradients are copied": ("_FlatGrads", "copies", "self.grads.clone()", "self.grads", "gradients_kept"),
+    "gradients are copied": ("", "copies_of", "= list(tensors)", "= tensors\n    return tensors", "gradients_kept"),
+    "small gradients are copied": ("FlatGrads", "copies", "self.grads.clone()", "self.grads", "gradients_kept"),
     "nobody holds the output": (PAIR, "why_not_now", "!= self._owners", "is None", "hidden_states_kept"),
     "shared arguments wait": (PAIR, "why_not_now", "not shared.is_free()", "False", "positions_in_flight"),
     "flights fit": (GRAPHS, "fits", "return ", "return True or ", "two_shapes_in_flight"),
-    "uses have their own gradients": ("_Uses", "__init__", "range(count - 1)", "()", "hidden_states_returned"),
+    "uses have their own gradients": ("Uses", "__init__", "range(count - 1)", "()", "hidden_states_returned"),
     "random numbers are those of the forward": (
         PAIR, "_recomputed_grads", "device.set_random_state(flight.random_state)", "pass", "backward_from_within",
     ),
@@ -66,6 +66,13 @@ KEYS = {
 """The same of what is asked before a replay; the stand-in asks the module itself, so a GPU alone tells."""
 
 
+def module_of(name: str) -> Any:
+    """Return the module in which a rule's function is called, or its class is."""
+    pairs = inspect.getmodule(getattr(cuda_graphs, PAIR))
+    gradients = inspect.getmodule(pairs.Uses)
+    return next(module for module in (pairs, gradients, cuda_graphs) if hasattr(module, name))
+
+
 def plant(monkeypatch: pytest.MonkeyPatch, module: Any, cls: str, name: str, old: str, new: str) -> None:
     """Replace a part of the text of a function."""
     owner = getattr(module, cls) if cls else module
@@ -92,9 +99,9 @@ def is_caught(name: str, mode: str, *, all_fused: bool = False) -> bool:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_left_out_is_seen(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     *fault, case = RULES[rule]
-    plant(monkeypatch, cuda_graphs, *fault)
-    if fault[1] == "_copies_of":
-        monkeypatch.setattr(cuda_graphs, "_FLAT", 0)
+    plant(monkeypatch, module_of(fault[0] or fault[1]), *fault)
+    if fault[1] == "copies_of":
+        monkeypatch.setattr(module_of("_FLAT"), "_FLAT", 0)
     assert is_caught(case, "lora" if "random" in rule or "small" in rule else "full")
 
 
@@ -245,7 +252,7 @@ def test_a_layer_that_does_more_than_return_tensors_runs_eager(what: str) -> Non
 def test_a_pair_whose_last_flight_is_not_over_is_not_replayed(is_frozen, is_asked, monkeypatch) -> None:
     """Two forwards before their backwards, with layers whose outputs nobody holds."""
     if not is_asked:
-        plant(monkeypatch, cuda_graphs, PAIR, "why_not_now", "not flight.is_done", "False")
+        plant(monkeypatch, module_of(PAIR), PAIR, "why_not_now", "not flight.is_done", "False")
     torch.manual_seed(0)
     models = [Model("", scale=0.5).to(DEVICE) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -431,7 +438,7 @@ def test_any_order_of_forwards_backwards_and_drops_gives_the_bits_of_eager(mode:
 def test_a_layer_that_is_dropped_in_flight_is_computed_again_from_its_own_input(is_held, monkeypatch) -> None:
     """Behind a frozen layer the input is that layer's buffer, which the next forward would write."""
     if not is_held:
-        plant(monkeypatch, cuda_graphs, PAIR, "__call__", "for place in self._chained]", "for place in ()]")
+        plant(monkeypatch, module_of(PAIR), PAIR, "__call__", "for place in self._chained]", "for place in ()]")
     torch.manual_seed(0)
     models = [Model("").to(DEVICE) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
