@@ -113,7 +113,8 @@ def computed_again(tensor: Tensor, recipe: Recipe) -> Iterator[None]:
         tensor: it is written into by nobody.
         recipe: computes it again, as the only one of a tuple.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    autograd: Any = torch._C._autograd
+    hooks = autograd._top_saved_tensors_default_hooks(True)
     outer = getattr(hooks[0], "__self__", None) if hooks is not None else None
     if tensor.grad_fn is None or not torch.is_grad_enabled():
         yield

@@ -1,0 +1,276 @@
+"""PEFT's LoRA on the weights of experts: PEFT's bits, and no sum of weight and adapter lives until the backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig
+
+import fused_norm
+
+from ..conftest import slow
+from .models import assert_same, random_model
+from .saved_tensors import saved_in
+
+pytest.importorskip("transformers.integrations.moe", reason="experts are modules of their own in transformers 4")
+peft = pytest.importorskip("peft")
+if not hasattr(peft.tuners.lora.layer, "_LoraFactorsProxy"):
+    pytest.skip("this PEFT adds adapters to parameters in another way", allow_module_level=True)
+
+_WIDTHS = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 64,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4, "n_routed_experts": 4,
+    "num_local_experts": 4, "rope_scaling": None,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "gpt_oss": {"intermediate_size": 16},
+    "mixtral": {},
+    "qwen3_5_moe_text": {"shared_expert_intermediate_size": 16, "layer_types": ["full_attention"] * 2},
+    "glm4_moe": {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    "deepseek_v3": {
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": None, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    },
+}  # fmt: skip
+FP32, BF16 = torch.float32, torch.bfloat16
+ONLY: dict[str, Any] = dict.fromkeys(("norms", "qk", "rope", "residual", "mlp", "conv", "loss", "experts"), False)
+ONLY["modules"] = "*.experts*"
+"""Options that fuse adapters on experts alone."""
+PARAMETERS = 4
+"""The number of parameters with an adapter in a model: two in each layer."""
+
+
+def adapted(
+    name: str = "qwen3_moe", dtype: torch.dtype = FP32, experts: str = "grouped_mm", cast: bool = False, **config: Any
+) -> Any:
+    """Return a tiny model with random adapters on experts and queries; ``cast``: in float32, as is PEFT's default."""
+    model = random_model(AutoConfig.for_model(name, **{**_WIDTHS, **MODELS[name]}), "cpu", dtype)
+    model.set_experts_implementation(experts)
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    torch.manual_seed(3)
+    config = {"target_modules": ["q_proj"], "target_parameters": targets, "r": 2, "init_lora_weights": False, **config}
+    return peft.get_peft_model(model, peft.LoraConfig(**config), autocast_adapter_dtype=cast)
+
+
+def fused_copy(model: nn.Module, **options: Any) -> tuple[Any, fused_norm.PatchReport]:
+    fused = copy.deepcopy(model)
+    return fused, fused_norm.apply_fused_norm(fused, **{**ONLY, **options})
+
+
+def rows_of(report: fused_norm.PatchReport) -> list[fused_norm.Site]:
+    """Return the rows of adapters on parameters."""
+    return [row for row in report.rows if row.module == "lora.ParamWrapper"]
+
+
+def loss_of(model: nn.Module, length: int = 7) -> Tensor:
+    ids = torch.randint(2, 60, (2, length), generator=torch.Generator().manual_seed(2))
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return grads
+
+
+def step(model: nn.Module) -> dict[str, Tensor]:
+    """Return the loss and the gradients of a step."""
+    loss = loss_of(model)
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+class Sums:
+    """The sums of weights and adapters that are computed while the fixture is in use.
+
+    Attributes:
+        alive_before: for each of them, how many others live when it is computed.
+        made_in_backward: how many are computed in a backward.
+    """
+
+    def __init__(self) -> None:
+        self._references: list[StorageWeakRef] = []
+        self.alive_before: list[int] = []
+        self.made_in_backward = 0
+
+    def note(self, summed: Tensor) -> None:
+        self.alive_before.append(self.alive)
+        self._references.append(StorageWeakRef(summed.untyped_storage()))
+        self.made_in_backward += torch._C._current_graph_task_id() != -1
+
+    @property
+    def made(self) -> int:
+        return len(self.alive_before)
+
+    @property
+    def alive(self) -> int:
+        return sum(not reference.expired() for reference in self._references)
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> Sums:
+    """Return a record of the sums that PEFT's code computes."""
+    noted, baddbmm = Sums(), torch.baddbmm
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        summed = baddbmm(*args, **kwargs)
+        noted.note(summed)
+        return summed
+
+    monkeypatch.setattr(torch, "baddbmm", watched)
+    return noted
+
+
+def kept_bytes(loss: Tensor, model: nn.Module) -> int:
+    """Return the bytes that autograd keeps for a backward, without those of the model's parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    sizes = {}
+    for packed in saved_in(loss.grad_fn):
+        for tensor in getattr(packed, "reads", (getattr(packed, "tensor", packed),)):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(size for address, size in sizes.items() if address not in parameters)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager", *slow("batched_mm")])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", *slow(*list(MODELS)[2:])])
+def test_a_step_has_pefts_bits_and_keeps_no_sum(name: str, experts: str, dtype: torch.dtype, sums: Sums) -> None:
+    model = adapted(name, dtype, experts)
+    fused, report = fused_copy(model)
+    assert [row.reason for row in rows_of(report)] == [None] * PARAMETERS
+    assert "lora.ParamWrapper: sum with the adapter" in str(report)
+    before, loss = sums.made, loss_of(fused)
+    assert sums.made - before == PARAMETERS, "PEFT computes each twice"
+    assert sums.alive == 0, "each is gone after the forward"
+    loss.backward()
+    assert sums.made_in_backward == (0 if experts == "batched_mm" else PARAMETERS), "once for all that read it"
+    assert max(sums.alive_before[before:]) <= 1, "that of a layer is gone before another layer's is computed"
+    assert sums.alive == 0
+    expected = step(model)
+    assert len(expected) == 1 + 2 * (PARAMETERS + 2)
+    assert_same({"loss": loss.detach(), **gradients(fused)}, expected)
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+def test_what_is_kept_is_what_full_fine_tuning_keeps_and_the_factors(experts: str, sums: Sums) -> None:
+    model = adapted(dtype=BF16, experts=experts)
+    fused, _ = fused_copy(model)
+    full = adapted(dtype=BF16, experts=experts, target_parameters=None)
+    weights = [parameter for name, parameter in full.named_parameters() if "experts" in name]
+    for weight in weights:
+        weight.requires_grad_()
+    of_full = kept_bytes(loss_of(full), full)
+    of_weights = sum(weight.nbytes for weight in weights)
+    stock_loss = loss_of(model)
+    assert sums.alive == PARAMETERS, "PEFT keeps them"
+    assert kept_bytes(stock_loss, model) == of_full + of_weights
+    assert kept_bytes(loss_of(fused), fused) == of_full
+
+
+def test_experts_that_are_fused_too_have_the_bits_that_they_have_with_pefts_sums(sums: Sums) -> None:
+    model = adapted(dtype=BF16)
+    with_pefts, report = fused_copy(model, adapter=False, experts=True)
+    assert report.counts["adapter"] == 0
+    both, report = fused_copy(model, experts=True)
+    assert (report.counts["adapter"], report.counts["experts"]) == (PARAMETERS, 2)
+    loss = loss_of(both)
+    assert sums.alive == 0
+    loss.backward()
+    assert_same({"loss": loss.detach(), **gradients(both)}, step(with_pefts))
+
+
+def by_definition(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """The sums of weights and adapters, expert by expert: its rows of a, and its columns of b."""
+    count = len(weight)
+    rank = len(a) // count
+    return torch.stack([weight[e] + scaling * b[:, e::count] @ a[e * rank : (e + 1) * rank] for e in range(count)])
+
+
+def assert_each_expert_has_its_adapter() -> None:
+    model = adapted(dtype=torch.float64, experts="eager")
+    fused, _ = fused_copy(model)
+    wrapper = fused.base_model.model.model.layers[1].mlp.experts
+    inner, experts = wrapper.base_layer, wrapper.get_base_layer()
+    with torch.no_grad():
+        for layer in (wrapper, inner):  # adapters of neighbours differ in size and sign
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            a.view(experts.num_experts, -1, a.shape[-1]).mul_(torch.tensor([1.0, -3.0, 9.0, -27.0]).view(-1, 1, 1))
+            b.view(len(b), -1, experts.num_experts).mul_(torch.tensor([-2.0, 0.5, 4.0, -8.0]))
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(9, 32, generator=generator, dtype=torch.float64).requires_grad_()
+    index = torch.rand(9, experts.num_experts, generator=generator).argsort(-1)[:, :2]
+    weights = torch.rand(9, 2, generator=generator, dtype=torch.float64)
+    leaves = [hidden, *(layer.lora_A["default"].weight for layer in (wrapper, inner))]
+    leaves += [layer.lora_B["default"].weight for layer in (wrapper, inner)]
+    dy = torch.randn(9, 32, generator=generator, dtype=torch.float64)
+
+    y = wrapper(hidden, index, weights)
+    actual = [y, *torch.autograd.grad(y, leaves, dy)]
+    by_name = {
+        layer.parameter_name: by_definition(
+            getattr(experts, layer.parameter_name),
+            layer.lora_A["default"].weight,
+            layer.lora_B["default"].weight,
+            layer.scaling["default"],
+        )
+        for layer in (wrapper, inner)
+    }
+    y = torch.zeros_like(hidden)
+    for e in range(experts.num_experts):
+        rows = experts._apply_gate(hidden @ by_name["gate_up_proj"][e].T) @ by_name["down_proj"][e].T
+        y = y + rows * (weights * (index == e)).sum(-1, keepdim=True)
+    for value, expected in zip(actual, [y, *torch.autograd.grad(y, leaves, dy)], strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_each_expert_has_its_own_rows_and_columns_of_the_adapter() -> None:
+    assert_each_expert_has_its_adapter()
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_the_factor_of_a_neighbour_in_the_backward_is_seen(factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    baddbmm = torch.baddbmm
+
+    def of_neighbour(*operands: Tensor, **kwargs: Any) -> Tensor:
+        in_backward = torch._C._current_graph_task_id() != -1
+        moved = [t.roll(1, 0) if in_backward and place == factor else t for place, t in enumerate(operands)]
+        return baddbmm(*moved, **kwargs)
+
+    monkeypatch.setattr(torch, "baddbmm", of_neighbour)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_each_expert_has_its_adapter()
+
+
+@pytest.mark.parametrize("part", ["experts.lora_A", "experts.lora_B"])
+def test_a_write_into_an_adapter_before_the_backward_raises_as_in_stock(part: str) -> None:
+    for model in (adapted(), fused_copy(adapted())[0]):
+        written = next(parameter for name, parameter in model.named_parameters() if part in name)
+        loss = loss_of(model)
+        with torch.no_grad():
+            written.mul_(1.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_write_into_the_weight_before_the_backward_raises() -> None:
+    model, _ = fused_copy(adapted())
+    loss = loss_of(model)
+    with torch.no_grad():
+        model.base_model.model.model.layers[1].mlp.experts.get_base_layer().down_proj.mul_(1.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
