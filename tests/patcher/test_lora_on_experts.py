@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
 import fused_norm
@@ -72,8 +71,8 @@ def fused_copy(model: nn.Module, **options: Any) -> tuple[Any, fused_norm.PatchR
 
 
 def rows_of(report: fused_norm.PatchReport) -> list[fused_norm.Site]:
-    """Return the rows of adapters on parameters."""
-    return [row for row in report.rows if row.module == "lora.ParamWrapper"]
+    """Return the rows of adapters on experts."""
+    return [row for row in report.rows if row.module == "lora.ParamWrapper" and ".experts" in row.path]
 
 
 def loss_of(model: nn.Module, length: int = 7) -> Tensor:
@@ -274,3 +273,319 @@ def test_a_write_into_the_weight_before_the_backward_raises() -> None:
         model.base_model.model.model.layers[1].mlp.experts.get_base_layer().down_proj.mul_(1.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def assert_same_steps(fused: nn.Module, model: nn.Module) -> None:
+    assert_same(step(fused), step(model))
+
+
+def test_a_graph_that_is_kept_is_computed_from_again(sums: Sums) -> None:
+    model = adapted()
+    fused, _ = fused_copy(model)
+    results = []
+    for each in (model, fused):
+        loss = loss_of(each)
+        loss.backward(retain_graph=True)
+        first = gradients(each)
+        alive = sums.alive
+        loss.backward()
+        results.append((first, gradients(each), alive))
+        del loss
+    assert_same(results[1][0], results[0][0])
+    assert_same(results[1][1], results[0][1])
+    assert (results[0][2], results[1][2]) == (PARAMETERS, 0)
+    assert sums.made_in_backward == 2 * PARAMETERS
+
+
+def test_second_derivatives_are_pefts() -> None:
+    model = adapted(experts="eager")
+    model.set_attn_implementation("eager")
+    results = []
+    for each in (model, fused_copy(model)[0]):
+        leaves = [parameter for name, parameter in each.named_parameters() if "lora" in name]
+        first = torch.autograd.grad(loss_of(each), leaves, create_graph=True)
+        square = torch.stack([grad.square().sum() for grad in first]).sum()
+        results.append([*first, *torch.autograd.grad(square, leaves)])
+    assert_same(results[1], results[0])
+    assert any(value.abs().max() > 0 for value in results[0][-4:])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_have_pefts_bits_and_keep_no_sum(reentrant: bool, sums: Sums) -> None:
+    model = adapted()
+    expected = step(model)
+    fused, _ = fused_copy(model)
+    fused.train()
+    fused.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        fused.enable_input_require_grads()
+    loss = loss_of(fused)
+    assert sums.alive == 0
+    loss.backward()
+    assert_same({"loss": loss.detach(), **gradients(fused)}, expected)
+    assert sums.alive == 0
+
+
+@pytest.mark.parametrize("level", [True, *slow("mlp", "attention")])
+def test_layers_that_recompute_keep_no_sum_either(level: Any, sums: Sums) -> None:
+    model = adapted(dtype=BF16)
+    options = {**dict.fromkeys(ONLY), "modules": None}
+    plain, _ = fused_copy(model, **options)
+    recomputing, report = fused_copy(model, **options, recompute=level)
+    assert [row.reason for row in report.recompute or ()] == [None, None]
+    before, loss = sums.made_in_backward, loss_of(recomputing)
+    assert sums.alive == 0
+    loss.backward()
+    assert sums.made_in_backward - before == PARAMETERS
+    assert_same({"loss": loss.detach(), **gradients(recomputing)}, step(plain))
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "rank_pattern": {"rank_pattern": {"experts.down_proj": 3}, "alpha_pattern": {"experts.down_proj": 5}},
+    "rslora": {"use_rslora": True},
+    "all-linear": {"target_modules": "all-linear", "target_parameters": None},
+    "one parameter": {"target_parameters": ["experts.down_proj"]},
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_other_configs_have_pefts_bits(config: str, sums: Sums) -> None:
+    model = adapted(**CONFIGS[config])
+    fused, report = fused_copy(model)
+    count = 2 if config == "one parameter" else PARAMETERS
+    assert [row.reason for row in rows_of(report)] == [None] * count
+    loss = loss_of(fused)
+    assert sums.alive == 0
+    loss.backward()
+    assert_same({"loss": loss.detach(), **gradients(fused)}, step(model))
+
+
+@pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+def test_adapters_in_float32_and_autocast_have_pefts_bits(
+    experts: str, autocast: bool, weights: torch.dtype, sums: Sums
+) -> None:
+    model = adapted(dtype=weights, experts=experts, cast=True)
+    assert {parameter.dtype for name, parameter in model.named_parameters() if "lora" in name} == {FP32}
+    fused, report = fused_copy(model)
+    assert [row.reason for row in rows_of(report)] == [None] * PARAMETERS
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        loss, expected = loss_of(fused), loss_of(model)
+    loss.backward()
+    expected.backward()
+    assert_same({"loss": loss.detach(), **gradients(fused)}, {"loss": expected.detach(), **gradients(model)})
+
+
+def test_a_trained_weight_gets_pefts_gradient() -> None:
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name or "experts" in name)
+    fused, _ = fused_copy(model)
+    expected = step(model)
+    assert any(name.endswith("down_proj") for name in expected)
+    assert_same(step(fused), expected)
+
+
+def test_adapters_that_are_off_merged_switched_or_several_are_pefts(sums: Sums) -> None:
+    model = adapted()
+    with torch.random.fork_rng():
+        config = peft.LoraConfig(
+            r=3,
+            target_modules=["q_proj"],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+            init_lora_weights=False,
+        )
+        model.add_adapter("other", config)
+    fused, report = fused_copy(model)
+    assert [row.reason for row in rows_of(report)] == [None] * PARAMETERS
+    with fused.disable_adapter(), model.disable_adapter(), torch.no_grad():
+        assert torch.equal(loss_of(fused), loss_of(model))
+    for each in (fused, model):
+        each.set_adapter("other")
+    before, loss = sums.made, loss_of(fused)
+    assert (sums.made - before, sums.alive) == (PARAMETERS, 0)
+    loss.backward()
+    gradients(fused)
+    assert_same_steps(fused, model)
+    for each in (fused, model):
+        each.base_model.set_adapter(["default", "other"])
+    assert_same_steps(fused, model)
+    _, report = fused_copy(model, strict=False)
+    assert {row.reason for row in rows_of(report)} == {"it has 2 active adapters"}
+    for each in (fused, model):
+        each.set_adapter("default")
+        each.merge_adapter()
+    with torch.no_grad():
+        assert torch.equal(loss_of(fused), loss_of(model))
+    _, report = fused_copy(model, strict=False)
+    assert {row.reason for row in rows_of(report)} == {"its adapter is merged, or switched off"}
+    for each in (fused, model):
+        each.unmerge_adapter()
+    assert_same_steps(fused, model)
+    assert not any("lora" in name for name, _ in fused.merge_and_unload().named_parameters())
+
+
+def test_patching_ends_and_repeats_and_survives_copies(sums: Sums) -> None:
+    model = adapted()
+    expected = step(model)
+    fused, report = fused_copy(model)
+    assert fused_norm.apply_fused_norm(fused, **ONLY) == report
+    for each in (pickle.loads(pickle.dumps(fused)), copy.deepcopy(fused)):
+        loss = loss_of(each)
+        assert sums.alive == 0
+        loss.backward()
+        assert_same({"loss": loss.detach(), **gradients(each)}, expected)
+    with fused_norm.disabled():
+        before, loss = sums.made, loss_of(fused)
+        assert (sums.made - before, sums.alive) == (2 * PARAMETERS, PARAMETERS)
+    del loss
+    wrapper = fused.base_model.model.model.layers[0].mlp.experts
+    assert "fused: weight+adapter" in repr(wrapper)
+    assert list(fused.state_dict()) == list(model.state_dict())
+    assert fused_norm.remove_fused_norm(fused) == PARAMETERS
+    assert type(wrapper) is peft.tuners.lora.layer.ParamWrapper
+    _, report = fused_copy(model, adapter=False, norms=True, strict=False)
+    assert {row.reason for row in rows_of(report)} == {"switched off: adapter=False"}
+
+
+def test_without_gradients_each_sum_is_computed_once_and_the_parameter_is_put_back(sums: Sums) -> None:
+    model = adapted()
+    fused, _ = fused_copy(model)
+    before = dict(fused.named_parameters())
+    count = sums.made
+    with torch.no_grad():
+        y = loss_of(fused)
+        assert sums.made - count == PARAMETERS
+        assert torch.equal(y, loss_of(model))
+    experts = fused.base_model.model.model.layers[0].mlp.experts.get_base_layer()
+    experts.act_fn = None  # raises inside of the experts
+    with pytest.raises(TypeError):
+        loss_of(fused)
+    assert all(before[name] is parameter for name, parameter in fused.named_parameters())
+    assert type(experts.down_proj) is nn.Parameter
+
+
+def test_other_hooks_on_saved_tensors_see_what_they_saw(sums: Sums) -> None:
+    model = adapted()
+    expected = step(model)
+    fused, _ = fused_copy(model)
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss_of(fused)
+    loss.backward()
+    assert_same({"loss": loss.detach(), **gradients(fused)}, expected)
+
+
+def test_code_of_pefts_that_was_replaced_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted()
+    fused, _ = fused_copy(model)
+    layers = peft.tuners.lora.layer
+    forward = layers._LoraFactorsProxy.forward
+    monkeypatch.setattr(layers._LoraFactorsProxy, "forward", lambda proxy, weight: 2 * forward(proxy, weight))
+    with torch.no_grad():
+        assert torch.equal(loss_of(fused), loss_of(model))
+    assert "PEFT's code has changed since the model was patched" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.delattr(layers, "_LoraFactorsProxy")
+    _, report = fused_copy(model, strict=False)
+    assert {row.reason for row in rows_of(report)} == {
+        "this release of PEFT adds adapters to parameters in another way"
+    }
+
+
+def test_what_sees_modules_called_sees_pefts_calls() -> None:
+    model = adapted()
+    fused, _ = fused_copy(model)
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        with torch.no_grad():
+            loss_of(model)
+            in_stock, seen[:] = list(seen), []
+            loss_of(fused)
+    finally:
+        handle.remove()
+    assert seen == in_stock
+    assert "ParametrizationList" in seen
+
+
+def with_attribute(model: Any) -> None:
+    model.base_model.model.model.layers[0].mlp.experts.get_base_layer().down_proj.ds_id = 3
+
+
+def with_a_tensor_scale(model: Any) -> None:
+    model.base_model.model.model.layers[0].mlp.experts.scaling["default"] = torch.tensor(0.5)
+
+
+def with_a_parametrisation(model: Any) -> None:
+    experts = model.base_model.model.model.layers[0].mlp.experts.get_base_layer()
+    nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+
+
+REASONS: dict[Callable[[Any], None], str] = {
+    with_attribute: "its parameter or its adapter is sharded, or not plain",
+    with_a_tensor_scale: "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it",
+    with_a_parametrisation: "its parameter is computed, or no parameter of its module by now",
+}
+
+
+@pytest.mark.parametrize("change", REASONS)
+def test_what_is_left_to_peft_has_a_reason_and_runs(change: Callable[[Any], None]) -> None:
+    model = adapted()
+    fused, _ = fused_copy(model)
+    for each in (fused, model):
+        change(each)
+    if change is not with_a_tensor_scale:  # of which PEFT's code computes nothing
+        assert_same_steps(fused, model)
+    assert REASONS[change] in {row.reason for row in rows_of(fused_norm.apply_fused_norm(model, **ONLY))}
+
+
+def test_a_matrix_is_left_to_peft() -> None:
+    model = adapted(target_parameters=["k_proj.weight"])
+    _, report = fused_copy(model, modules=None)
+    assert [row.reason for row in report.rows if row.path.endswith("k_proj")] == [
+        "its parameter is one matrix, of no experts"
+    ] * 2
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sharded_before_the_patch_it_is_pefts_and_afterwards_it_has_its_bits(mesh: Any, sums: Sums) -> None:
+    model = adapted()
+    fused, _ = fused_copy(model)
+    for each in (fused, model):
+        for layer in each.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(each, mesh=mesh)
+    expected = step(model)
+    loss = loss_of(fused)
+    assert sums.alive == 0
+    loss.backward()
+    actual = {"loss": loss.detach(), **gradients(fused)}
+    assert_same(
+        *({key: getattr(value, "_local_tensor", value) for key, value in each.items()} for each in (actual, expected))
+    )
+    report = fused_norm.apply_fused_norm(model, **{**ONLY, "strict": False})
+    assert {row.reason for row in rows_of(report)} == {"its parameter or its adapter is sharded, or not plain"}
+
+
+@pytest.mark.slow
+def test_compiled_it_is_pefts() -> None:
+    model = adapted()
+    fused, _ = fused_copy(model)
+    expected = step(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, backend="eager")
+    with contextlib.suppress(torch._dynamo.exc.Unsupported):
+        assert_same(
+            step(compiled), {f"_orig_mod.{name}" if name != "loss" else name: value for name, value in expected.items()}
+        )
