@@ -392,9 +392,9 @@ class _Recomputable:
                     raise _modified(tensor, version, tensor.shape)
                 if not tensor.untyped_storage().size() and tensor.numel():  # as FSDP frees them between their uses
                     raise RuntimeError(
-                        f"the memory of a tensor of shape {tuple(tensor.shape)}, from which another is computed again, "
-                        "was freed between forward and backward; recompute=False, or adapter=False for adapters on "
-                        "experts, goes without it"
+                        f"the memory of a tensor of shape {tuple(tensor.shape)} was freed before the backward, which "
+                        "computes another from it; apply_fused_norm(model, recompute=False), or adapter=False for "
+                        "adapters on experts, goes without it"
                     )
             outputs = self._compute()
             self._made = {(number, dtype): outputs[number].to(dtype) for number, dtype in self._saved}
