@@ -82,7 +82,7 @@ class FusedAdapter(Fused):
             if not is_plain:
                 reason = why_linears_replaced() or why_stock(layer)
         dtype = None if reason is not None else autocast_dtype(x)
-        if reason is not None and not _adds_something(layer):
+        if reason is not None and not adds_something(layer):
             reason = ""
         elif reason is None and dtype is None and self.fused_norm_is_quantised:
             reason = "its linear is quantised, and autocast is off"
@@ -242,7 +242,7 @@ def why_unfused(layer: Any) -> str | None:
     return f"a rank of {rank} is more than {HIGHEST_RANK}" if rank > HIGHEST_RANK else None
 
 
-def _adds_something(layer: Any) -> bool:
+def adds_something(layer: Any) -> bool:
     """Return whether a LoRA layer, as it is now, adds anything to what its linear returns."""
     is_off = layer.disable_adapters or layer.merged
     return not is_off and any(name in layer.lora_A for name in layer.active_adapters)

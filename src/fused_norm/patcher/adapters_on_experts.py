@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..kernels.sharded import is_plain
 from ..kernels.switch import switch
-from .adapters import PEFTS, SCALED
+from .adapters import PEFTS, SCALED, adds_something
 from .fused_norm_module import warn_once
 from .hooks import Fused, are_plain_calls, stock_class, why_forward_replaced
 from .module_features import FusedModule, ModuleFeature
@@ -49,17 +49,19 @@ class FusedAdapterOnExperts(Fused):
         ``x`` and the others are what the module of experts takes, and the result is what it returns.
         """
         wrapper: Any = self
-        if switch.depth or torch.compiler.is_compiling() or kwargs.get("adapter_names") is not None:
-            return self.fused_norm_origin.forward(self, x, *args, **kwargs)
+        stock = self.fused_norm_origin.forward
+        is_switched_off = switch.depth or torch.compiler.is_compiling() or not adds_something(wrapper)
+        if is_switched_off or kwargs.get("adapter_names") is not None:
+            return stock(self, x, *args, **kwargs)
         reason = why_stock(wrapper)
         if reason is None and not _runs(self.fused_norm_running):
             reason = "PEFT's code has changed since the model was patched"
-        proxy = None if reason is not None else _adapter_of(wrapper)
-        if reason is None and not are_plain_calls(proxy, inside=type(self)):
-            reason = ""
-        if proxy is None or reason is not None:
+        if reason is not None:
             warn_once(self.fused_norm_origin, reason, PEFTS)
-            return self.fused_norm_origin.forward(self, x, *args, **kwargs)
+            return stock(self, x, *args, **kwargs)
+        proxy = _adapter_of(wrapper)
+        if not are_plain_calls(proxy, inside=type(self)):
+            return stock(self, x, *args, **kwargs)
         wrapper._check_forward_args(x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
         parameters, name = wrapper.get_base_layer()._parameters, wrapper.parameter_name

@@ -110,7 +110,7 @@ def computed_again(tensor: Tensor, recipe: Recipe) -> Iterator[None]:
     Nothing is changed for a tensor that is a leaf, or if other hooks see what is saved.
 
     Args:
-        tensor: it is written into by nobody.
+        tensor: what others compute with.
         recipe: computes it again, as the only one of a tuple.
     """
     autograd: Any = torch._C._autograd
