@@ -6,7 +6,7 @@ of ``lora_B``. Autograd would keep the sum, as large as the weight itself, from 
 layer. Here it keeps the factors of the adapter, which it keeps anyway, and the frozen weight; the backward computes the
 sum again, by the same call of PyTorch and so with the same bits, once for all nodes that read it, and frees it.
 
-The sum is rounded to the dtype of the weight, so products with the two factors apart would have other bits.
+The sum is rounded to the dtype of the weight, so products with weight and factors apart would have other bits.
 """
 
 from __future__ import annotations
