@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ import fused_norm
 
 from ..conftest import slow
 from .models import assert_same, random_model
-from .saved_tensors import saved_in
+from .ranks import on_two_ranks
+from .saved_tensors import recomputed_in, saved_in
 
 pytest.importorskip("transformers.integrations.moe", reason="experts are modules of their own in transformers 4")
 peft = pytest.importorskip("peft")
@@ -577,6 +579,32 @@ def test_sharded_before_the_patch_it_is_pefts_and_afterwards_it_has_its_bits(mes
     )
     report = fused_norm.apply_fused_norm(model, **{**ONLY, "strict": False})
     assert {row.reason for row in rows_of(report)} == {"its parameter or its adapter is sharded, or not plain"}
+
+
+def assert_sharding_changes_nothing(rank: int, ranks: int) -> None:
+    mesh, results = init_device_mesh("cpu", (ranks,)), []
+    for is_fused in (False, True):
+        model = adapted(dtype=BF16)
+        if is_fused:
+            fused_norm.apply_fused_norm(model, **ONLY)
+        for layer in (*model.base_model.model.model.layers, model):
+            fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for length in (5, 8):
+            ids = torch.randint(2, 60, (2, length), generator=torch.Generator().manual_seed(rank))
+            loss = model(input_ids=ids, labels=ids).loss
+            recomputed = recomputed_in(loss.grad_fn)
+            assert len(recomputed) == PARAMETERS * is_fused
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([loss.detach(), *(parameter.full_tensor() for parameter in model.parameters())])
+    assert_same(*results)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_fsdp2_have_pefts_bits(tmp_path: Path) -> None:
+    on_two_ranks(assert_sharding_changes_nothing, tmp_path)
 
 
 @pytest.mark.slow
