@@ -58,7 +58,9 @@ def by_reference(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     scalars = [options.get(name) for name in ("temperature", "logit_scale", "softcap")]
     wanted = [options.get(name, False) for name in STATISTICS]
     arguments = options.get("ignore_index", IGNORED), *scalars, options.get("logits_in_fp32", False), wanted
-    return LogProbs(*LINEAR_LOG_PROBS.reference(x, weight, bias, target, *arguments, None, False, False, [True] * 3))
+    return LogProbs(
+        *LINEAR_LOG_PROBS.reference(x, weight, bias, target, *arguments, None, None, False, False, False, [True] * 3)
+    )
 
 
 def incoming(case: Case, *, uniform: bool = False) -> list[Tensor]:
@@ -414,7 +416,20 @@ def test_compiled_it_is_one_graph_with_the_same_results(way: str, asked: dict[st
 @pytest.mark.parametrize("uniform", [False, True])
 def test_the_registered_operator_is_what_pytorch_asks_of_one(uniform: bool, device: str) -> None:
     case = make_case(device)
-    options = IGNORED, 0.7, None, 5.0, False, [True, False, True, False], 40, uniform, False, [True, True, False]
+    options = (
+        IGNORED,
+        0.7,
+        None,
+        5.0,
+        False,
+        [True, False, True, False],
+        40,
+        None,
+        uniform,
+        False,
+        False,
+        [True, True, False],
+    )
     arguments = case.x.detach(), case.weight.detach(), None, case.target, *options
     forward = LINEAR_LOG_PROBS._forward_op(*arguments, True)
     torch.library.opcheck(LINEAR_LOG_PROBS._forward_op, (*arguments, True))
