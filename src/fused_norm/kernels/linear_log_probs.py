@@ -105,10 +105,11 @@ class LinearLogProbs(HeadOperator):
         rows = target.numel()
         dlosses = x.new_zeros(rows, dtype=torch.float32) if dlog_probs is None else -dlog_probs.reshape(-1).float()
         of_entropies = None if dentropies is None else dentropies.reshape(-1).float().contiguous()
-        is_cast = any(t is not None and t.dtype != (arguments[11] or t.dtype) for t in (x, weight, bias))
+        tensors, dtype = [x, weight, bias], self.by_name(arguments)["dtype"]
+        is_cast = dtype is not None and any(t is not None and t.dtype != dtype for t in tensors)
         grad_dtype = torch.float32 if is_cast else None
-        grads = _by_chunks(arguments, call.needed, dlosses, of_entropies, grad_dtype=grad_dtype).grads
-        return tuple(None if g is None else g.to(t.dtype) for g, t in zip(grads, (x, weight, bias), strict=True))
+        sums = _by_chunks(arguments, call.needed, dlosses, of_entropies, grad_dtype=grad_dtype).grads
+        return tuple(None if grad is None else grad.to(t.dtype) for grad, t in zip(sums, tensors, strict=True))
 
 
 LINEAR_LOG_PROBS = LinearLogProbs()
