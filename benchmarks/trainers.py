@@ -221,8 +221,8 @@ def _trainer(
         "disable_tqdm": True,
         "pad_to_multiple_of": max(length // _PAD_TO, 1) if case.is_padded else None,
     }
-    rows = _texts(batch * steps, length, is_padded=case.is_padded)
-    shared = {"model": model, "processing_class": _tokenizer(), "callbacks": [clock]}
+    rows = make_texts(batch * steps, length, is_padded=case.is_padded)
+    shared = {"model": model, "processing_class": make_tokenizer(), "callbacks": [clock]}
     if case.trainer == "SFT":
         data = Dataset.from_list([{"text": " ".join(text)} for text in rows])
         trainer = SFTTrainer(**shared, args=SFTConfig(**options), train_dataset=data)
@@ -240,14 +240,14 @@ def _trainer(
     return trainer, clock
 
 
-def _texts(count: int, length: int, *, is_padded: bool) -> list[list[str]]:
+def make_texts(count: int, length: int, *, is_padded: bool) -> list[list[str]]:
     """The words of rows, which are as many tokens; the trainers add the last."""
     draw = random.Random(0)
     lengths = [draw.randint(max(length // 2, 2), length) if is_padded else length for _ in range(count)]
     return [[f"w{draw.randrange(_WORDS)}" for _ in range(size - 1)] for size in lengths]
 
 
-def _tokenizer() -> Any:
+def make_tokenizer() -> Any:
     """A tokenizer of a few words, each of which is a token."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
