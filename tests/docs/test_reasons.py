@@ -23,6 +23,7 @@ NOT_SAID = {
     "… of …",
     "t….data_ptr() == … and t….dtype is d… and t….shape == s… and t….stride() == p…",
     "cross entropy without logits",
+    "log-probabilities of … without logits",
     "…, in place of …",
     "… …: …",
     "  … …  …",

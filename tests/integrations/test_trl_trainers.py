@@ -189,6 +189,20 @@ def test_under_bf16_autocast_a_run_is_as_far_from_stock_as_with_trls_own_head(tr
 
 
 @pytest.mark.slow
+def test_a_callback_that_comes_after_accelerates_autocast_leaves_the_head_to_trl(
+    trl: Any, tmp_path: Path, launches: list[str]
+) -> None:
+    trainer, callback = fused_trainer(trl, "SFT", tmp_path, "add_callback", bf16=True, max_steps=1)
+    for _ in range(2):
+        trainer.train()
+        assert loss_row(callback.report).reason.startswith(
+            "TRL's head computes the loss: its forward was replaced on the instance, by "
+        )
+    assert "rms_norm" in launches
+    assert "linear_log_probs" not in launches
+
+
+@pytest.mark.slow
 def test_a_model_is_stock_again_after_a_trainer_under_autocast(trl: Any, tmp_path: Path, launches: list[str]) -> None:
     trainer, _ = fused_trainer(trl, "SFT", tmp_path, "callback", bf16=True, max_steps=1)
     trainer.train()

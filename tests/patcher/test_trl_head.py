@@ -160,12 +160,15 @@ def test_products_are_three_for_sft_two_if_the_head_is_frozen_and_one_without_a_
     sft, dpo = make(trl, "patch, head", outputs=OF_SFT), make(trl, "patch, head")
     assert count(sft, {"log_probs": -0.3}) == 3
     assert count(dpo, {"log_probs": None}) == count(dpo, {"log_probs": -0.3}) == 4
-    assert count(make(trl, "patch, head", changed=frozen), {"log_probs": None}) == 2
+    assert count(lora := make(trl, "patch, head", changed=frozen), {"log_probs": None}) == 2
+    # An entropy bonus costs two products more, once.
+    assert [count(lora, {"log_probs": None, "entropy": -0.01}) for _ in range(3)] == [4, 3, 3]
     with torch.no_grad():
         assert count(sft) == count(dpo) == 1
     # A loss as that of ``loss_type="dft"`` costs two products more, once.
     assert [count(sft, {"log_probs": None}) for _ in range(3)] == [6, 4, 4]
     assert count(sft, {"log_probs": -0.3}) == 4
+    assert [count(make(trl, "patch, head", outputs=OF_SFT), {"entropy": 0.1}) for _ in range(2)] == [6, 6]
 
 
 def counted(model: Any) -> None:

@@ -13,7 +13,7 @@ from ..spec import FusedNormError
 from .graph_guards import GRAPHS
 from .hooks import Fused, name_of_function, stock_class
 from .source import cells_of
-from .trl_head import cell_of_forward, with_operator, without_operator
+from .trl_head import cell_of_forward, is_out_of_reach, with_operator, without_operator
 
 _POPPED = "_fused_norm_popped_forward"
 
@@ -55,7 +55,7 @@ def why_instance_overridden(module: nn.Module, *, under_autocast: bool = False) 
         return None
     if _is_bound(vars(module).get("_old_forward"), module):  # accelerate calls the forward that it keeps there
         return None
-    if _cell_of_forward(module) is not None:
+    if _cell_of_forward(module) is not None and not is_out_of_reach(module):
         return None
     return f"its forward was replaced on the instance, by {name_of_function(forward)}"
 

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache, wraps
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -49,6 +50,13 @@ _OURS = "fused_norm_head_of_trl"
 def trl_head(module: nn.Module) -> FunctionType | None:
     """TRL's own function, if TRL has put its head on a module, whatever stands in its place by now; else None."""
     return next(_functions(module), None)
+
+
+def is_out_of_reach(module: nn.Module) -> bool:
+    """Return whether accelerate runs TRL's own function under autocast, and keeps it where nothing takes its place."""
+    kept: Any = vars(module).get("_original_forward")
+    is_kept = _function_of(vars(module).get("forward")) is None and _function_of(kept) is not None
+    return is_kept and not hasattr(kept.__func__, _OURS)
 
 
 def why_trl_runs(module: Any, function: FunctionType) -> str | None:
@@ -148,8 +156,7 @@ def why_taken_apart(*tensors: Any) -> str | None:
 
 def _with_operator(function: FunctionType) -> Any:
     """A function that runs the code of TRL's with the operator, if the model that it is called on has a fused loss."""
-    differing: list[bool] = []
-    """Filled once a gradient of ``SFTTrainer`` has been none that is the same for all rows."""
+    seen = _SeenGradients()
 
     @wraps(function)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +167,7 @@ def _with_operator(function: FunctionType) -> Any:
             warn_once(stock_class(self), reason, "TRL's head")
             return function(self, *args, **kwargs)
         theirs = function.__globals__[_FUNCTION]
-        ours = {_FUNCTION: _HeadOperator(stock_class(self), theirs, differing), _LEAVES_OUT: lambda device: True}
+        ours = {_FUNCTION: _HeadOperator(stock_class(self), theirs, seen), _LEAVES_OUT: lambda device: True}
         code, namespace = function.__code__, {**function.__globals__, **ours}
         run = FunctionType(code, namespace, function.__name__, function.__defaults__, function.__closure__)
         run.__kwdefaults__ = function.__kwdefaults__
@@ -170,17 +177,39 @@ def _with_operator(function: FunctionType) -> Any:
     return forward
 
 
+@dataclass
+class _SeenGradients:
+    """What backwards of a model have shown, by which later forwards compute no gradient in vain.
+
+    Attributes:
+        differ: the log-probabilities of ``SFTTrainer`` had a gradient that differs from row to row.
+        of_entropies: entropies had a gradient.
+    """
+
+    differ: bool = False
+    of_entropies: bool = False
+
+    def note(self, gradient: Tensor | None) -> None:
+        """Look at a gradient of log-probabilities, None if they have none; the host waits for it."""
+        if gradient is not None and not self.differ:
+            self.differ = bool(((gradient != gradient[:1]) & ~gradient.isnan()).any())
+
+    def note_entropies(self, gradient: Tensor | None) -> None:
+        """Note whether entropies have a gradient."""
+        self.of_entropies = self.of_entropies or gradient is not None
+
+
 class _HeadOperator:
     """What stands for TRL's autograd function in one call of its forward.
 
     Attributes:
         origin: the model's own class.
         theirs: TRL's function, for what the operator does not take.
-        differing: as in ``_with_operator``.
+        seen: what backwards of this model have shown.
     """
 
-    def __init__(self, origin: type[nn.Module], theirs: Any, differing: list[bool]) -> None:
-        self.origin, self.theirs, self.differing = origin, theirs, differing
+    def __init__(self, origin: type[nn.Module], theirs: Any, seen: _SeenGradients) -> None:
+        self.origin, self.theirs, self.seen = origin, theirs, seen
 
     def apply(
         self,
@@ -198,22 +227,19 @@ class _HeadOperator:
         logits = unless_one(temperature), unless_one(logit_scale), softcap, True
         wanted = [name in outputs for name in _STATISTICS]
         tensors, trained = head_tensors(hidden, weight, bias, casts=False)
-        is_uniform = set(outputs) == _WITH_UNIFORM_GRADIENT and not self.differing
+        is_uniform = set(outputs) == _WITH_UNIFORM_GRADIENT and not self.seen.differ
         reason = why_taken_apart(weight, bias)
         if reason is None:
             dtype = autocast_dtype(hidden) or hidden.dtype
-            rest = wanted, None, dtype, is_uniform, True, False, trained
+            rest = wanted, None, dtype, is_uniform, True, self.seen.of_entropies, trained
             results, reason = LINEAR_LOG_PROBS.try_fused(*tensors, targets, IGNORED, *logits, *rest)
         if reason is not None:
             warn_once(self.origin, reason, "TRL's head")
             arguments = hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             return self.theirs.apply(*arguments)
         log_probs, entropies, are_largest, mean_logits, log_sums_of_squares = results
-        if is_uniform and any(trained[1:]) and not self.differing:
-            log_probs.register_hook(self._note)
+        if is_uniform and any(trained[1:]):
+            log_probs.register_hook(self.seen.note)
+        if entropies is not None and entropies.requires_grad and not self.seen.of_entropies:
+            entropies.register_hook(self.seen.note_entropies)
         return log_probs, entropies, log_sums_of_squares, mean_logits, None if are_largest is None else are_largest > 0
-
-    def _note(self, gradient: Tensor) -> None:
-        """Note that no other call is to expect a gradient that is the same for all rows, if this one is not."""
-        if not self.differing and bool((gradient != gradient[:1]).any()):
-            self.differing.append(True)
