@@ -24,6 +24,7 @@ NOT_SAID = {
     "t….data_ptr() == … and t….dtype is d… and t….shape == s… and t….stride() == p…",
     "cross entropy without logits",
     "log-probabilities of … without logits",
+    "log-probabilities of … without logits",
     "…, in place of …",
     "… …: …",
     "  … …  …",
@@ -61,7 +62,7 @@ OF_USERS_CALLS = {
 }
 """Refusals that a patched model never returns."""
 
-OF_ARGUMENTS = 31
+OF_ARGUMENTS = 32
 """How many more there are of these, which say what an argument of a user's call must be."""
 
 

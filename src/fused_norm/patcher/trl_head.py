@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from dataclasses import dataclass
 from functools import lru_cache, wraps
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
