@@ -24,7 +24,6 @@ NOT_SAID = {
     "t….data_ptr() == … and t….dtype is d… and t….shape == s… and t….stride() == p…",
     "cross entropy without logits",
     "log-probabilities of … without logits",
-    "log-probabilities of … without logits",
     "…, in place of …",
     "… …: …",
     "  … …  …",

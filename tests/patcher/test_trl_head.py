@@ -106,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a temperature": {"temperature": 0.7},
     "scale, softcap, temperature": {"temperature": 1.3, "changed": scaled},
     "as SFT asks": {"outputs": OF_SFT},
+    "as KTO asks": {"outputs": ("log_probs", "entropy", "mean_logits")},
     "log-probabilities alone": {"outputs": ("log_probs",)},
     "a bias": {"changed": with_bias},
     "frozen": {"changed": frozen, "temperature": 0.7},
@@ -143,6 +144,27 @@ def test_under_autocast_and_in_16_bits_errors_are_those_of_trls_head(dtype: torc
             if truth.is_floating_point():
                 error, allowed = ((found[name] - truth).norm() / truth.norm() for found in (of_fused, of_stock))
                 assert error <= 1.1 * allowed + 1e-6, name
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cast", [False, *slow(True)])
+def test_outputs_and_gradients_of_the_head_alone_are_rounded_where_trls_are(
+    dtype: torch.dtype, autocast: bool, cast: bool, trl: Any
+) -> None:
+    how = {"dtype": dtype, "cast_lm_head_to_fp32": cast, "temperature": 0.7, "changed": scaled}
+    stock, fused = make(trl, **how), make(trl, **how)
+    others = dict.fromkeys(("norms", "qk", "rope", "residual", "sandwich", "mlp"), False)
+    assert loss_row(fused, **others).reason is None
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        of_stock, of_fused = results(stock), results(fused)
+    for name in ("loss", *EVERY):
+        assert_equal({name: of_fused[name]}, {name: of_stock[name]})
+    grads = [found["lm_head.weight"] for found in (of_fused, of_stock)]
+    assert grads[0].dtype == grads[1].dtype == dtype
+    # Neither is in 16 bits what the other is in 32.
+    assert len({torch.equal(grad, grad.bfloat16().to(dtype)) for grad in grads}) == 1
+    assert (grads[0] - grads[1]).norm() <= 2**-8 * grads[1].norm()
 
 
 def test_products_are_three_for_sft_two_if_the_head_is_frozen_and_one_without_a_gradient(
