@@ -206,7 +206,9 @@ def test_a_callback_that_comes_after_accelerates_autocast_leaves_the_head_to_trl
 def test_a_model_is_stock_again_after_a_trainer_under_autocast(trl: Any, tmp_path: Path, launches: list[str]) -> None:
     trainer, _ = fused_trainer(trl, "SFT", tmp_path, "callback", bf16=True, max_steps=1)
     trainer.train()
+    of_accelerate = vars(trainer.model)["forward"]
     remove_fused_norm(trainer.model)
+    assert vars(trainer.model)["forward"] is of_accelerate
     launches.clear()
     ids = torch.randint(3, 200, (2, 5))
     expected = llama()

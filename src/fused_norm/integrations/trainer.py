@@ -40,7 +40,8 @@ class FusedNormCallback(TrainerCallback):
 
     Attributes:
         compile_layers, options: as given.
-        report: on the model patched last; None before.
+        report: on the model patched last; None before. When training begins its rows on losses are brought up to date:
+            a trainer of TRL has put its own head on the model by then.
 
     Raises:
         TypeError, ValueError: for options as in ``FuseOptions``; ValueError for ``recompute`` or ``cuda_graphs`` in

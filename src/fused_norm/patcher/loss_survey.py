@@ -31,6 +31,8 @@ from .trl_head import trl_head, why_taken_apart, why_trl_runs, why_unknown
 _CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy"})
 """Names by which forwards compute a loss of their own."""
 
+_OF_TRL = "TRL's head computes the loss"
+
 
 def survey_loss(path: str, module: Any, model: SurveyedModel) -> Site:
     """The row of the head of the language model at ``path``; the classes that fuse both are planned.
@@ -59,8 +61,10 @@ def survey_loss(path: str, module: Any, model: SurveyedModel) -> Site:
 
 def _of_trl(row: Site) -> Site:
     """The row of a loss in whose place TRL's log-probabilities are computed."""
-    reason = None if row.reason is None or row.trainer else f"TRL's head computes the loss: {row.reason}"
-    return replace(row, trainer="TRL", reason=reason or row.reason)
+    reason = row.reason
+    if reason is not None and not reason.startswith(_OF_TRL):
+        reason = f"{_OF_TRL}: {reason}"
+    return replace(row, trainer="TRL", reason=reason)
 
 
 def with_heads_of_trl(report: PatchReport, model: nn.Module) -> PatchReport:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from dataclasses import dataclass
 from functools import lru_cache, wraps
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -57,7 +56,7 @@ def is_out_of_reach(module: nn.Module) -> bool:
     """Return whether accelerate runs TRL's own function under autocast, and keeps it where nothing takes its place."""
     kept: Any = vars(module).get("_original_forward")
     is_kept = _function_of(vars(module).get("forward")) is None and _function_of(kept) is not None
-    return is_kept and not hasattr(kept.__func__, _OURS)
+    return is_kept and not _is_ours(kept.__func__)
 
 
 def why_trl_runs(module: Any, function: FunctionType) -> str | None:
@@ -68,7 +67,7 @@ def why_trl_runs(module: Any, function: FunctionType) -> str | None:
 def with_operator(module: nn.Module, forward: Any) -> Any:
     """A forward to put on a module whose loss is fused: one with the operator in place of TRL's, or this one."""
     function = _function_of(forward)
-    if function is None or forward.__self__ is not module or hasattr(forward.__func__, _OURS):
+    if function is None or forward.__self__ is not module or _is_ours(forward.__func__):
         return forward
     if (reason := why_unknown(function)) is not None:
         warn_once(stock_class(module), reason, "TRL's head")
@@ -106,9 +105,16 @@ def _function_of(forward: Any) -> FunctionType | None:
     """The function of TRL that a method runs, or None."""
     if type(forward) is not MethodType or type(forward.__func__) is not FunctionType:
         return None
-    function: FunctionType = getattr(forward.__func__, _OURS, forward.__func__)
+    function: FunctionType = forward.__func__
+    if _is_ours(function):
+        function = getattr(function, _OURS)
     is_trls = function.__globals__.get("__name__") == _MODULE and function.__code__.co_qualname == _NAME
     return function if is_trls and "original_forward" in cells_of(function) else None
+
+
+def _is_ours(function: FunctionType) -> bool:
+    """Return whether a function was made here; what wraps it has its attributes, as ``functools.wraps`` copies them."""
+    return function.__globals__ is globals() and hasattr(function, _OURS)
 
 
 def why_unknown(function: FunctionType) -> str | None:
