@@ -356,6 +356,14 @@ def test_with_fusing_switched_off_the_bits_are_trls(trl: Any, launches: list[str
     assert not launches
 
 
+@pytest.mark.slow
+def test_in_a_model_that_is_compiled_as_a_whole_trls_own_runs(trl: Any, launches: list[str]) -> None:
+    fused, expected = make(trl, "patch, head"), results(make(trl))
+    fused.compile(backend="eager")
+    assert_equal(results(fused), expected)
+    assert "linear_log_probs" not in launches
+
+
 def test_copies_have_heads_of_their_own_and_a_pickled_model_none_as_in_stock(trl: Any, launches: list[str]) -> None:
     fused, stock = make(trl, "patch, head"), make(trl)
     twin = copy.deepcopy(fused)
