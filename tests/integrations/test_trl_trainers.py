@@ -102,7 +102,8 @@ def assert_alike(actual: Any, expected: Any, *, rtol: float = 1e-4, atol: float 
     (logs, weights), (of_stock, stock_weights) = actual, expected
     assert [row.keys() for row in logs] == [row.keys() for row in of_stock]
     for row, other in zip(logs, of_stock, strict=True):
-        if "rewards/accuracies" in other and abs(other["rewards/margins"]) < atol:  # the sign of a rounding, if the reference is not patched
+        # If the reference is not patched, the first one is the sign of a rounding.
+        if "rewards/accuracies" in other and abs(other["rewards/margins"]) < atol:
             row = {**row, "rewards/accuracies": other["rewards/accuracies"]}
         assert row == pytest.approx(other, rel=rtol, abs=atol)
     assert weights.keys() == stock_weights.keys()
