@@ -232,8 +232,8 @@ def _trainer(
         "disable_tqdm": True,
     }
     padding = max(length // _PAD_TO, 1) if case.is_padded else None
-    rows = _texts(batch * steps, length, is_padded=case.is_padded)
-    shared = {"model": model, "processing_class": _tokenizer(), "callbacks": [clock]}
+    rows = make_texts(batch * steps, length, is_padded=case.is_padded)
+    shared = {"model": model, "processing_class": make_tokenizer(), "callbacks": [clock]}
     if case.trainer == "SFT":
         config = SFTConfig(**options, max_length=length, pad_to_multiple_of=padding)
         data = Dataset.from_list([{"text": " ".join(text)} for text in rows])
@@ -254,7 +254,7 @@ def _trainer(
             **options, num_generations=batch, max_completion_length=length - length // 2, pad_to_multiple_of=padding
         )
         data = Dataset.from_list([{"prompt": " ".join(text[: length // 2])} for text in rows[:steps]])
-        draw = partial(_completions, rows=rows, length=length, vocabulary=_tokenizer())
+        draw = partial(_completions, rows=rows, length=length, vocabulary=make_tokenizer())
         trainer = GRPOTrainer(
             **shared, args=config, train_dataset=data, rollout_func=draw, reward_funcs=_share_of_low_words
         )
@@ -275,14 +275,14 @@ def _share_of_low_words(completion_ids: Sequence[Sequence[int]], **_: Any) -> li
     return [sum(token < _WORDS // 2 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def _texts(count: int, length: int, *, is_padded: bool) -> list[list[str]]:
+def make_texts(count: int, length: int, *, is_padded: bool) -> list[list[str]]:
     """The words of rows, which are as many tokens; the trainers add the last."""
     draw = random.Random(0)
     lengths = [draw.randint(max(length // 2, 2), length) if is_padded else length for _ in range(count)]
     return [[f"w{draw.randrange(_WORDS)}" for _ in range(size - 1)] for size in lengths]
 
 
-def _tokenizer() -> Any:
+def make_tokenizer() -> Any:
     """A tokenizer of a few words, each of which is a token."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
