@@ -5,7 +5,7 @@ capping them gives further lazy logits, and ``torch.nn.functional.cross_entropy`
 which never holds them. Any other operation reads them: all lazy logits of the call are computed by the operations that
 were asked for, and are plain tensors from then on. So code that is given lazy logits computes what it would compute
 with the real ones. Once the model's forward has returned, all but a question for their shape and a cast to float32, as
-accelerate makes, reads them.
+accelerate makes, reads them. If the model got no labels, the operations of ``lazy_log_probs.py`` do not either.
 
 To C++ lazy logits are tensors without numbers that have a place in autograd's graph. Who differentiates there, as a
 ``torch.autograd.Function`` of somebody's does, gets the right gradients, and the fused loss passes its gradient on
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..kernels.autocast import autocast_dtype, set_autocast
-from .logit_steps import Step, is_of_pytorch, plain_functions, rows_by, step_of, transformation_by
+from .logit_steps import OF_ROWS, Step, is_of_pytorch, plain_functions, rows_by, step_of, transformation_by
 
 _OF_SHAPE = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta",
@@ -49,6 +49,9 @@ _OF_GRADIENT = _ASKS | {"grad", "retains_grad"}
 
 _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """Functions that are asked for the gradients of ``inputs``."""
+
+SUMMARIES = frozenset({"log_softmax", "softmax", "product", "product of logits", "selected", "logsumexp", "mean"})
+"""The steps after which a lazy tensor holds no logits any more."""
 
 _DDP = torch.nn.parallel.distributed.__name__
 
@@ -89,6 +92,8 @@ class Projection:
         noted: is told that logits of this call were read, and by what.
         parameters: those that the head has by now; None if it cannot get others.
         is_running: the model's forward has not returned, so that nobody has stepped or sharded weights.
+        operate: for a model without labels, does an operation on lazy logits that reads none: takes the function, its
+            name and its arguments, and returns NotImplemented for another operation.
         asked: by which functions somebody asks for the gradient that a fused loss gives its logits.
     """
 
@@ -100,6 +105,7 @@ class Projection:
     noted: Callable[[str], None]
     parameters: Mapping[str, Tensor | None] | None = None
     is_running: bool = True
+    operate: Callable[[Any, str, Any, Any], Any] | None = None
     asked: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -150,6 +156,13 @@ class Projection:
         """Return whether the head still has the weights of this call, as the loss takes those that it has."""
         now = self.parameters
         return now is None or (now.get("weight") is self.weight and now.get("bias") is self.bias)
+
+
+class Ending(Protocol):
+    """What a fused operator computes of logits."""
+
+    def loss_of(self, logits: Tensor) -> Tensor:
+        """The same of real logits, by PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +244,10 @@ class LazyLogits(LazyTensor):
     _steps: tuple[Step, ...]
     _parent: LazyLogits | None
     _has_loss: bool  # a fused loss with a gradient was made of these, or of what steps make of them
+    _is_untraced: bool  # what was made of these has no place behind them in autograd's graph, or they were written into
+    _is_written_over: bool  # by a write into rows of these, so that steps do not tell them any more
+    _made_by: Step | None
+    _writes: list[tuple[tuple[Step, ...], Step]]  # into which rows of these, and what
     _hooks: OrderedDict[int, Any]
 
     @classmethod
@@ -259,7 +276,8 @@ class LazyLogits(LazyTensor):
             else:
                 lazy = cls(like, projection.x.device)
         lazy._projection, lazy._steps, lazy._parent = projection, steps, parent
-        lazy._has_loss, lazy._hooks = False, OrderedDict()
+        lazy._has_loss = lazy._is_untraced = lazy._is_written_over = False
+        lazy._made_by, lazy._writes, lazy._hooks = steps[-1] if steps else None, [], OrderedDict()
         lazy._placed(projection)
         return lazy
 
@@ -279,14 +297,22 @@ class LazyLogits(LazyTensor):
         if self._real is not None:
             return
         # A loss has a gradient for the lazy ones, to which that of the real ones is added.
-        is_result = not self.is_lazy() or (self._has_loss and self._is_no_view())
-        in_graph = self._place[0] and not is_result
-        with torch.inference_mode(self._projection.x.is_inference()), torch.set_grad_enabled(in_graph):
+        is_result = not self.is_lazy() or (self._has_loss and self._is_no_view() and not self._is_untraced)
+        in_graph, x = self._place[0] and not is_result, self._projection.x
+        with (
+            torch.inference_mode(x.is_inference()),
+            torch.set_grad_enabled(in_graph),
+            set_autocast(x.device.type, None),
+        ):
             if self._parent is None:
                 real = self._projection.compute()
             else:
                 assert self._parent._real is not None
-                real = self._steps[-1].run(self._parent._real)
+                assert self._made_by is not None
+                real = self._made_by.run(self._parent._real)
+            for path, write in self._writes:
+                view = reduce(lambda rows, step: step.run(rows), path, real)
+                view.mul_(write.number) if write.name == "mul" else view.div_(write.number)
         if is_result:
             with torch.enable_grad(), plain_functions():
                 real = _Read.apply(self, [real])
@@ -294,8 +320,53 @@ class LazyLogits(LazyTensor):
             real.register_hook(hook)
         self._real, self._parent = real, None
 
+    @property
+    def summary(self) -> str | None:
+        """The last step of ``lazy_log_probs.py``; None for logits."""
+        return next((step.name for step in reversed(self._steps) if step.name in SUMMARIES), None)
+
     def _is_no_view(self) -> bool:
-        return not self._steps or self._steps[-1].name in ("float", "mul", "div", "tanh")
+        return self._made_by is None or self._made_by.name not in ("detach", *OF_ROWS - {"copy"})
+
+    def ancestors(self) -> list[LazyLogits]:
+        """These logits, those that they are made of, and so on."""
+        found = [self]
+        while found[-1]._parent is not None:
+            found.append(found[-1]._parent)
+        return found
+
+    def write(self, step: Step) -> bool:
+        """Have a multiple of these logits written into them, and return True; or return False, and do nothing.
+
+        That is so if others than those that these are rows of could see it or could have been made before it.
+        """
+        ancestors, is_traced = self.ancestors(), torch.is_grad_enabled()
+        if {*map(id, self._projection.members(LazyTensor))} - {*map(id, ancestors)} or any(
+            lazy._has_loss or lazy._hooks or not lazy.is_lazy() or (lazy.requires_grad and not is_traced)
+            for lazy in ancestors
+        ):
+            return False
+        path: tuple[Step, ...] = ()
+        for lazy in ancestors:  # up to the one that has memory of its own
+            if lazy._made_by is not None and lazy._made_by.name == "detach":
+                return False
+            if lazy._is_no_view():
+                break
+        for lazy in ancestors:
+            with plain_functions():
+                if lazy.requires_grad:
+                    _Written.apply(lazy, path, step)
+            lazy._place, lazy._is_untraced = lazy._place_now(), True
+            if path:
+                lazy._is_written_over = True
+            else:
+                lazy._steps = (*lazy._steps, step)
+            if lazy._is_no_view():
+                lazy._writes.append((path, step))
+                break
+            assert lazy._made_by is not None
+            path = (lazy._made_by, *path)
+        return True
 
     def ask(self, name: str) -> None:
         """Have the fused loss of these compute their gradient, for which the function of that name asks.
@@ -303,7 +374,8 @@ class LazyLogits(LazyTensor):
         Raises:
             RuntimeError: if that is not what is asked for.
         """
-        if not self._is_no_view() or (self._real is not None and self._real._version):
+        is_changed = self._is_untraced or (self._real is not None and self._real._version)
+        if is_changed or not self._is_no_view():
             raise RuntimeError(_TOO_LATE)
         self._projection.asked.add(name)
 
@@ -323,13 +395,20 @@ class LazyLogits(LazyTensor):
             if is_of_ddp or (is_of_shape and is_of_pytorch(func)):
                 with plain_functions():
                     return func(*args, **kwargs)
-            if name == "register_hook" and _is_of_sharding(args[1]):
+            # Without a loss in the output FSDP has no other hook than these.
+            if name == "register_hook" and _is_of_sharding(args[1]) and lead._projection.operate is None:
                 handle = RemovableHandle(lead._hooks)
                 lead._hooks[handle.id] = args[1]
                 return handle
             is_kept = lead._projection.is_running or name in ("float", "to")  # accelerate casts what a model returns
+            is_kept = is_kept or (lead._projection.operate is not None and name != "detach")
+            is_kept = is_kept and not lead._is_written_over and lead.summary is None
             if is_kept and (step := step_of(lead, name, func, args[1:], kwargs)) is not None:
                 return lead if step.name == "same" else lead.then(step)
+        if (operate := _operations_on(args)) is not None:
+            result = operate(func, name, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if isinstance(lead, LazyLogits) and lead._has_loss and name in _OF_GRADIENT:
             if name in _ASKS:
                 lead.ask(name)
@@ -420,6 +499,28 @@ class _Lazy(torch.autograd.Function):
         return None, None, None, None, dx, dweight, rows.sum(0).to(bias.dtype) if need_bias else None
 
 
+class _Written(torch.autograd.Function):
+    """Lazy logits after a write of a multiple into rows of them, in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyLogits, path: tuple[Step, ...], write: Step) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.path, ctx.write = path, write
+        ctx.mark_dirty(lazy)
+        return lazy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None
+        if not ctx.path:
+            return ctx.write.run(gradient), None, None
+        gradient = gradient.clone()
+        view = reduce(lambda rows, step: step.run(rows), ctx.path, gradient)
+        view.mul_(ctx.write.number) if ctx.write.name == "mul" else view.div_(ctx.write.number)
+        return gradient, None, None
+
+
 class _Read(torch.autograd.Function):
     """A real tensor as a result of a lazy one, which has a place of its own in autograd's graph."""
 
@@ -440,7 +541,7 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor | None, logits: LazyLogits, how: CrossEntropy, *arguments: Any) -> Any:
+    def forward(ctx: Any, loss: Tensor | None, logits: LazyLogits, how: Ending, *arguments: Any) -> Any:
         ctx.save_for_backward(*arguments)
         ctx.set_materialize_grads(False)
         ctx.steps, ctx.how, ctx.is_lazy = logits._steps, how, loss is None
@@ -507,25 +608,43 @@ def _cross_entropy(
 
 def _loss_of(logits: LazyLogits, how: CrossEntropy) -> Tensor:
     """The loss of logits by the fused operator, or by PyTorch if they were read or the operator cannot be called."""
-    loss = None
-    if logits.is_lazy() and logits._projection.is_of_head():
-        transformation, projection = transformation_by(logits._steps), logits._projection
-        assert transformation is not None
-        projection.check()
-        needs_gradient = logits.requires_grad and torch.is_grad_enabled()
-        # Autocast as it was for the head, whatever it is now.
-        with torch.set_grad_enabled(needs_gradient), set_autocast(projection.x.device.type, projection.dtype):
-            rows = rows_by(logits._steps, projection.x)
-            loss = projection.loss(rows, replace(how, **transformation))
-    if loss is None:
+    if not logits.is_lazy() or not logits._projection.is_of_head():
         return how.loss_of(logits.read("its loss"))
-    if loss.requires_grad:
+    transformation, projection = transformation_by(logits._steps), logits._projection
+    assert transformation is not None
+    return ended(logits, how, lambda rows: projection.loss(rows, replace(how, **transformation)))
+
+
+def ended(logits: LazyLogits, how: Ending, operate: Callable[[Tensor], Tensor]) -> Tensor:
+    """The result of a fused operator on lazy logits, with its place in autograd's graph.
+
+    Args:
+        logits: that the result is of.
+        how: does it by PyTorch, if somebody asks for the gradient of logits.
+        operate: does it, to their rows of hidden states.
+
+    Raises:
+        RuntimeError: as ``Projection.check``.
+    """
+    projection = logits._projection
+    projection.check()
+    needs_gradient = logits.requires_grad and torch.is_grad_enabled()
+    # Autocast as it was for the head, whatever it is now.
+    with torch.set_grad_enabled(needs_gradient), set_autocast(projection.x.device.type, projection.dtype):
+        result = operate(rows_by(logits._steps, projection.x))
+    if result.requires_grad:
         with plain_functions():
-            loss = _Loss.apply(loss, logits, how, *logits._projection.arguments)
-        lazy: LazyLogits | None = logits
-        while lazy is not None:
-            lazy._has_loss, lazy = True, lazy._parent
-    return loss
+            result = _Loss.apply(result, logits, how, *projection.arguments)
+        for lazy in logits.ancestors():
+            lazy._has_loss = True
+    return result
+
+
+def _operations_on(args: Any) -> Callable[[Any, str, Any, Any], Any] | None:
+    """What does the operations on the lazy logits among arguments, or in a list that is the first; None without it."""
+    leads = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+    lazy = next((lead for lead in leads if isinstance(lead, LazyLogits)), None)
+    return None if lazy is None or not lazy.is_lazy() or lazy._is_written_over else lazy._projection.operate
 
 
 def _is_count(value: Any) -> bool:

@@ -28,6 +28,7 @@ from ..kernels.switch import switch
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from .fused_norm_module import warn_once
 from .hooks import Fused, are_plain_calls, has_hooks, why_linears_replaced
+from .lazy_log_probs import operate
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 from .running_code import RunningCode
 
@@ -60,10 +61,10 @@ class FusedHead(Fused):
         """Logits [..., V] of hidden states [..., H]: lazy ones while a model that this is the head of wants a loss."""
         call = next((call for call in reversed(_calls.stack) if call.head is self), None)
         if call is not None:
-            reason = _why_real(self, x)
+            reason = _why_real(self, x, has_labels=call.has_labels)
             if reason is None:
                 how = autocast_dtype(x), call._loss, call._noted, self._parameters
-                projection = Projection(x, self.weight, self.bias, *how)
+                projection = Projection(x, self.weight, self.bias, *how, operate=None if call.has_labels else operate)
                 call.projections.append(projection)
                 return LazyLogits.from_projection(projection)
             call.reason = reason
@@ -98,18 +99,19 @@ class FusedHead(Fused):
 
 
 class LossCall:
-    """A call of a language model that is to return a loss.
+    """A call of a language model that is to return a loss, or logits that a loss will be made of.
 
     Attributes:
         origin: the model's own class.
         head: whose logits the loss is of.
+        has_labels: the model computes the loss.
         is_fused: the operator has computed a loss.
         reason: why it has not, or None.
         projections: calls of the head while it runs.
     """
 
-    def __init__(self, origin: type[nn.Module], head: FusedHead) -> None:
-        self.origin, self.head = origin, head
+    def __init__(self, origin: type[nn.Module], head: FusedHead, *, has_labels: bool = True) -> None:
+        self.origin, self.head, self.has_labels = origin, head, has_labels
         self.is_fused = False
         self.reason: str | None = None
         self.projections: list[Projection] = []
@@ -154,23 +156,28 @@ _calls = _Calls()
 
 
 def fused_forward(origin: Any) -> Callable[..., Any]:
-    """A forward of models of class ``origin`` that is their own; if it gets labels the head's logits are lazy."""
+    """A forward of models of class ``origin`` that is their own.
+
+    The head's logits are lazy if it gets labels, and in training without them too.
+    """
     names = tuple(inspect.signature(origin.forward).parameters)[1:]
     place = names.index("labels")
 
     @wraps(origin.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = args[place] if len(args) > place else kwargs.get("labels")
-        if labels is None or torch.compiler.is_compiling() or switch.depth or not are_plain_calls(inside=type(self)):
+        is_wanted = labels is not None or (self.training and torch.is_grad_enabled())
+        if not is_wanted or torch.compiler.is_compiling() or switch.depth or not are_plain_calls(inside=type(self)):
             return origin.forward(self, *args, **kwargs)
         head = self.get_output_embeddings()
         if any(call.head is head for call in _calls.stack):  # such as BLIP-2's, which counts this loss as its own
             return origin.forward(self, *args, **kwargs)
         reason = _why_real_logits(self, head, labels)
         if reason is not None:
-            warn_once(origin, reason)
+            if labels is not None:
+                warn_once(origin, reason)
             return origin.forward(self, *args, **kwargs)
-        call = LossCall(origin, head)
+        call = LossCall(origin, head, has_labels=labels is not None)
         _calls.stack.append(call)
         try:
             output = call.returned(origin.forward(self, *args, **kwargs))
@@ -179,7 +186,7 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
             for projection in call.projections:
                 projection.is_running = False
             call.projections.clear()
-        if not call.is_fused:
+        if labels is not None and not call.is_fused:
             warn_once(origin, call.reason or "its loss is no cross entropy of the logits of its head")
         return output
 
@@ -226,16 +233,16 @@ def _why_real_logits(model: Any, head: Any, labels: Any) -> str | None:
         return "the forward of linears was replaced"
     if reason := why_compiled_loss(model):
         return reason
-    if type(labels) is not Tensor or labels.dtype != torch.int64:
+    if labels is not None and (type(labels) is not Tensor or labels.dtype != torch.int64):
         return "its labels are no plain tensor of int64"
     if dispatch_modes() or is_transformed():
         return "a mode or a transform of PyTorch watches its call"
-    return why_functions_replaced() or (
-        None if runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}"
-    )
+    if reason := why_functions_replaced():
+        return reason
+    return None if labels is None or runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}"
 
 
-def _why_real(head: FusedHead, x: Any) -> str | None:
+def _why_real(head: FusedHead, x: Any, *, has_labels: bool) -> str | None:
     """The reason for real logits of these hidden states."""
     if "weight" not in head._parameters:
         return "its head computes its weight at each access"
@@ -251,6 +258,10 @@ def _why_real(head: FusedHead, x: Any) -> str | None:
         return f"its head is on {head.weight.device}, and the hidden states are on {x.device}"
     if autocast_dtype(x) is None and any(tensor.dtype != x.dtype for tensor in tensors):
         return f"its head is {head.weight.dtype}, and the hidden states are {x.dtype}"
+    if not has_labels and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return "its logits need no gradient"
+    if not has_labels and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is captured, and the host cannot wait for the device"
     return None
 
 
