@@ -100,7 +100,7 @@ def operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if switch.depth or dispatch_modes() or is_transformed() or not is_of_pytorch(func):
         return NotImplemented
     if name == "stack":
-        result: Any = None if kwargs or len(args) != 1 else _stacked(args[0])
+        result: Any = None if len(args) != 1 or kwargs not in ({}, {"dim": 0}) else _stacked(args[0])
         return NotImplemented if result is None else result
     lead, *rest = args
     if not isinstance(lead, LazyLogits):
@@ -200,7 +200,11 @@ def _gather(lead: LazyLogits, dim: Any, index: Any) -> Tensor | None:
         return None
     index, dtype = index.clone(), lead.dtype  # the caller may write other numbers into it
     if lead.summary is None:
-        return lead.then(Step("selected", lambda x: x.gather(-1, index.to(x.device)), chosen=index)) if _is_in_fp32(lead) else None
+        return (
+            lead.then(Step("selected", lambda x: x.gather(-1, index.to(x.device)), chosen=index))
+            if _is_in_fp32(lead)
+            else None
+        )
     if lead.summary != "log_softmax" or (operands := _Operands.of(lead)) is None:
         return None
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,9 @@ SUMMARIES = frozenset({"log_softmax", "softmax", "product", "product of logits",
 """The steps after which a lazy tensor holds no logits any more."""
 
 _DDP = torch.nn.parallel.distributed.__name__
+
+_DYNAMO = f"{torch.__path__[0]}/_dynamo/eval_frame.py"
+"""The file through which compiled functions are called."""
 
 _SAMPLED = 4096
 
@@ -246,6 +250,7 @@ class LazyLogits(LazyTensor):
     _has_loss: bool  # a fused loss with a gradient was made of these, or of what steps make of them
     _is_untraced: bool  # what was made of these has no place behind them in autograd's graph, or they were written into
     _is_written_over: bool  # by a write into rows of these, so that steps do not tell them any more
+    _is_alias: bool  # of the memory of what it is made of
     _made_by: Step | None
     _writes: list[tuple[tuple[Step, ...], Step]]  # into which rows of these, and what
     _hooks: OrderedDict[int, Any]
@@ -264,7 +269,9 @@ class LazyLogits(LazyTensor):
             like = step.run(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"))
         in_graph = torch.is_grad_enabled() and self.requires_grad and step.name != "detach"
         steps = (*self._steps, step._replace(shape=like.shape))
-        return self._made(self._projection, steps, self, like, in_graph)
+        lazy = self._made(self._projection, steps, self, like, in_graph)
+        lazy._is_alias = like._is_view()
+        return lazy
 
     @classmethod
     def _made(
@@ -276,7 +283,7 @@ class LazyLogits(LazyTensor):
             else:
                 lazy = cls(like, projection.x.device)
         lazy._projection, lazy._steps, lazy._parent = projection, steps, parent
-        lazy._has_loss = lazy._is_untraced = lazy._is_written_over = False
+        lazy._has_loss = lazy._is_untraced = lazy._is_written_over = lazy._is_alias = False
         lazy._made_by, lazy._writes, lazy._hooks = steps[-1] if steps else None, [], OrderedDict()
         lazy._placed(projection)
         return lazy
@@ -326,7 +333,7 @@ class LazyLogits(LazyTensor):
         return next((step.name for step in reversed(self._steps) if step.name in SUMMARIES), None)
 
     def _is_no_view(self) -> bool:
-        return self._made_by is None or self._made_by.name not in ("detach", *OF_ROWS - {"copy"})
+        return self._made_by is None or self._made_by.name not in ("detach", *OF_ROWS)
 
     def ancestors(self) -> list[LazyLogits]:
         """These logits, those that they are made of, and so on."""
@@ -346,13 +353,11 @@ class LazyLogits(LazyTensor):
             for lazy in ancestors
         ):
             return False
+        own = next(place for place, lazy in enumerate(ancestors) if not lazy._is_alias)  # which has memory of its own
+        if any(lazy._made_by is not None and lazy._made_by.name == "detach" for lazy in ancestors[:own]):
+            return False
         path: tuple[Step, ...] = ()
-        for lazy in ancestors:  # up to the one that has memory of its own
-            if lazy._made_by is not None and lazy._made_by.name == "detach":
-                return False
-            if lazy._is_no_view():
-                break
-        for lazy in ancestors:
+        for lazy in ancestors[: own + 1]:
             with plain_functions():
                 if lazy.requires_grad:
                     _Written.apply(lazy, path, step)
@@ -361,11 +366,9 @@ class LazyLogits(LazyTensor):
                 lazy._is_written_over = True
             else:
                 lazy._steps = (*lazy._steps, step)
-            if lazy._is_no_view():
-                lazy._writes.append((path, step))
-                break
-            assert lazy._made_by is not None
-            path = (lazy._made_by, *path)
+            if lazy._is_alias and lazy._made_by is not None:
+                path = (lazy._made_by, *path)
+        ancestors[own]._writes.append((path, step))
         return True
 
     def ask(self, name: str) -> None:
@@ -401,7 +404,7 @@ class LazyLogits(LazyTensor):
                 lead._hooks[handle.id] = args[1]
                 return handle
             is_kept = lead._projection.is_running or name in ("float", "to")  # accelerate casts what a model returns
-            is_kept = is_kept or (lead._projection.operate is not None and name != "detach")
+            is_kept = is_kept or (name != "detach" and _operations_on(args) is not None)
             is_kept = is_kept and not lead._is_written_over and lead.summary is None
             if is_kept and (step := step_of(lead, name, func, args[1:], kwargs)) is not None:
                 return lead if step.name == "same" else lead.then(step)
@@ -644,7 +647,15 @@ def _operations_on(args: Any) -> Callable[[Any, str, Any, Any], Any] | None:
     """What does the operations on the lazy logits among arguments, or in a list that is the first; None without it."""
     leads = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
     lazy = next((lead for lead in leads if isinstance(lead, LazyLogits)), None)
-    return None if lazy is None or not lazy.is_lazy() or lazy._is_written_over else lazy._projection.operate
+    if lazy is None or not lazy.is_lazy() or lazy._is_written_over:
+        return None
+    is_compiled = not lazy._projection.is_running and is_in_compiled_function()
+    return None if is_compiled else lazy._projection.operate
+
+
+def is_in_compiled_function() -> bool:
+    """Return whether a compiled function is running: a compiler traces what is made of real logits alone."""
+    return any(frame.f_code.co_filename == _DYNAMO for frame, _ in traceback.walk_stack(None))
 
 
 def _is_count(value: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import traceback
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar
@@ -29,14 +28,19 @@ from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from .fused_norm_module import warn_once
 from .hooks import Fused, are_plain_calls, has_hooks, why_linears_replaced
 from .lazy_log_probs import operate
-from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
+from .lazy_logits import (
+    GENUINE,
+    REPLACED_BEFORE,
+    CrossEntropy,
+    LazyLogits,
+    LazySum,
+    Projection,
+    is_in_compiled_function,
+)
 from .running_code import RunningCode
 
 _CROSS_ENTROPY = RunningCode(functional.cross_entropy)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_DYNAMO = f"{torch.__path__[0]}/_dynamo/eval_frame.py"
-"""The file through which compiled functions are called."""
-
 _COMPILED = (
     "it reads outputs.logits, which torch.compile does not trace: give it outputs.logits.clone(), or patch the model"
     " with apply_fused_norm(model, loss=False)"
@@ -125,7 +129,7 @@ class LossCall:
     def _noted(self, reader: str) -> None:
         if not self.is_fused and self.reason is None:
             self.reason = why_read(reader)
-        if any(frame.f_code.co_filename == _DYNAMO for frame, _ in traceback.walk_stack(None)):
+        if is_in_compiled_function():
             warn_once(self.origin, _COMPILED, "a compiled function in parts")
 
     def returned(self, output: Any) -> Any:
@@ -170,7 +174,8 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
         if not is_wanted or torch.compiler.is_compiling() or switch.depth or not are_plain_calls(inside=type(self)):
             return origin.forward(self, *args, **kwargs)
         head = self.get_output_embeddings()
-        if any(call.head is head for call in _calls.stack):  # such as BLIP-2's, which counts this loss as its own
+        is_inside = any(call.head is head and (call.has_labels or labels is None) for call in _calls.stack)
+        if is_inside:  # such as BLIP-2's, which counts this loss as its own
             return origin.forward(self, *args, **kwargs)
         reason = _why_real_logits(self, head, labels)
         if reason is not None:
