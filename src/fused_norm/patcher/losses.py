@@ -8,6 +8,7 @@ way, or code that looks at the logits, gets real ones.
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
@@ -263,11 +264,25 @@ def _why_real(head: FusedHead, x: Any, *, has_labels: bool) -> str | None:
         return f"its head is on {head.weight.device}, and the hidden states are on {x.device}"
     if autocast_dtype(x) is None and any(tensor.dtype != x.dtype for tensor in tensors):
         return f"its head is {head.weight.dtype}, and the hidden states are {x.dtype}"
-    if not has_labels and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+    return None if has_labels else _why_real_after(head, x, tensors)
+
+
+def _why_real_after(head: FusedHead, x: Tensor, tensors: list[Tensor]) -> str | None:
+    """The reason for real logits of a model without labels, whose forward returns before anything is made of them."""
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return "its logits need no gradient"
-    if not has_labels and x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is captured, and the host cannot wait for the device"
+    if not isinstance(head.weight, nn.Parameter) or _is_sharded_by_fsdp2():
+        return "its weight is there for this call alone"  # as those of torch.func.functional_call and FSDP1 are
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is captured, in which the host cannot wait for the device"
     return None
+
+
+def _is_sharded_by_fsdp2() -> bool:
+    """Return whether any module of this process is a unit of FSDP2, which may free weights once a forward returns."""
+    module = sys.modules.get("torch.distributed._composable_state")
+    states = getattr(module, "_module_state_mapping", {}).values()
+    return any(type(state()).__name__ == "FSDPState" for state in list(states))
 
 
 def why_functions_replaced() -> str | None:
