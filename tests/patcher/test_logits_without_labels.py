@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -25,7 +26,7 @@ from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import fused_norm_module
 from fused_norm.patcher.lazy_logits import Projection
 
-from .models import relative, slow_but, tokens
+from .models import losses_of, relative, slow_but, tokens, trainer_of
 from .ranks import called_operators, on_two_ranks
 
 Formula = Callable[[Tensor, Tensor], Tensor]
@@ -643,6 +644,27 @@ def test_an_adapter_and_a_frozen_head(device: str, reads: list[str]) -> None:
     assert reads == []
 
 
+def mean_of_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss for the Trainer, which has taken the labels."""
+    logits = outputs.logits.float()[:, :-1].reshape(-1, outputs.logits.shape[-1])
+    return functional.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [True, False])
+def test_the_trainer_trains_as_stock(own: bool, device: str, tmp_path: Path, reads: list[str]) -> None:
+    data = [{"input_ids": row, "labels": row} for row in tokens(batch=4, length=9)]
+    losses = []
+    for model in pair(device):
+        trainer = trainer_of(model, tmp_path, data, max_steps=4, label_smoothing_factor=0.0 if own else 0.1)
+        if own:
+            trainer.compute_loss_func = mean_of_items
+        trainer.train()
+        losses.append(losses_of(trainer).tolist())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert len(reads) == (0 if own else 4)
+
+
 def wrapped(rank: int, world: int) -> list[dict[str, Any]]:
     """The gradients of two ranks by each wrapper, whether logits were lazy, and whether the operator ran."""
     results = []
@@ -675,7 +697,7 @@ def wrapped(rank: int, world: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_stock_and_fsdp2_gets_real_logits(tmp_path: Any) -> None:
+def test_two_ranks_train_as_stock_and_fsdp2_gets_real_logits(tmp_path: Path) -> None:
     for results in on_two_ranks(wrapped, tmp_path):
         for result in results:
             assert result["losses"] == pytest.approx(results[0]["losses"], rel=1e-5), result

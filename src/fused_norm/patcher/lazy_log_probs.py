@@ -342,8 +342,8 @@ def _multiply(lead: LazyLogits, other: Any) -> LazyLogits | None:
         first, second = (reduce(lambda value, step: step.run(value), steps, x) for steps in factors)
         return first * second
 
-    name = "product of logits" if None in names else "product"
-    return _untraced(logits.then(Step(name, product)), lead, other)
+    name = "weighted_logits" if None in names else "product"
+    return _untraced(logits.then(Step(name, product)), *(lazy for lazy in (lead, other) if lazy is not logits))
 
 
 def _sum(lead: LazyLogits, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
@@ -352,7 +352,7 @@ def _sum(lead: LazyLogits, dim: Any, keepdim: bool = False, dtype: Any = None) -
     is_same = _is_in_fp32(lead) or autocast_dtype(lead) is None
     if logits is None or not _is_last(lead, dim) or dtype not in (None, lead.dtype) or not is_same:
         return None
-    if lead.summary == "product of logits":
+    if lead.summary == "weighted_logits":
         return lead.then(Step("mean", lambda x: x.sum(-1, keepdim=keepdim))) if _is_in_fp32(lead) else None
     if lead.summary != "product" or (operands := _Operands.of(logits)) is None:
         return None

@@ -51,7 +51,7 @@ _OF_GRADIENT = _ASKS | {"grad", "retains_grad"}
 _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """Functions that are asked for the gradients of ``inputs``."""
 
-SUMMARIES = frozenset({"log_softmax", "softmax", "product", "product of logits", "selected", "logsumexp", "mean"})
+SUMMARIES = frozenset({"log_softmax", "softmax", "product", "weighted_logits", "selected", "logsumexp", "mean"})
 """The steps after which a lazy tensor holds no logits any more."""
 
 _DDP = torch.nn.parallel.distributed.__name__

@@ -66,8 +66,8 @@ class FusedHead(Fused):
         """Logits [..., V] of hidden states [..., H]: lazy ones while a model that this is the head of wants a loss."""
         call = next((call for call in reversed(_calls.stack) if call.head is self), None)
         if call is not None:
-            reason = _why_real(self, x, has_labels=call.has_labels)
-            if reason is None:
+            reason = _why_real(self, x)
+            if reason is None and (call.has_labels or _may_be_read_later(self, x)):
                 how = autocast_dtype(x), call._loss, call._noted, self._parameters
                 projection = Projection(x, self.weight, self.bias, *how, operate=None if call.has_labels else operate)
                 call.projections.append(projection)
@@ -248,7 +248,7 @@ def _why_real_logits(model: Any, head: Any, labels: Any) -> str | None:
     return None if labels is None or runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}"
 
 
-def _why_real(head: FusedHead, x: Any, *, has_labels: bool) -> str | None:
+def _why_real(head: FusedHead, x: Any) -> str | None:
     """The reason for real logits of these hidden states."""
     if "weight" not in head._parameters:
         return "its head computes its weight at each access"
@@ -264,18 +264,16 @@ def _why_real(head: FusedHead, x: Any, *, has_labels: bool) -> str | None:
         return f"its head is on {head.weight.device}, and the hidden states are on {x.device}"
     if autocast_dtype(x) is None and any(tensor.dtype != x.dtype for tensor in tensors):
         return f"its head is {head.weight.dtype}, and the hidden states are {x.dtype}"
-    return None if has_labels else _why_real_after(head, x, tensors)
-
-
-def _why_real_after(head: FusedHead, x: Tensor, tensors: list[Tensor]) -> str | None:
-    """The reason for real logits of a model without labels, whose forward returns before anything is made of them."""
-    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-        return "its logits need no gradient"
-    if not isinstance(head.weight, nn.Parameter) or _is_sharded_by_fsdp2():
-        return "its weight is there for this call alone"  # as those of torch.func.functional_call and FSDP1 are
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is captured, in which the host cannot wait for the device"
     return None
+
+
+def _may_be_read_later(head: FusedHead, x: Tensor) -> bool:
+    """Return whether logits of these hidden states are for training, and can be computed after the model's forward."""
+    is_trained = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in head.parameters()))
+    # A weight of torch.func.functional_call or FSDP1 is there for the call alone, and is no parameter.
+    is_kept = isinstance(head.weight, nn.Parameter) and not _is_sharded_by_fsdp2()
+    # In a CUDA graph the host cannot wait for the device.
+    return is_trained and is_kept and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _is_sharded_by_fsdp2() -> bool:
