@@ -430,6 +430,12 @@ def written_with_siblings(logits: Tensor) -> list[Tensor]:
     return [first, second]
 
 
+def written_after_a_read(logits: Tensor) -> list[Tensor]:
+    kept = logits.detach()
+    logits.mul_(0.5)
+    return [kept]
+
+
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "all": divided,
     "rows": divided_rows,
@@ -438,10 +444,54 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "selected rows": written_by_a_mask,
     "reshaped": written_reshaped,
     "siblings": written_with_siblings,
+    "after a read": written_after_a_read,
+    "in another shape": lambda x: [x.view(3, 6, -1)[:2].div_(0.7)],
     "one row": lambda x: [x[0].div_(0.7)[None]],
     "squeezed": lambda x: [x[:1].squeeze(0).div_(0.7)[None]],
     "a number for each row": lambda x: x.div_(torch.ones_like(x[..., :1]) * 2),
 }
+
+
+def with_gradients_of_both(model: Any) -> list[Any]:
+    logits = logits_of(model)
+    log_probs = logits.log_softmax(-1)
+    loss = log_probs.gather(-1, ids(model)[..., None]).sin().sum()
+    log_probs.retain_grad()
+    logits.retain_grad()
+    return gradients(model, loss, log_probs, logits)
+
+
+def of_no_rows(model: Any) -> list[Any]:
+    logits, index = logits_of(model), ids(model)
+    none, no_index = logits[:, :0], index[:, :0]
+    log_probs = none.log_softmax(-1).gather(-1, no_index[..., None])
+    loss = log_probs.sum() + by_softmax(none).sum() + logits.log_softmax(-1).gather(-1, index[..., None]).sum()
+    return [none.argmax(-1), log_probs.detach(), *gradients(model, loss)]
+
+
+def of_pieces(model: Any) -> list[Any]:
+    logits, index = logits_of(model), ids(model)
+    first, _ = logits.chunk(2, dim=0)
+    last = logits.split([4, 5], dim=1)[1]
+    row = logits[0, 3].log_softmax(-1).gather(-1, index[0, :1])
+    return gradients(model, selected(first, index[:1]).sin().sum() + total(last) + row.sum())
+
+
+def in_inference_mode(model: Any) -> list[Any]:
+    logits = logits_of(model)
+    with torch.inference_mode():
+        values = [logits.argmax(-1), selected(logits, ids(model)), in_chunks(logits)]
+    return [*(value.clone() for value in values), *gradients(model, total(logits))]
+
+
+def read_and_used(model: Any) -> list[Any]:
+    """Log-softmax by hand and by PyTorch, both used and then read."""
+    logits, loss = logits_of(model), torch.zeros((), device=model.device)
+    for log_probs in (logits.log_softmax(-1), logits - logits.logsumexp(-1, keepdim=True)):
+        loss = loss + log_probs.gather(-1, ids(model)[..., None]).sin().sum()
+        loss = loss + log_probs.square().mean()
+    return gradients(model, loss + logits.mean())
+
 
 OUTCOMES: dict[str, Callable[[Any], list[Any]]] = {
     "a leaf of detached ones": leaf,
@@ -451,6 +501,11 @@ OUTCOMES: dict[str, Callable[[Any], list[Any]]] = {
         )
         for by in ("retain_grad", "register_hook", "autograd") for after in (False, True)
     },
+    "gradients of log-softmax and logits": with_gradients_of_both,
+    "no rows": of_no_rows,
+    "pieces": of_pieces,
+    "inference mode": in_inference_mode,
+    "both read and used": read_and_used,
     "a read afterwards": read_after,
     "fast weights": with_fast_weights,
     "NaN in the head": lambda model: with_nan(model, in_head=True),

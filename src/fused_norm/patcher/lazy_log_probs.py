@@ -103,7 +103,7 @@ def operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         result: Any = None if len(args) != 1 or kwargs not in ({}, {"dim": 0}) else _stacked(args[0])
         return NotImplemented if result is None else result
     lead, *rest = args
-    if not isinstance(lead, LazyLogits):
+    if not isinstance(lead, LazyLogits) or not lead.numel():
         return NotImplemented
     if lead.summary in (None, "log_softmax") and (pieces := pieces_of(lead, name, func, rest, kwargs)) is not None:
         return tuple([lead.then(piece) for piece in pieces])
@@ -183,7 +183,7 @@ def _log_softmax(lead: LazyLogits, dim: Any = None, dtype: Any = None, _stacklev
     return lead.then(Step("log_softmax", lambda x: torch.log_softmax(x, -1, dtype=to)))
 
 
-def _logsumexp(lead: LazyLogits, dim: Any, keepdim: bool = False) -> LazyLogits | None:
+def _logsumexp(lead: LazyLogits, dim: Any = None, keepdim: bool = False) -> LazyLogits | None:
     if lead.summary is not None or not _is_last(lead, dim) or not _is_in_fp32(lead):
         return None
     return lead.then(Step("logsumexp", lambda x: torch.logsumexp(x, -1, keepdim=keepdim)))
@@ -195,7 +195,7 @@ def _is_index(index: Any, shape: tuple[int, ...], lead: LazyLogits) -> bool:
     return is_plain and index.dtype == torch.int64 and index.device == lead.device and tuple(index.shape) == shape
 
 
-def _gather(lead: LazyLogits, dim: Any, index: Any) -> Tensor | None:
+def _gather(lead: LazyLogits, dim: Any = None, index: Any = None) -> Tensor | None:
     if not _is_last(lead, dim) or not _is_index(index, (*lead.shape[:-1], 1), lead):
         return None
     index, dtype = index.clone(), lead.dtype  # the caller may write other numbers into it
@@ -216,7 +216,7 @@ def _gather(lead: LazyLogits, dim: Any, index: Any) -> Tensor | None:
 
 def _nll_loss(
     lead: LazyLogits,
-    target: Any,
+    target: Any = None,
     weight: Any = None,
     size_average: Any = None,
     ignore_index: int = -100,
@@ -230,7 +230,7 @@ def _nll_loss(
 
 def _cross_entropy(
     lead: LazyLogits,
-    target: Any,
+    target: Any = None,
     weight: Any = None,
     size_average: Any = None,
     ignore_index: int = -100,
@@ -274,7 +274,7 @@ def _loss(
     return ended(lead, how, lambda rows: projection.loss(rows, entropy))
 
 
-def _subtract(lead: LazyLogits, other: Any) -> Tensor | None:
+def _subtract(lead: LazyLogits, other: Any = None) -> Tensor | None:
     """The difference of logits, or a mean of them, and the log of the sum of their exponentials."""
     if not isinstance(other, LazyLogits) or not other.is_lazy():
         return None
@@ -327,7 +327,7 @@ def _exp(lead: LazyLogits) -> LazyLogits | None:
     return lead.then(Step("softmax", torch.exp)) if lead.summary == "log_softmax" and is_same else None
 
 
-def _multiply(lead: LazyLogits, other: Any) -> LazyLogits | None:
+def _multiply(lead: LazyLogits, other: Any = None) -> LazyLogits | None:
     """Probabilities times logits or log-probabilities."""
     if not isinstance(other, LazyLogits) or not other.is_lazy() or lead.dtype != other.dtype:
         return None
@@ -346,7 +346,7 @@ def _multiply(lead: LazyLogits, other: Any) -> LazyLogits | None:
     return _untraced(logits.then(Step(name, product)), *(lazy for lazy in (lead, other) if lazy is not logits))
 
 
-def _sum(lead: LazyLogits, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
+def _sum(lead: LazyLogits, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """The negative entropy of a product with log-probabilities; of one with logits their mean, which stays lazy."""
     logits = _source(lead)
     is_same = _is_in_fp32(lead) or autocast_dtype(lead) is None
@@ -376,7 +376,7 @@ def _stacked(lazies: Any) -> LazyLogits | None:
     return _untraced(whole.then(Step("logsumexp", lambda x: x.logsumexp(-1))), *lazies)
 
 
-def _argmax(lead: LazyLogits, dim: Any, keepdim: bool = False) -> Tensor | None:
+def _argmax(lead: LazyLogits, dim: Any = None, keepdim: bool = False) -> Tensor | None:
     """The largest logits of rows, which are computed in chunks."""
     if lead.summary is not None or not _is_last(lead, dim):
         return None
