@@ -361,7 +361,9 @@ def under_no_grad(model: Any) -> list[Any]:
     with torch.no_grad():
         entropies = [in_chunks(logits), by_softmax(logits), selected(logits, ids(model))]
         probabilities = logits.log_softmax(-1).exp()
+        partition = logits.logsumexp(-1)
     mixed = -(probabilities * logits.log_softmax(-1)).sum(-1)  # probabilities are constants
+    mixed = mixed + (logits.gather(-1, ids(model)[..., None]).squeeze(-1) - partition).sin()  # and so is the other
     assert not any(entropy.requires_grad for entropy in entropies)
     return [*entropies, *gradients(model, mixed.sum() + total(logits))]
 
@@ -631,6 +633,23 @@ def test_generation_in_training_mode_is_as_in_stock(device: str) -> None:
     own, fused = pair(device)
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(fused.generate(ids(fused), **options), own.generate(ids(own), **options))
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_backward_has_the_labels_of_the_call(is_asked: bool, device: str) -> None:
+    """Stock raises if they were written to since."""
+    results = []
+    for is_written in (False, True):
+        _, model = pair(device)
+        logits, labels = logits_of(model), ids(model).clone()
+        loss = functional.cross_entropy(flat(logits), labels.view(-1), reduction="none").sin().sum()
+        loss = loss + logits.log_softmax(-1).gather(-1, labels[..., None]).sin().sum() + selected(logits, labels).sum()
+        if is_asked:
+            logits.retain_grad()
+        if is_written:
+            labels.fill_(7)
+        results.append(gradients(model, loss))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 def test_no_labels_are_no_index(device: str) -> None:
