@@ -363,11 +363,16 @@ def under_no_grad(model: Any) -> list[Any]:
     with torch.no_grad():
         entropies = [in_chunks(logits), by_softmax(logits), selected(logits, ids(model))]
         probabilities = logits.log_softmax(-1).exp()
-        partition = logits.logsumexp(-1)
     mixed = -(probabilities * logits.log_softmax(-1)).sum(-1)  # probabilities are constants
-    mixed = mixed + (logits.gather(-1, ids(model)[..., None]).squeeze(-1) - partition).sin()  # and so is the other
     assert not any(entropy.requires_grad for entropy in entropies)
     return [*entropies, *gradients(model, mixed.sum() + total(logits))]
+
+
+def with_a_constant_partition(model: Any) -> list[Any]:
+    logits = logits_of(model)
+    with torch.no_grad():
+        partition = logits.logsumexp(-1)
+    return gradients(model, (logits.gather(-1, ids(model)[..., None]).squeeze(-1) - partition).sin().sum())
 
 
 class ScaledGradient(torch.autograd.Function):
@@ -528,6 +533,7 @@ OUTCOMES: dict[str, Callable[[Any], list[Any]]] = {
     "a second derivative": twice_differentiated,
     "several forwards": accumulated,
     "entropies without a gradient": under_no_grad,
+    "a partition function without a gradient": with_a_constant_partition,
     "scaled gradients": lambda model: gradients(model, total(ScaledGradient.apply(logits_of(model) / 0.7))),
     "scaled gradients of log-softmax": lambda model: gradients(
         model, ScaledGradient.apply(logits_of(model).log_softmax(-1)).square().sum()

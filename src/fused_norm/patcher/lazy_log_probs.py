@@ -58,6 +58,8 @@ class _Operands(NamedTuple):
         self, rows: Tensor, target: Tensor, ignore_index: int = _NO_LABEL, *, entropies: bool = False
     ) -> LogProbs:
         """The log-probabilities of labels, one for each row of hidden states."""
+        # The host waits here for the device: rows without a label are left out of the products.
+        count = None if ignore_index == _NO_LABEL else int((target != ignore_index).sum())
         scale, temperature = (
             1.0 if self.options[name] is None else self.options[name] for name in ("scale", "temperature")
         )
@@ -71,6 +73,7 @@ class _Operands(NamedTuple):
             logit_scale=scale,
             softcap=self.options["cap"],
             logits_in_fp32=self.options["in_fp32"],
+            max_labels=count,
             entropies=entropies,
         )
 
@@ -200,11 +203,8 @@ def _gather(lead: LazyLogits, dim: Any = None, index: Any = None) -> Tensor | No
         return None
     index, dtype = index.clone(), lead.dtype  # the caller may write other numbers into it
     if lead.summary is None:
-        return (
-            lead.then(Step("selected", lambda x: x.gather(-1, index.to(x.device)), chosen=index))
-            if _is_in_fp32(lead)
-            else None
-        )
+        step = Step("selected", lambda x: x.gather(-1, index.to(x.device)), chosen=index)
+        return lead.then(step) if _is_in_fp32(lead) else None
     if lead.summary != "log_softmax" or (operands := _Operands.of(lead)) is None:
         return None
 
@@ -282,8 +282,7 @@ def _subtract(lead: LazyLogits, other: Any = None) -> Tensor | None:
     if logits is None or logits is not _source(other) or not _have_equal_places(logits, lead, other):
         return None
     if names == (None, "logsumexp") and tuple(other.shape) == (*lead.shape[:-1], 1) and lead is logits:
-        lead_step = Step("log_softmax", lambda x: x - x.logsumexp(-1, keepdim=True))
-        return _untraced(logits.then(lead_step), other)
+        return _untraced(logits.then(Step("log_softmax", lambda x: x - x.logsumexp(-1, keepdim=True))), other)
     if lead.shape != other.shape or (operands := _Operands.of(logits)) is None:
         return None
     shape = lead.shape
