@@ -345,12 +345,12 @@ class LazyLogits(LazyTensor):
     def write(self, step: Step) -> bool:
         """Have a multiple of these logits written into them, and return True; or return False, and do nothing.
 
-        That is so if others than those that these are rows of could see it or could have been made before it.
+        The latter is so if there are other lazy tensors than those that these were made of: they may share memory with
+        these, or may be copies from before the write; and if autograd is off and would not know of the write.
         """
         ancestors, is_traced = self.ancestors(), torch.is_grad_enabled()
         if {*map(id, self._projection.members(LazyTensor))} - {*map(id, ancestors)} or any(
-            lazy._has_loss or lazy._hooks or not lazy.is_lazy() or (lazy.requires_grad and not is_traced)
-            for lazy in ancestors
+            not lazy.is_lazy() or (lazy.requires_grad and not is_traced) for lazy in ancestors
         ):
             return False
         own = next(place for place, lazy in enumerate(ancestors) if not lazy._is_alias)  # which has memory of its own
