@@ -555,9 +555,14 @@ def test_a_weight_written_between_forward_and_backward_is_an_error_as_in_stock(w
     ids=str,
 )
 def test_two_programs_fit_on_a_processor_whose_registers_can_be_limited(
-    dtype: torch.dtype, options: dict[str, Any], device_limits: bool, most: int | None, on: Callable[[Any], None]
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    device_limits: bool,
+    most: int | None,
+    on: Callable[[Any], None],
+    device,
 ) -> None:
     on(Device(limits_registers=device_limits))
-    case = make_case("cpu", dtype, entropies=True, are_largest=True, **options)
+    case = make_case(device, dtype, entropies=True, are_largest=True, **options)
     launches = launches_of(lambda: ours(*case[:4], **case.options))
     assert [launch.options.get("maxnreg") for launch in launches] == [most]

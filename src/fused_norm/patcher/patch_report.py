@@ -41,8 +41,8 @@ class Site:
         path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
             that takes the sum, or the layer if none does. ``sandwich``: the norm of the branch. ``rope``: the
             attention. ``mlp``: the module with the product. ``conv``: the module around the convolution. ``linear``:
-            the 4-bit linear. ``adapter``: the LoRA layer. ``loss``: the head. ``consumers``: the attention or MLP.
-            ``recompute`` and ``graphs``: the layer.
+            the 4-bit linear. ``adapter``: the LoRA layer, or PEFT's wrapper of a parameter. ``loss``: the head.
+            ``consumers``: the attention or MLP. ``recompute`` and ``graphs``: the layer.
         kind: one of ``KINDS``; ``consumers`` for an attention or MLP that reads a fused norm, each of whose linears
             gets an output of that norm of its own; ``recompute`` for a layer with something fused in it, which
             recomputes outputs of fused operators in its backward; ``graphs`` for a layer that is replayed as CUDA
