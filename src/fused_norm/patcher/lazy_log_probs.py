@@ -25,8 +25,8 @@ from ..kernels.vocabulary_head import chunk_rows
 from .lazy_logits import SUMMARIES, CrossEntropy, LazyLogits, LazyTensor, ended
 from .logit_steps import OF_ROWS, Step, is_of_pytorch, pieces_of, rows_by, step_of, transformation_by, write_of
 
-_NO_LABEL = torch.iinfo(torch.int64).min
-"""An index that nobody can gather by, so that every row has a log-probability."""
+_NO_LABEL = 1 - 2**31
+"""An index that nobody gathers by, so that every row has a log-probability; of 32 bits, as other ignored labels are."""
 
 _SMALL = frozenset({"selected", "logsumexp", "mean"})
 """Summaries of one number for each row."""
