@@ -27,6 +27,7 @@ EAGER = [name for name in faults_where("eager") if name not in (*CONSUMERS, OF_A
         ("llama", "bf16", "recompute", faults_where("recompute")),
         ("llama", "mixed", "lora-dropout", faults_where("lora-dropout")),
         ("gemma2", "bf16", "loss", faults_where("loss")),
+        ("llama", "bf16", "log-probs", faults_where("log-probs")),
         ("llama", "bf16", "checkpointing", faults_where("checkpointing")),
         ("llama", "mixed", "lora-alone", faults_where("lora-alone")),
         *(
