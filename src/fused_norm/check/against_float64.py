@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -30,7 +31,7 @@ from ..kernels.vocabulary_head import IGNORED
 from ..patcher import FuseOptions, PatchReport, apply_fused_norm, remove_fused_norm
 from ..patcher.survey import survey
 from ..spec import FusedNormError
-from .distances import distance, distances, share_different
+from .distances import distance, distances, ratio, share_different
 from .log_prob_losses import log_prob_outputs
 from .reordered_norms import reordered_norms
 
@@ -303,6 +304,7 @@ def compare_steps(
     options: FuseOptions,
     truth: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
+    least_loss: float = 0.0,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> StepCheck:
     """Compare the truth, stock steps and the fused step of any loss.
@@ -315,6 +317,7 @@ def compare_steps(
         options: of ``apply_fused_norm``.
         truth: as in ``check_step``.
         autocast: dtype that the step computes in, if not the parameters'.
+        least_loss: the size that the loss counts as at least: that of a policy gradient is all but zero.
         progress: as in ``check_step``.
 
     Raises:
@@ -329,12 +332,13 @@ def compare_steps(
             if step == "truth":
                 exact = _truth(model, truth, outputs_of)
             elif step == "stock":
-                errors_of_stock = _stock_errors(model, outputs_of, exact)
+                errors_of = partial(relative_errors, exact=exact, least_loss=least_loss)
+                errors_of_stock = _stock_errors(model, outputs_of, errors_of)
             else:
                 report = apply_fused_norm(model, **vars(options))
                 for _ in range(WARM_UP if options.cuda_graphs else 0):
                     _step(model, outputs_of)
-                errors_of_fused = relative_errors(_step(model, outputs_of), exact)
+                errors_of_fused = errors_of(_step(model, outputs_of))
                 if options.cuda_graphs:
                     replay = _check_replay(model, outputs_of, options)
     finally:
@@ -430,25 +434,34 @@ def _step(model: nn.Module, outputs_of: OutputsOf) -> dict[str, torch.Tensor]:
     return results
 
 
-def _stock_errors(model: nn.Module, outputs_of: OutputsOf, exact: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+def _stock_errors(
+    model: nn.Module, outputs_of: OutputsOf, errors_of: Callable[[dict[str, torch.Tensor]], dict[str, float]]
+) -> dict[str, list[float]]:
     """The relative errors of ``STOCK_STEPS`` stock steps."""
     norms = [site for site in survey(model, FuseOptions(strict=False))[0] if site.reason is None]
-    errors: dict[str, list[float]] = {name: [] for name in exact}
+    errors: dict[str, list[float]] = {}
     devices = [device] if (device := next(model.parameters()).device).type == "cuda" else []
     with torch.random.fork_rng(devices):
         for order in range(STOCK_STEPS):
             torch.manual_seed(order)
             with reordered_norms(model, norms if order else (), seed=order):
-                step_errors = relative_errors(_step(model, outputs_of), exact)
+                step_errors = errors_of(_step(model, outputs_of))
             for name, error in step_errors.items():
-                errors[name].append(error)
+                errors.setdefault(name, []).append(error)
     return errors
 
 
-def relative_errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The relative distance of each result from the exact one; gradients near zero count as in ``distances``."""
+def relative_errors(
+    results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], *, least_loss: float = 0.0
+) -> dict[str, float]:
+    """The relative distance of each result from the exact one.
+
+    A loss counts as at least ``least_loss``; gradients near zero count as in ``distances``.
+    """
     gradients = {name: value for name, value in exact.items() if name.endswith(".grad")}
     others = {name: distance(results[name], value) for name, value in exact.items() if name not in gradients}
+    if exact["loss"].abs().item() < least_loss:
+        others["loss"] = ratio((results["loss"].double() - exact["loss"]).abs().item(), least_loss)
     return others | distances(results, gradients)
 
 
