@@ -101,6 +101,7 @@ def test_a_trainer_that_was_checked_is_as_it_was_and_trains_as_one_that_was_not(
         fused = apply_fused_norm(each.model)
         if is_checked:
             before = {name: copy.copy(value) for name, value in vars(each).items()}
+            loaders = each.accelerator.gradient_state.dataloader_references
             of_accelerator = copy.deepcopy(each.accelerator._dataloaders), len(each.accelerator._models)
             assert check_trainer(each).report.counts == fused.counts
             assert vars(each).keys() == before.keys()
@@ -108,7 +109,7 @@ def test_a_trainer_that_was_checked_is_as_it_was_and_trains_as_one_that_was_not(
             assert {name: vars(each)[name] for name in same} == {name: before[name] for name in same}
             assert getattr(each, "seen", {}).get("steps", []) == []
             assert (each.accelerator._dataloaders, len(each.accelerator._models)) == of_accelerator
-            assert each.accelerator.gradient_state.dataloader_references == [None]
+            assert each.accelerator.gradient_state.dataloader_references == loaders
             assert all(is_fused(norm) for norm in (each.model, each.model.model.norm))
             assert each.model.model.layers[0].self_attn.attention_dropout == 0.3
             assert all(parameter.grad is None for parameter in each.model.parameters())

@@ -226,6 +226,11 @@ _num_items_unheeded = in_head(
 )
 
 
+def _entropies_of_the_row_before(call: Backward) -> Results:
+    gradient = call["dentropies"]
+    return call.results() if gradient is None else call.results(dentropies=gradient.roll(1))
+
+
 _NOT_IN_MODELS = "linear_log_probs"
 
 
@@ -260,7 +265,7 @@ def _in_operators() -> Iterator[Fault]:
         # The temperature is left out of the gradients.
         ("linear_log_probs-temperature", lambda call: call.results(temperature=None), _NOT_IN_MODELS),
         # The gradient of an entropy is that of the row before.
-        ("linear_log_probs-entropy", lambda call: call.results(dentropies=call["dentropies"].roll(1)), _NOT_IN_MODELS),
+        ("linear_log_probs-entropy", _entropies_of_the_row_before, _NOT_IN_MODELS),
         (f"{sum_of_norm}-dropped", _of_consumers(lambda dys: dys[:-1])),  # the first consumer's gradient is missing
         # Gradients are summed from the first consumer on.
         ("rms_norm_for_consumers-order", _of_consumers(lambda dys: dys[::-1])),
