@@ -2,6 +2,7 @@
 
 import copy
 import random
+from types import MethodType
 
 import numpy
 import pytest
@@ -79,6 +80,29 @@ def test_the_fused_step_of_a_trainer_is_as_near_to_the_truth_as_the_stock_step(k
     if bf16:  # a truth in float32 is not computed under autocast
         in_float32 = check_trainer(checked, truth=torch.float32)
         assert [row.stock for row in in_float32.deviations] == pytest.approx(errors, rel=0.05, abs=1e-6)
+
+
+def test_a_forward_on_the_instance_that_has_the_model_in_its_closure_runs_the_copies(tmp_path):
+    def scaled(model):
+        forward = model.forward
+
+        def around(self, input_ids, labels=None, *, factor=2, **others):
+            if factor == 1:  # it has itself in its closure, too
+                return around(self, input_ids, labels, **others)
+            output = forward(input_ids=input_ids, labels=labels, **others)
+            output.loss = factor * output.loss
+            return output
+
+        model.forward = MethodType(around, model)
+        return model
+
+    checked = trainer(tmp_path, scaled(llama()))
+    own = checked.model.forward.__func__
+    result = check_trainer(checked)
+    assert result.ok, str(result)
+    assert max(row.stock for row in result.deviations) < 1e-5
+    assert checked.model.forward.__func__ is own
+    assert checked.model.forward.__self__ is checked.model
 
 
 @pytest.mark.parametrize("name", ["linear_cross_entropy-unshifted", "add_rms_norm_for_consumers-dropped"])

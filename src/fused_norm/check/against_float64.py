@@ -33,6 +33,7 @@ from ..patcher.survey import survey
 from ..spec import FusedNormError
 from .distances import distance, distances, ratio, share_different
 from .log_prob_losses import log_prob_outputs
+from .model_copies import deep_copy
 from .reordered_norms import reordered_norms
 
 SLACK = 0.25
@@ -405,7 +406,7 @@ class _Float64ForFloat32(TorchFunctionMode):
 
 
 def _truth(model: nn.Module, dtype: torch.dtype, outputs_of: OutputsOf) -> dict[str, torch.Tensor]:
-    wide: Any = copy.deepcopy(model).to(dtype)
+    wide = deep_copy(model).to(dtype)
     # The grouped matrix product of transformers 5 has no float64.
     if hasattr(wide, "set_experts_implementation") and wide._can_set_experts_implementation():
         wide.set_experts_implementation("eager")

@@ -23,6 +23,7 @@ from ..kernels.vocabulary_head import IGNORED
 from ..patcher import FuseOptions, remove_fused_norm
 from ..patcher.survey import compiled_modules
 from .against_float64 import StepCheck, UncheckableError, compare_steps, training_without_dropout
+from .model_copies import deep_copy
 
 _PREPARED = "forward", "_original_forward", "_is_accelerate_prepared"
 """What accelerate sets on a model whose forward runs under autocast."""
@@ -64,7 +65,7 @@ def check_trainer(
         of_callbacks = [getattr(each, "options", None) for each in trainer.callback_handler.callbacks]
         options = next((each for each in of_callbacks if isinstance(each, FuseOptions)), FuseOptions())
     options = options if isinstance(options, FuseOptions) else FuseOptions(**options)
-    model: nn.Module = copy.deepcopy(trainer.model)
+    model: nn.Module = deep_copy(trainer.model)
     remove_fused_norm(model)
     model.zero_grad(set_to_none=True)
     twin = _twin(trainer, model)
@@ -80,7 +81,7 @@ def check_trainer(
             dtype = next(parameter.dtype for parameter in model_of_step.parameters())
             batch = tree_map_only(Tensor, lambda it: it.to(dtype) if it.is_floating_point() else it, batch)
         for name, other in others.items():
-            setattr(twin, name, copy.deepcopy(other).to(dtype) if is_truth else other)
+            setattr(twin, name, deep_copy(other).to(dtype) if is_truth else other)
         _seed()
         # In transformers 4 this is autocast on a CPU.
         around = nullcontext() if is_truth else twin.compute_loss_context_manager()
