@@ -27,15 +27,22 @@ def _of_copies(value: Any, copies: dict[int, Any]) -> Any:
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, MethodType):
-        return MethodType(_of_copies(value.__func__, copies), _of_copies(value.__self__, copies))
+        function, owner = (_of_copies(part, copies) for part in (value.__func__, value.__self__))
+        return value if (function, owner) == (value.__func__, value.__self__) else MethodType(function, owner)
     if not isinstance(value, FunctionType) or not value.__closure__:
         return value
     cells = tuple(CellType() for _ in value.__closure__)
     new = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
     copies[id(value)] = new  # a function may have itself in its closure
+    full = [pair for pair in zip(cells, value.__closure__, strict=True) if pair[1] != CellType()]
+    for cell, old in full:
+        cell.cell_contents = _of_copies(old.cell_contents, copies)
+    own = {name: _of_copies(each, copies) for name, each in vars(value).items()}
+    parts = [(cell.cell_contents, old.cell_contents) for cell, old in full]
+    parts += [(own[name], each) for name, each in vars(value).items()]
+    if all(part is old or old is value for part, old in parts):  # the class's own forward, for example
+        copies[id(value)] = value
+        return value
     new.__kwdefaults__, new.__qualname__, new.__doc__ = value.__kwdefaults__, value.__qualname__, value.__doc__
-    for cell, old in zip(cells, value.__closure__, strict=True):
-        if old != CellType():  # an empty one
-            cell.cell_contents = _of_copies(old.cell_contents, copies)
-    vars(new).update((name, _of_copies(each, copies)) for name, each in vars(value).items())
+    vars(new).update(own)
     return new
