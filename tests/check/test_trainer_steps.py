@@ -244,12 +244,13 @@ def test_a_step_of_trainers_of_trl_is_held_to_the_truth_and_a_fault_in_it_is_ove
     result = check_trainer(checked)
     assert result.ok, str(result)
     assert result.truth == torch.float64
-    assert result.report.counts["norm"] == 5
+    assert (result.report.counts["norm"], result.report.counts["loss"]) == (5, 1)
     assert not any(checked._metrics["train"].values())
     assert not any(map(is_fused, checked.model.modules()))
     if method == "grpo":
         assert (checked._step, checked._buffered_inputs, len(checked._logs["completion"])) == (0, None, 0)
-    with FAULTS["add_rms_norm_for_consumers-dropped"].planted(checked.model) as planted:
-        result = check_trainer(checked)
-    assert planted.calls > 0
-    assert not result.ok
+    for name in ("add_rms_norm_for_consumers-dropped", "linear_log_probs-shifted"):
+        with FAULTS[name].planted(checked.model) as planted:
+            result = check_trainer(checked)
+        assert planted.calls > 0
+        assert not result.ok

@@ -57,8 +57,8 @@ class Fault:
         planted: plants it for the length of a ``with``.
         where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
             ``consumers`` for a step of a model whose norms know their consumers, ``fp8`` and ``linear_log_probs`` for
-            operators of FP8 codes and of log-probabilities, which no model calls, or the name of another execution of
-            the suite.
+            operators of FP8 codes and of log-probabilities, which no model of the suite calls, or the name of another
+            execution of the suite.
     """
 
     name: str

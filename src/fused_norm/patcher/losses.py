@@ -30,6 +30,7 @@ from .fused_norm_module import warn_once
 from .hooks import Fused, are_plain_calls, has_hooks, why_linears_replaced
 from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
 from .running_code import RunningCode
+from .trl_head import with_operator
 
 _CROSS_ENTROPY = RunningCode(functional.cross_entropy)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,6 +48,10 @@ class FusedLoss(Fused):
 
     fused_norm_head_class: ClassVar[type[nn.Module]]
     fused_norm_what = "head+loss"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the forward that a trainer of TRL puts on a model gets the operator."""
+        super().__setattr__(name, with_operator(self, value) if name == "forward" else value)
 
 
 class FusedHead(Fused):
