@@ -233,7 +233,9 @@ def _trainer(
     }
     padding = max(length // _PAD_TO, 1) if case.is_padded else None
     rows = make_texts(batch * steps, length, is_padded=case.is_padded)
-    shared = {"model": model, "processing_class": make_tokenizer(), "callbacks": [clock]}
+    shared: dict[str, Any] = {"model": model, "processing_class": make_tokenizer(), "callbacks": [clock]}
+    config: Any
+    trainer: Any
     if case.trainer == "SFT":
         config = SFTConfig(**options, max_length=length, pad_to_multiple_of=padding)
         data = Dataset.from_list([{"text": " ".join(text)} for text in rows])
@@ -270,7 +272,7 @@ def _completions(prompts: list[str], _: Any, *, rows: list[list[str]], length: i
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
 
-def _share_of_low_words(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+def _share_of_low_words(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
     """A reward that differs from completion to completion."""
     return [sum(token < _WORDS // 2 for token in ids) / len(ids) for ids in completion_ids]
 
