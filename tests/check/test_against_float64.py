@@ -40,7 +40,11 @@ class Steps:
             yield self.now
 
 
-@pytest.mark.parametrize("name", [None, *(name for name, fault in FAULTS.items() if fault.where == "log-probs")])
+OF_LOG_PROBS = [name for name, fault in FAULTS.items() if fault.where == "log-probs"]
+OF_LOG_PROBS += [f"linear_log_probs-{what}" for what in ("shifted", "temperature", "entropy")]
+
+
+@pytest.mark.parametrize("name", [None, *OF_LOG_PROBS])
 def test_a_loss_of_log_probs_is_held_to_the_truth_and_a_fault_in_it_is_over_budget(name, device):
     model = small("llama", dtype=torch.bfloat16, device=device)
     labels = tokens_of(model)

@@ -56,9 +56,9 @@ class Fault:
         name: its key in ``FAULTS``.
         planted: plants it for the length of a ``with``.
         where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
-            ``consumers`` for a step of a model whose norms know their consumers, ``fp8`` and ``linear_log_probs`` for
-            operators of FP8 codes and of log-probabilities, which no model of the suite calls, or the name of another
-            execution of the suite.
+            ``consumers`` for a step of a model whose norms know their consumers, ``fp8`` for
+            operators of FP8 codes, which no model calls, ``linear_log_probs`` for that operator, which ``log-probs``
+            calls, too, or the name of another execution of the suite.
     """
 
     name: str
@@ -231,7 +231,7 @@ def _entropies_of_the_row_before(call: Backward) -> Results:
     return call.results() if gradient is None else call.results(dentropies=gradient.roll(1))
 
 
-_NOT_IN_MODELS = "linear_log_probs"
+_OF_OPERATOR = "linear_log_probs"
 
 
 def _in_operators() -> Iterator[Fault]:
@@ -249,9 +249,9 @@ def _in_operators() -> Iterator[Fault]:
         ("norm_fp8-stale", _scale_of_the_first_call, "fp8"),  # the scale is that of the first call
         ("lora_linear-stale", _adapter_of_the_first_call, "lora"),  # its weights are those of the first step
         # Log-probabilities are those of the label of the row before.
-        ("linear_log_probs-shifted", lambda call: call.results(target=call["target"].roll(1)), _NOT_IN_MODELS),
+        ("linear_log_probs-shifted", lambda call: call.results(target=call["target"].roll(1)), _OF_OPERATOR),
         # A row without a label counts as one whose label is the first.
-        ("linear_log_probs-ignored", lambda call: call.results(target=call["target"].clamp(min=0)), _NOT_IN_MODELS),
+        ("linear_log_probs-ignored", lambda call: call.results(target=call["target"].clamp(min=0)), _OF_OPERATOR),
         # Linears read the scales of the next block.
         ("linear_4bit-absmax", lambda call: call.results(scale=call["scale"].roll(-1)), "qlora-qv"),
     ):
@@ -263,9 +263,9 @@ def _in_operators() -> Iterator[Fault]:
         # The gradient of a filter is that of the next tap.
         ("causal_conv1d-dw-tap", lambda call: call.edited(lambda dw: dw.roll(1, 1), "dweight")),
         # The temperature is left out of the gradients.
-        ("linear_log_probs-temperature", lambda call: call.results(temperature=None), _NOT_IN_MODELS),
+        ("linear_log_probs-temperature", lambda call: call.results(temperature=None), _OF_OPERATOR),
         # The gradient of an entropy is that of the row before.
-        ("linear_log_probs-entropy", _entropies_of_the_row_before, _NOT_IN_MODELS),
+        ("linear_log_probs-entropy", _entropies_of_the_row_before, _OF_OPERATOR),
         (f"{sum_of_norm}-dropped", _of_consumers(lambda dys: dys[:-1])),  # the first consumer's gradient is missing
         # Gradients are summed from the first consumer on.
         ("rms_norm_for_consumers-order", _of_consumers(lambda dys: dys[::-1])),

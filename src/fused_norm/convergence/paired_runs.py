@@ -297,7 +297,7 @@ class PairedRuns:
                     (name, snapshot(each)) for name, each in trained_parameters(trained)
                 ),
             )
-        if is_compiled or loss_of is not None:  # the head is stock
+        if is_compiled or loss_of is not None:  # the head is stock, or its operator is called after the forward
             changed = [site for site in changed if site.kind != "loss"]
         if is_compiled:  # linears read what a stock norm returns
             changed = [site for site in changed if site.kind != "consumers"]
