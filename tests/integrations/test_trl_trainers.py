@@ -17,10 +17,12 @@ from fused_norm import apply_fused_norm, remove_fused_norm
 from fused_norm.integrations.trainer import FusedNormCallback
 from fused_norm.model_configs import build, tiny_config
 
-from ..conftest import slow_rows
+from ..conftest import HAS_GPU, slow_rows
 from ..patcher.conftest import launches
 
 __all__ = ["launches"]
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="its trainers run on a CPU, and there the interpreter is off")
 
 TEXTS = [" ".join(text) for text in make_texts(8, 6, is_padded=True)]
 VOCABULARY = 272

@@ -12,6 +12,7 @@ from fused_norm.kernels import add_rms_norm, rms_norm
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, rms_norm_fp8
 
 from .calls import CALLS, every_call
+from .conftest import ALL
 from .fp8_values import assert_same_bits
 from .numerics import BF16, FP16, FP32
 
@@ -49,7 +50,9 @@ def test_a_sequence_has_the_same_bits_in_any_batch(case: str, width: int, device
     call = every_call(device, width=width)[case]
     if call.name == "lora_add":
         pytest.skip("its tiles depend on the number of rows")
-    if GPU and case == "sandwich uncast":
+    if ALL[call.name].why_reference_only(*call.tensors, *call.options) is not None:
+        pytest.skip("no kernel holds a row of this width")
+    if GPU and (case == "sandwich uncast" or (case == "sandwich" and width <= 128)):
         pytest.skip("compiled with gradients it contracts products and sums of fp32 in another way")
     batched = [place for place, tensor in enumerate(call.tensors) if tensor is not None and tensor.dim() > 2]
 

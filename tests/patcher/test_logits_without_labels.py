@@ -26,6 +26,7 @@ from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import fused_norm_module
 from fused_norm.patcher.lazy_logits import Projection
 
+from ..conftest import HAS_GPU
 from .models import losses_of, relative, slow_but, tokens, trainer_of
 from .ranks import called_operators, on_two_ranks
 
@@ -660,9 +661,10 @@ def test_a_backward_has_the_labels_of_the_call(is_asked: bool, device: str) -> N
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
-def test_no_labels_are_no_index(device: str) -> None:
+@pytest.mark.skipif(HAS_GPU, reason="on a GPU the device asserts, and computes nothing from then on")
+def test_no_labels_are_no_index() -> None:
     """A gather by -100 raises, as in stock: nobody's log-probability is 0 by mistake."""
-    for model in pair(device):
+    for model in pair("cpu"):
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
             logits_of(model).log_softmax(-1).gather(-1, masked(ids(model))[..., None])
 

@@ -78,6 +78,7 @@ def rows_of(report: fused_norm.PatchReport) -> list[fused_norm.Site]:
 
 def loss_of(model: nn.Module, length: int = 7) -> Tensor:
     ids = torch.randint(2, 60, (2, length), generator=torch.Generator().manual_seed(2))
+    ids = ids.to(next(model.parameters()).device)
     loss: Tensor = model(input_ids=ids, labels=ids).loss
     return loss
 
@@ -616,8 +617,8 @@ def test_compiled_it_is_pefts() -> None:
     assert_same({name.removeprefix("_orig_mod."): value for name, value in results.items()}, step(model))
 
 
-def test_replayed_layers_have_the_bits_of_eager_ones(replays_anywhere: None) -> None:
-    model = adapted(dtype=BF16)
+def test_replayed_layers_have_the_bits_of_eager_ones(replays_anywhere: None, device: str) -> None:
+    model = adapted(dtype=BF16).to(device)
     model.config.use_cache = False
     options = {**dict.fromkeys(ONLY), "modules": None}
     eager, _ = fused_copy(model, **options)

@@ -23,7 +23,7 @@ from fused_norm import apply_fused_norm, remove_fused_norm
 from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import fused_norm_module
 
-from ..conftest import slow
+from ..conftest import HAS_GPU, slow
 from ..kernels.conftest import HEAD
 from ..planted.faults import FAULTS
 from .models import assert_all_near, logged, tokens
@@ -32,6 +32,7 @@ EVERY = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OF_SFT = ("log_probs", "entropy", "is_top1")
 WITH_GRADIENT = ("loss", "log_probs", "entropy")
 ORDERS = ("patch, head", "head, patch")
+DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def make(trl: Any, order: str | None = None, *, dtype: torch.dtype = torch.float
 
     ``how``: options of TRL's function; ``changed`` takes the model before all else.
     """
-    model = build(tiny_config("llama", num_hidden_layers=1), seed=0, dtype=dtype)
+    model = build(tiny_config("llama", num_hidden_layers=1), seed=0, dtype=dtype).to(DEVICE)
     how.pop("changed", lambda model: None)(model)
     for act in (order or "head").split(", "):
         apply_fused_norm(model) if act == "patch" else trl.add_fused_lm_head(model, **{"outputs": EVERY} | how)
@@ -68,11 +69,11 @@ def results(model: Any, incoming: Mapping[str, Any] | None = None, **how: Any) -
 
     ``incoming``: the outputs to be summed, each by a weight that differs from row to row, or by this number.
     """
-    ids = tokens(length=7)
+    ids = tokens(DEVICE, length=7)
     outputs = model(**{"input_ids": ids, "labels": labels_of(ids), "fused_lm_head": True} | how)
     found = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
     incoming = dict.fromkeys(WITH_GRADIENT) if incoming is None else incoming
-    weights = torch.linspace(-1.0, 2.0, found["log_probs"].numel()).view_as(found["log_probs"])
+    weights = torch.linspace(-1.0, 2.0, found["log_probs"].numel(), device=DEVICE).view_as(found["log_probs"])
     total = sum((found[name] * (weights if by is None else by)).sum() for name, by in incoming.items() if name in found)
     if isinstance(total, Tensor) and total.requires_grad:
         model.zero_grad()
@@ -98,7 +99,7 @@ def scaled(model: Any) -> None:
 
 
 def with_bias(model: Any) -> None:
-    model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, model.lm_head.out_features))
+    model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, model.lm_head.out_features, device=DEVICE))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -122,7 +123,7 @@ def test_the_head_computes_what_trls_own_computes(name: str, order: str, trl: An
         if incoming != {"entropy": None} or "entropy" in CASES[name].get("outputs", EVERY):
             assert_equal(results(fused, incoming), results(stock, incoming))
     assert "linear_log_probs" in launches
-    ids = tokens(length=7)
+    ids = tokens(DEVICE, length=7)
     for more in ({"num_items_in_batch": 5}, {"labels": None, "shift_labels": labels_of(ids)}):
         assert_equal(results(fused, **more), results(stock, **more))
     with torch.no_grad():
@@ -297,7 +298,7 @@ def test_what_is_not_known_runs_as_trl_has_it_and_the_report_says_why(
 ) -> None:
     change, reason = REASONS[name]
     monkeypatch.setattr(trl, "_ChunkedLogProbFunction", trl._ChunkedLogProbFunction)  # for the way back
-    stock, fused = (build(tiny_config("llama", num_hidden_layers=1), seed=0) for _ in range(2))
+    stock, fused = (build(tiny_config("llama", num_hidden_layers=1), seed=0).to(DEVICE) for _ in range(2))
     if order == "patched before":
         apply_fused_norm(fused)
     for model in (stock, fused):
@@ -332,7 +333,7 @@ def test_without_the_option_loss_trls_own_runs(trl: Any, launches: list[str]) ->
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_patch_is_undone_and_done_again(order: str, trl: Any, launches: list[str]) -> None:
     fused, stock = make(trl, order), make(trl)
-    expected, ids = results(stock), tokens(length=7)
+    expected, ids = results(stock), tokens(DEVICE, length=7)
     loss = stock(input_ids=ids, labels=ids).loss
     for is_fused in (True, False, True):
         if is_fused:
@@ -380,13 +381,13 @@ def test_copies_have_heads_of_their_own_and_a_pickled_model_none_as_in_stock(trl
         torch.save(model, file := io.BytesIO())
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
-        assert "log_probs" not in loaded(input_ids=tokens(), labels=tokens(), fused_lm_head=True)
+        assert "log_probs" not in loaded(input_ids=tokens(DEVICE), labels=tokens(DEVICE), fused_lm_head=True)
 
 
 def test_two_heads_on_one_model_run_the_last_one(trl: Any, launches: list[str]) -> None:
     """Two trainers, one after the other, put a head on one model."""
     fused, stock = make(trl, "patch, head, head", temperature=0.7), make(trl, "head, head", temperature=0.7)
-    expected, ids = results(stock), tokens(length=7)
+    expected, ids = results(stock), tokens(DEVICE, length=7)
     assert_equal(results(fused), expected)
     assert "linear_log_probs" in launches
     remove_fused_norm(fused)
@@ -399,7 +400,7 @@ def test_two_heads_on_one_model_run_the_last_one(trl: Any, launches: list[str]) 
 @pytest.fixture
 def process_group() -> Iterator[None]:
     """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if HAS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -420,8 +421,8 @@ def test_wrapped_for_several_devices_the_head_is_trained_as_trls(
             wrapped = DistributedDataParallel(model)
         else:
             if "unit" in wrapper:
-                fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (1,)))
-            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+                fully_shard(model.lm_head, mesh=init_device_mesh(DEVICE, (1,)))
+            fully_shard(model, mesh=init_device_mesh(DEVICE, (1,)))
         found.append({n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in results(wrapped).items()})
     assert_equal(found[1], found[0])
     assert "linear_log_probs" in launches
