@@ -87,7 +87,7 @@ def launches_of(call: Callable[[], Any]) -> list[Launch]:
     # Otherwise autograd runs the backward of GPU tensors in a thread of its own.
     with launches.by(noted := Noted()), torch.autograd.set_multithreading_enabled(False):
         call()
-    return noted
+    return [step for step in noted if isinstance(step, Launch)]
 
 
 def present(outputs: Tensor | Sequence[Tensor | None]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The one function by which every launcher launches kernels, and interceptors of launches."""
+"""Launches of kernels, and interceptors of them."""
 
 from __future__ import annotations
 
@@ -63,35 +63,3 @@ class Interceptors(threading.local):
 
 launches = Interceptors()
 """The launches of a thread, which an interceptor may take: its ``launched(launch)`` gets each instead of the GPU."""
-
-
-def launch(
-    kernel: Any,
-    grid: tuple[int, int],
-    tensors: tuple[Tensor | None, ...],
-    numbers: tuple[float | None, ...],
-    constants: dict[str, Any],
-    *,
-    warps: int,
-    fuse: bool = True,
-    overlaps: bool = False,
-    registers: int | None = None,
-) -> None:
-    """Make a ``Launch`` on the tensors' device, or hand it to an interceptor.
-
-    Nothing is remembered here: a recording (``kernels.recording``) remembers the launches of a whole call.
-
-    ``fuse``: a product that is added to may become one multiply-add, which does not round the product. ``overlaps``:
-    the kernel may begin before the previous launch has ended, and calls ``await_previous``. ``registers``: the most
-    that a lane may have, if the device ``limits_registers``; None leaves it to the compiler.
-    """
-    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": fuse}  # newer Triton has another default
-    if overlaps:
-        options["launch_pdl"] = True
-    if registers is not None:
-        options["maxnreg"] = registers
-    call = Launch(kernel, grid, tensors, numbers, constants, options)
-    if launches.interceptor is None:
-        call.run()
-    else:
-        launches.interceptor.launched(call)
