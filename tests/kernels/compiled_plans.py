@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from compiled_launches import TARGETS, Noted, Target, compiled
+from compiled_launches import TARGETS, Target, compiled, noted
 from numerics import GLU_ACTIVATIONS
 
 import fused_norm.kernels.fp8
@@ -30,7 +30,7 @@ from fused_norm.kernels.plans import TABLES
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.call import run_call
 from fused_norm.kernels.triton.cross_entropy_kernels import launch_multiply
-from fused_norm.kernels.triton.launch import Launch, launches
+from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
 
 WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384, 40960)
@@ -309,11 +309,9 @@ def compile_all(
     for operator, way, call in calls(target, widths, dtype):
         if operator not in only:
             continue
-        with devices.use_plans(table), launches.by(noted := Noted()):
+        with devices.use_plans(table), noted() as launches:
             call()
-        for launch in noted:
-            if not isinstance(launch, Launch):  # a product or cast by PyTorch
-                continue
+        for launch in launches:
             if seen is not None:
                 if (kinds := kinds_of(operator, launch)) <= seen:
                     continue

@@ -11,8 +11,8 @@ import torch
 
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, rms_norm_fp8
 from fused_norm.kernels.operator import BackwardArguments
-from fused_norm.kernels.triton.call import run_call
 from fused_norm.kernels.plans import Device
+from fused_norm.kernels.triton.call import run_call
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
 

@@ -19,12 +19,12 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import TensorRules, Unsupported, check_eps, check_flag
 from .autocast import autocast_dtype
+from .interceptors import Interceptors
 from .recording import Recording, SingleCall, appended, caches, distinct, key_function, record, remember
 from .sharded import call_on_parts, is_sharded, is_taken, why_not_on_parts
 from .switch import modes, switch, why_seen_by_mode
 from .triton.call import Call, run_call
 from .triton.devices import is_transformed, runs_kernels_on
-from .triton.launch import Interceptors, launches
 from .triton.memory import memory_order
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -453,8 +453,6 @@ class Operator(ABC):
             except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
                 recordings = ()
             is_observed = Interceptors.active and calls.interceptor is not None
-            if Interceptors.active and launches.interceptor is not None:
-                recordings = ()
             for recording in recordings:
                 if replaces is None or replaces in recording.may_replace:
                     if is_observed:
@@ -515,15 +513,12 @@ class Operator(ABC):
         tensors = arguments[: self.tensor_count]
         if not is_plain_call(tensors):
             return self._registered(*arguments)
-        if launches.interceptor is None:
-            for recording in self.recordings.get(self._key(*arguments), ()):
-                outputs = recording.call(*arguments)
-                if outputs is not None:
-                    return outputs
-            outputs = self._recorded(arguments)
+        for recording in self.recordings.get(self._key(*arguments), ()):
+            outputs = recording.call(*arguments)
             if outputs is not None:
                 return outputs
-        return self._launched(*arguments)
+        outputs = self._recorded(arguments)
+        return self._launched(*arguments) if outputs is None else outputs
 
     def _recorded(self, arguments: tuple[Any, ...]) -> Any:
         """The outputs of a plain call, which is recorded; None if it cannot be."""
@@ -768,7 +763,6 @@ def _function_of_recording(operator: Operator) -> Any:
             torch.is_grad_enabled()
             or forward_ad._current_level >= 0
             or dispatch_modes()
-            or (Interceptors.active and launches.interceptor is not None)
             or torch.compiler.is_compiling()
         )
         if may_repeat:

@@ -225,7 +225,7 @@ def record(
     call, generated = Call(), None
     with torch.no_grad():
         results = build(call, *tensors)
-        steps = [(step, step.run()) for step in call.steps()]
+        steps = call.run()
     if backend is not None:
         try:
             names, repeated = (guard.tensors, results) if apply is None else (["ctx", *guard.tensors], results[:3])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launch import Launch, launches
+from .launch import Launch
 from .memory import memory_order, row_stride
 from .torch_calls import Copy, Sum, TorchCall, Zero
 
@@ -44,17 +44,15 @@ class Call:
             launcher(self, *arguments, **options)
         return self._steps
 
-    def run(self) -> None:
-        """Launch, and compute, everything."""
-        for step in self.steps():
-            if launches.interceptor is None:
-                step.run()
-            else:
-                launches.interceptor.launched(step)
+    def run(self) -> list[tuple[Step, Any]]:
+        """Take all steps, and return them with the kernels that were compiled for them."""
+        return [(step, step.run()) for step in self.steps()]
 
     def empty(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """An empty contiguous tensor on the device of ``like``, and of its dtype unless another is given."""
-        return self._noted(like.new_empty(shape, dtype=dtype))
+        tensor = like.new_empty(shape, dtype=dtype)
+        self.allocated.append(tensor)
+        return tensor
 
     def empty_rows_like(self, x: Tensor, dtype: torch.dtype | None = None, width: int | None = None) -> Tensor:
         """An empty tensor of x's shape, dense and in x's memory order, with every row (the last dimension) contiguous.
@@ -75,7 +73,9 @@ class Call:
         for dim in reversed(order):
             strides[dim] = step
             step *= max(shape[dim], 1)
-        return self._noted(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+        tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        self.allocated.append(tensor)
+        return tensor
 
     def empty_weight_like(self, weight: Tensor | None, needed: bool, dtype: torch.dtype | None = None) -> Tensor | None:
         """A weight's gradient or copy, not yet written, contiguous; None if it is not needed or there is no weight.
@@ -159,10 +159,6 @@ class Call:
     def _copied(self, tensor: Tensor, copy: Tensor) -> Tensor:
         self.perform(Copy(tensor, copy))
         return copy
-
-    def _noted(self, tensor: Tensor) -> Tensor:
-        self.allocated.append(tensor)
-        return tensor
 
 
 def run_call(build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -1,11 +1,9 @@
-"""Launches of kernels, and interceptors of them."""
+"""One launch of a kernel."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,32 +32,3 @@ class Launch(NamedTuple):
         assert lead is not None
         with one_launch() if INTERPRETED else nullcontext(), on(lead.device):
             return self.kernel[self.grid](*self.tensors, *self.numbers, **self.options, **self.constants)
-
-
-class Interceptors(threading.local):
-    """The interceptor of one sort of event, launches or calls of operators, that each thread has for itself, or None.
-
-    The thread hands it these events instead of making them.
-    """
-
-    interceptor: Any = None
-    active: ClassVar[int] = 0
-    """The number of active interceptors of any sort in all threads; if 0, nothing needs to look for this thread's."""
-    _counting: ClassVar[Any] = threading.Lock()
-
-    @contextmanager
-    def by(self, interceptor: Any) -> Iterator[None]:
-        """Hand this thread's events to ``interceptor``."""
-        before, self.interceptor = self.interceptor, interceptor
-        with self._counting:
-            Interceptors.active += 1
-        try:
-            yield
-        finally:
-            self.interceptor = before
-            with self._counting:
-                Interceptors.active -= 1
-
-
-launches = Interceptors()
-"""The launches of a thread, which an interceptor may take: its ``launched(launch)`` gets each instead of the GPU."""
