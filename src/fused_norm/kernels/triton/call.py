@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .launch import Launch
 from .memory import memory_order, row_stride
-from .torch_calls import Copy, Sum, TorchCall, Zero
+from .torch_calls import Copy, TorchCall, Zero
 
 Step = Launch | TorchCall
 """What a call does to memory that it has allocated."""
@@ -39,6 +39,7 @@ class Call:
 
     def steps(self) -> list[Step]:
         """What the launchers launch, and what PyTorch computes between launches, in order."""
+        assert not (self._steps and self._launchers), "only launchers launch"
         launchers, self._launchers = self._launchers, []
         for launcher, arguments, options in launchers:
             launcher(self, *arguments, **options)
@@ -46,7 +47,10 @@ class Call:
 
     def run(self) -> list[tuple[Step, Any]]:
         """Take all steps, and return them with the kernels that were compiled for them."""
-        return [(step, step.run()) for step in self.steps()]
+        taken: list[tuple[Step, Any]] = []
+        for step in self.steps():  # a comprehension would be one more frame
+            taken.append((step, step.run()))
+        return taken
 
     def empty(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """An empty contiguous tensor on the device of ``like``, and of its dtype unless another is given."""
@@ -109,20 +113,15 @@ class Call:
             options["launch_pdl"] = True
         if registers is not None:
             options["maxnreg"] = registers
-        self.perform(Launch(kernel, grid, tensors, numbers, constants, options))
+        self._steps.append(Launch(kernel, grid, tensors, numbers, constants, options))
 
-    def perform(self, step: Step) -> None:
-        """Have this done next, in a launcher."""
-        assert not self._launchers, "a launcher that was noted before comes first"
+    def perform(self, step: TorchCall) -> None:
+        """Have PyTorch compute this, in a launcher."""
         self._steps.append(step)
 
     def zero(self, tensor: Tensor) -> None:
         """Fill a tensor with zeros, in a launcher."""
         self.perform(Zero(tensor))
-
-    def add(self, x: Tensor, y: Tensor, out: Tensor) -> None:
-        """Write the sum of two tensors, in a launcher."""
-        self.perform(Sum(x, y, out))
 
     def contiguous(self, x: Tensor | None) -> Tensor | None:
         """The tensor, copied, in a launcher, if its elements do not follow each other."""

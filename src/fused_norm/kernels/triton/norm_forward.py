@@ -31,6 +31,7 @@ from .language import (
     store_tile,
 )
 from .memory import INT32_LIMIT, norm_dtype, out_dtype, promoted
+from .torch_calls import Sum
 
 
 @triton.jit
@@ -321,7 +322,7 @@ def _launch_one_norm_at_a_time(call: Call, spec: NormSpec, inputs: NormInputs, o
     else:
         assert inputs.residual is not None
         assert outputs.s is not None
-        call.add(inputs.residual, branch, outputs.s)
+        call.perform(Sum(inputs.residual, branch, outputs.s))
 
 
 def launch_norm_from_rstd(
