@@ -523,8 +523,8 @@ class Operator(ABC):
     def _recorded(self, arguments: tuple[Any, ...]) -> Any:
         """The outputs of a plain call, which is recorded; None if it cannot be."""
         tensors, options = arguments[: self.tensor_count], arguments[self.tensor_count :]
-        function, trained = self._launching(tensors, options)
-        recorded = record(tensors, options, function, apply=self._apply if trained else None)
+        build, trained = self._builder(tensors, options)
+        recorded = record(tensors, options, build, apply=self._apply if trained else None)
         if recorded is None:
             return None
         recording, outputs = recorded
@@ -534,10 +534,10 @@ class Operator(ABC):
     def _launched(self, *arguments: Any) -> Any:
         """The outputs of a plain call that is not recorded."""
         tensors = arguments[: self.tensor_count]
-        function, trained = self._launching(tensors, arguments[self.tensor_count :])
-        return self._apply(SingleCall(function), *tensors) if trained else run_call(function, *tensors)
+        build, trained = self._builder(tensors, arguments[self.tensor_count :])
+        return self._apply(SingleCall(build), *tensors) if trained else run_call(build, *tensors)
 
-    def _launching(self, tensors: Tensors, options: Sequence[Any]) -> tuple[Callable[..., Any], bool]:
+    def _builder(self, tensors: Tensors, options: Sequence[Any]) -> tuple[Callable[..., Any], bool]:
         """A function that builds a plain call of its tensors, as ``record`` takes it; and whether it is trained."""
         trained = is_grad_needed(tensors)
         needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]

@@ -113,16 +113,21 @@ class NormFP8(Operator):
         need_dx, _, need_dw = given.needed
         dx = call.empty_rows_like(codes, x_dtype) if need_dx else None
         dw = call.empty_weight_like(weight, need_dw)
-        if codes.shape[-1] > WIDEST_BACKWARD:
-            codes, codes_scale = numbers_of(codes, codes_scale), None
         saved = NormSaved(given.incoming[2], None, codes, weight, rstd, s_scale=codes_scale)
-        call.then(launch_norm_backward, spec, saved, NormGradients(dx, None, dw))
+        call.then(_launch_backward_of_codes, spec, saved, NormGradients(dx, None, dw))
         return dx, None, dw
 
     def reference_backward(self, given: BackwardArguments) -> tuple[Tensor | None, ...]:
         (codes, codes_scale, weight, _), (spec, x_dtype, *_) = given.saved, given.saved_scalars
         dx, dw = reference.rms_norm_backward(spec, given.incoming[2], numbers_of(codes, codes_scale), weight)
         return dx.to(x_dtype), None, dw
+
+
+def _launch_backward_of_codes(call: Call, spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
+    """Write the gradients of a norm of codes, which are numbers again first if a row of them cannot be held."""
+    if saved.s_scale is not None and saved.s.shape[-1] > WIDEST_BACKWARD:
+        saved = saved._replace(s=numbers_of(saved.s, saved.s_scale), s_scale=None)
+    launch_norm_backward(call, spec, saved, gradients)
 
 
 NORM_FP8 = NormFP8()
