@@ -11,6 +11,7 @@ from .markdown import in_markdown
 from .providers import FUSED
 from .results import Result, Results
 from .samples import Timing
+from .trainers import TrainerCase
 
 _DATA_SHEETS = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA A100-SXM4-80GB": 2.039e12}
 """Bytes per second of the memory of a GPU, as its maker gives them."""
@@ -181,6 +182,10 @@ def _step_table(steps: Sequence[Result]) -> str:
         "reserved": lambda row: _gibibytes(row.reserved_bytes),
         "rounds": _rounds,
     }
+    if steps[0].part == "trainers":
+        columns["tokens a second"] = lambda row: (
+            f"{TrainerCase.named(row.row).tokens / row.seconds:.0f}" if row.seconds else ""
+        )
     if any(step.ratio for step in steps):
         columns |= {
             "to fused": lambda row: f"{row.ratio.median:.3f}" if row.ratio else "",

@@ -1,7 +1,8 @@
-"""Steps of TRL's SFTTrainer and DPOTrainer as these run them: collator, metrics, optimizer and all, variants in turns.
+"""Steps of TRL's SFT, DPO and GRPO trainers as these run them: collator, metrics, optimizer and all, variants in turns.
 
 A sample is a whole ``trainer.train()``, of whose steps the last ones count. The learning rate is 0, so that every round
-takes the same steps with the same weights. Models have random weights, and the tokenizer is made here.
+takes the same steps with the same weights. Models have random weights, and the tokenizer is made here. Completions of
+GRPO are drawn here and not generated, so that its steps are its training alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .results import Result
 from .samples import Timing
 from .timing import memory_now, peak_memory, synchronize
 
-DEFAULT = ("stock", "compile-layers", "fused", "fused-graphs")
+DEFAULT = ("stock", "liger", "compile-layers", "fused", "fused-graphs")
 """The variants that are measured if none are named."""
 
 _ROUNDS = (4, 10)
@@ -49,7 +50,8 @@ class TrainerCase:
     """A trainer, a model, and a batch.
 
     Attributes:
-        trainer: ``SFT`` or ``DPO``, of whose batches each row has a chosen and a rejected sequence.
+        trainer: ``SFT``, ``DPO``, of whose batches each row has a chosen and a rejected sequence, or ``GRPO``, of which
+            a batch is one prompt with several completions.
         model: the model, the adapters, and the size of the batch.
         is_padded: rows have a half to the whole of the length, and are padded; otherwise all have the whole.
     """
@@ -65,7 +67,7 @@ class TrainerCase:
         Raises:
             ValueError: it is no such name.
         """
-        match = re.fullmatch(r"(SFT|DPO) (.+?)( padded)? (\d+x\d+)", name)
+        match = re.fullmatch(r"(SFT|DPO|GRPO) (.+?)( padded)? (\d+x\d+)", name)
         if match is None:
             raise ValueError(f"{name!r} is no trainer, model and size such as 'SFT Qwen3-0.6B lora 4x1024'")
         return cls(match[1], ModelCase.named(f"{match[2]} loss {match[4]}"), match[3] is not None)
@@ -76,12 +78,20 @@ class TrainerCase:
         model, _, size = self.model.name.rpartition(" ")
         return " ".join((self.trainer, model.removesuffix(" loss"), *(["padded"] if self.is_padded else []), size))
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, as many as without padding."""
+        return (2 if self.trainer == "DPO" else 1) * self.model.batch * self.model.length
+
 
 CASES = tuple(
-    TrainerCase.named(f"{trainer} Qwen3-0.6B {words}")
-    for trainer, sizes in (("SFT", ("1x512", "4x1024")), ("DPO", ("2x512",)))
-    for size in sizes
-    for words in (f"lora {size}", f"lora padded {size}", *([size] if trainer == "SFT" else []))
+    TrainerCase.named(f"{trainer} Qwen3-0.6B {step}")
+    for trainer, steps in {
+        "SFT": "4x4096, lora 4x4096, lora checkpointing 4x4096, lora 4x1024, lora padded 4x1024, 1x512, lora 1x512",
+        "DPO": "lora 2x512, lora padded 2x512, lora 4x2048",
+        "GRPO": "8x1024, lora 8x1024",
+    }.items()
+    for step in steps.split(", ")
 )
 
 
@@ -154,7 +164,9 @@ def _checked(run: BenchmarkRun, case: TrainerCase, row: _Row, folder: Path, resu
     steps = _QUICK if run.quick else _STEPS
     trainer, clock = _trainer(case, twin.model, run.device, folder, *steps)
     # After the trainer is made, which adds adapters and replaces the forward of the head.
-    patched = VARIANTS[result.by](replace(twin, model=trainer.model))
+    # TRL's head in place of Liger's loss, as TRL has it with ``use_liger_kernel``.
+    options = {"fused_linear_cross_entropy": False} if result.by == "liger" else {}
+    patched = VARIANTS[result.by](replace(twin, model=trainer.model), **options)
 
     def sample() -> tuple[float, float]:
         with patched.running():
@@ -185,7 +197,7 @@ def _trainer(
     """A trainer with its data, and the clock of those of its steps that are ``timed``."""
     from datasets import Dataset, disable_progress_bars
     from transformers import PrinterCallback, TrainerCallback
-    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
     disable_progress_bars()
     steps, batch, length = untimed + timed, case.model.batch, case.model.length
@@ -209,24 +221,27 @@ def _trainer(
         "output_dir": str(folder),
         "max_steps": steps,
         "per_device_train_batch_size": batch,
-        "max_length": length,
         "learning_rate": 0.0,
         "weight_decay": 0.0,
         "bf16": device.type != "cpu",
         "use_cpu": device.type == "cpu",
-        "gradient_checkpointing": False,  # the default of TRL, under which nothing is replayed
+        "gradient_checkpointing": "checkpointing" in case.model.step,  # TRL's default, under which nothing is replayed
         "logging_steps": steps,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "pad_to_multiple_of": max(length // _PAD_TO, 1) if case.is_padded else None,
     }
-    rows = _texts(batch * steps, length, is_padded=case.is_padded)
-    shared = {"model": model, "processing_class": _tokenizer(), "callbacks": [clock]}
+    padding = max(length // _PAD_TO, 1) if case.is_padded else None
+    rows = make_texts(batch * steps, length, is_padded=case.is_padded)
+    shared: dict[str, Any] = {"model": model, "processing_class": make_tokenizer(), "callbacks": [clock]}
+    config: Any
+    trainer: Any
     if case.trainer == "SFT":
+        config = SFTConfig(**options, max_length=length, pad_to_multiple_of=padding)
         data = Dataset.from_list([{"text": " ".join(text)} for text in rows])
-        trainer = SFTTrainer(**shared, args=SFTConfig(**options), train_dataset=data)
-    else:
+        trainer = SFTTrainer(**shared, args=config, train_dataset=data)
+    elif case.trainer == "DPO":
+        config = DPOConfig(**options, max_length=length, pad_to_multiple_of=padding)
         halves = [(" ".join(text[: len(text) // 2]), text[len(text) // 2 :]) for text in rows]
         data = Dataset.from_list(
             [
@@ -235,19 +250,41 @@ def _trainer(
             ]
         )
         reference = None if {"lora", "qlora"} & {*case.model.step} else copy.deepcopy(model)
-        trainer = DPOTrainer(**shared, ref_model=reference, args=DPOConfig(**options), train_dataset=data)
+        trainer = DPOTrainer(**shared, ref_model=reference, args=config, train_dataset=data)
+    else:
+        config = GRPOConfig(
+            **options, num_generations=batch, max_completion_length=length - length // 2, pad_to_multiple_of=padding
+        )
+        data = Dataset.from_list([{"prompt": " ".join(text[: length // 2])} for text in rows[:steps]])
+        draw = partial(_completions, rows=rows, length=length, vocabulary=make_tokenizer())
+        trainer = GRPOTrainer(
+            **shared, args=config, train_dataset=data, rollout_func=draw, reward_funcs=_share_of_low_words
+        )
     trainer.remove_callback(PrinterCallback)
     return trainer, clock
 
 
-def _texts(count: int, length: int, *, is_padded: bool) -> list[list[str]]:
+def _completions(prompts: list[str], _: Any, *, rows: list[list[str]], length: int, vocabulary: Any) -> dict[str, Any]:
+    """What GRPO's trainer asks of a rollout: tokens of prompts and of completions, as long as rows leave room for."""
+    prompt_ids = [vocabulary(prompt)["input_ids"] for prompt in prompts]
+    texts = [rows[place % len(rows)][length // 2 :] or rows[0][:1] for place in range(len(prompts))]
+    completion_ids = [vocabulary(" ".join(text))["input_ids"] for text in texts]
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+
+def _share_of_low_words(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
+    """A reward that differs from completion to completion."""
+    return [sum(token < _WORDS // 2 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def make_texts(count: int, length: int, *, is_padded: bool) -> list[list[str]]:
     """The words of rows, which are as many tokens; the trainers add the last."""
     draw = random.Random(0)
     lengths = [draw.randint(max(length // 2, 2), length) if is_padded else length for _ in range(count)]
     return [[f"w{draw.randrange(_WORDS)}" for _ in range(size - 1)] for size in lengths]
 
 
-def _tokenizer() -> Any:
+def make_tokenizer() -> Any:
     """A tokenizer of a few words, each of which is a token."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -59,7 +59,8 @@ class FuseOptions:
             the weighted sum. None is on.
         linear: dequantise the weights of bitsandbytes' 4-bit linears, those without an adapter, in one kernel, and read
             and write 16 bits around them if stock code casts to these. None follows ``adapter``.
-        adapter: fuse PEFT's LoRA layers: the linear, and the adapter's products, scale and sum. None is on.
+        adapter: fuse PEFT's LoRA layers: the linear, and the adapter's products, scale and sum. If an adapter is on the
+            weights of experts, their sum is computed again in the backward, and not kept for it. None is on.
         loss: fuse the vocabulary head of a language model with its loss, so that logits are not held:
             ``outputs.logits`` computes them when it is read, and raises if weights have been written to since. None is
             on.

@@ -23,6 +23,7 @@ NOT_SAID = {
     "… of …",
     "t….data_ptr() == … and t….dtype is d… and t….shape == s… and t….stride() == p…",
     "cross entropy without logits",
+    "log-probabilities of … without logits",
     "…, in place of …",
     "… …: …",
     "  … …  …",
@@ -60,7 +61,7 @@ OF_USERS_CALLS = {
 }
 """Refusals that a patched model never returns."""
 
-OF_ARGUMENTS = 31
+OF_ARGUMENTS = 32
 """How many more there are of these, which say what an argument of a user's call must be."""
 
 

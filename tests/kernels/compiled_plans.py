@@ -173,7 +173,7 @@ def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
         ("with every option, in fp32", True, (0.7, 0.5, 30.0, True)),
     ):
         for wanted in ([False] * 4, [True] * 4):
-            options = -100, *logits, wanted, None, uniform, False, trained
+            options = -100, *logits, wanted, None, None, uniform, False, False, trained
             name = f"{way}{' and statistics' if wanted[0] else ''}"
             yield forward_backward("linear_log_probs", name, x, weight, None, target, *options)
 

@@ -137,12 +137,12 @@ def held_or_in_chunks(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def sums_in_fp32() -> Iterator[None]:
-    """Keep cuBLAS from summing parts of a long product in fp16, which it does for some shapes."""
+    """Keep cuBLAS from summing parts of a product in 16 bits, which it does for some shapes and strides."""
     matmul = torch.backends.cuda.matmul
-    usual = matmul.allow_fp16_reduced_precision_reduction
-    matmul.allow_fp16_reduced_precision_reduction = False
+    usual = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
     yield
-    matmul.allow_fp16_reduced_precision_reduction = usual
+    matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = usual
 
 
 @pytest.fixture

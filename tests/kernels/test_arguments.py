@@ -187,6 +187,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "half a label": (lambda: log_probs(max_labels=0.5), "max_labels must be an int, not 0.5", TypeError),
         "a word for a flag": (lambda: log_probs(entropies="yes"), "entropies must be True or False.*'yes'", TypeError),
         "a number for a flag": (lambda: log_probs(uniform_grad=1), "uniform_grad must be True or False", TypeError),
+        "an integer dtype": (lambda: log_probs(dtype=torch.int64), "dtype must be float32, bfloat16", TypeError),
         "target elsewhere": (lambda: log_probs(target=torch.zeros(2, 3, device="meta").long()), "target is on meta"),
     },
 }

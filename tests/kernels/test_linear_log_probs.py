@@ -15,7 +15,7 @@ from fused_norm.kernels import LogProbs, linear_log_probs
 from fused_norm.kernels.operator import force_fused_in_graphs
 from fused_norm.kernels.plans import Device
 
-from ..conftest import slow_rows
+from ..conftest import slow, slow_rows
 from .calls import launches_of
 from .conftest import ALL, HEAD
 from .head_cases import FLOORS, IGNORED, Case, error, make_case, stock_logits
@@ -58,7 +58,9 @@ def by_reference(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     scalars = [options.get(name) for name in ("temperature", "logit_scale", "softcap")]
     wanted = [options.get(name, False) for name in STATISTICS]
     arguments = options.get("ignore_index", IGNORED), *scalars, options.get("logits_in_fp32", False), wanted
-    return LogProbs(*LINEAR_LOG_PROBS.reference(x, weight, bias, target, *arguments, None, False, False, [True] * 3))
+    return LogProbs(
+        *LINEAR_LOG_PROBS.reference(x, weight, bias, target, *arguments, None, None, False, False, False, [True] * 3)
+    )
 
 
 def incoming(case: Case, *, uniform: bool = False) -> list[Tensor]:
@@ -310,6 +312,56 @@ def test_the_first_of_equal_logits_is_the_largest(vocabulary: int, softcap: floa
         torch.autograd.grad(outputs.log_probs.sum(), x)
 
 
+@pytest.mark.parametrize("frozen", ["", *slow("w", "x")])
+@pytest.mark.usefixtures("short_chunks")
+def test_an_expected_gradient_that_differs_from_row_to_row_is_computed_as_without(frozen: str, device: str) -> None:
+    way = {"frozen": frozen} if frozen else {}
+    case, plain = make_case(device, uniform_grad=True, check_grad=True, **way), make_case(device, **way)
+    dlog_probs, _ = incoming(case)
+    for a, b in zip(results(case, ours, dlog_probs), results(plain, ours, dlog_probs), strict=True):
+        assert torch.equal(a, b)
+    same = torch.full_like(dlog_probs, 0.3)
+    case.target[0, 0] = IGNORED
+    same[0, 0] = 2.0  # of a row without a label
+    promised = make_case(device, uniform_grad=True, **way)
+    promised.target[0, 0] = IGNORED
+    for a, b in zip(results(case, ours, same), results(promised, ours, same), strict=True):
+        assert torch.equal(a, b)
+
+
+CASTS = {"weights": (FP32, BF16, BF16), "hidden states": (BF16, FP32, BF16), "all": (FP32, FP32, BF16)}
+
+
+@pytest.mark.parametrize("way", ["trained", "trained, uniform", *slow("frozen", "trained, recomputed")])
+@pytest.mark.parametrize("of", [*slow("weights"), "hidden states", *slow("all")])
+@pytest.mark.usefixtures("short_chunks")
+def test_gradients_of_tensors_that_are_cast_inside_are_rounded_to_their_own_dtypes_alone(
+    of: str, way: str, device: str
+) -> None:
+    weight_dtype, x_dtype, dtype = CASTS[of]
+    case = make_case(device, FP32, bias=True, **WAYS[way])
+    dlog_probs, _ = incoming(case, uniform="uniform" in way)
+    narrow = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in (case.x, case.weight, case.bias)]
+    wide = [
+        n.detach().to(kind).requires_grad_(n.requires_grad)
+        for n, kind in zip(narrow, (x_dtype, weight_dtype, weight_dtype), strict=True)
+    ]
+    options = {name: True for name in ("uniform_grad", "recompute") if name in WAYS[way]}
+    exact = [n.detach().double().requires_grad_(n.requires_grad) for n in narrow]
+    found = []
+    for tensors, how in ((wide, options | {"dtype": dtype}), (narrow, options), (exact, {})):
+        x, weight, bias = tensors
+        log_probs = linear_log_probs(x, weight, case.target, linear_bias=bias, **how).log_probs
+        trained = [t for t in tensors if t.requires_grad]
+        found.append([log_probs, *torch.autograd.grad(log_probs, trained, dlog_probs.to(log_probs.dtype))])
+        assert [g.dtype for g in found[-1][1:]] == [t.dtype for t in trained]
+    for ours_cast, of_narrow, truth in zip(*found, strict=True):
+        assert (ours_cast - truth).norm() <= 1.001 * (of_narrow - truth).norm()
+    assert torch.equal(found[0][0], found[1][0])
+    for grad in found[0][1:]:
+        assert grad.dtype == dtype or not torch.equal(grad, grad.to(dtype).float())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device asserts, and takes nothing afterwards")
 def test_labels_outside_of_the_vocabulary_and_broken_promises_are_errors(device: str) -> None:
     for wrong in (-1, 500, 10**12):
@@ -414,7 +466,20 @@ def test_compiled_it_is_one_graph_with_the_same_results(way: str, asked: dict[st
 @pytest.mark.parametrize("uniform", [False, True])
 def test_the_registered_operator_is_what_pytorch_asks_of_one(uniform: bool, device: str) -> None:
     case = make_case(device)
-    options = IGNORED, 0.7, None, 5.0, False, [True, False, True, False], 40, uniform, False, [True, True, False]
+    options = (
+        IGNORED,
+        0.7,
+        None,
+        5.0,
+        False,
+        [True, False, True, False],
+        40,
+        None,
+        uniform,
+        False,
+        False,
+        [True, True, False],
+    )
     arguments = case.x.detach(), case.weight.detach(), None, case.target, *options
     forward = LINEAR_LOG_PROBS._forward_op(*arguments, True)
     torch.library.opcheck(LINEAR_LOG_PROBS._forward_op, (*arguments, True))
@@ -555,9 +620,14 @@ def test_a_weight_written_between_forward_and_backward_is_an_error_as_in_stock(w
     ids=str,
 )
 def test_two_programs_fit_on_a_processor_whose_registers_can_be_limited(
-    dtype: torch.dtype, options: dict[str, Any], device_limits: bool, most: int | None, on: Callable[[Any], None]
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    device_limits: bool,
+    most: int | None,
+    on: Callable[[Any], None],
+    device,
 ) -> None:
     on(Device(limits_registers=device_limits))
-    case = make_case("cpu", dtype, entropies=True, are_largest=True, **options)
+    case = make_case(device, dtype, entropies=True, are_largest=True, **options)
     launches = launches_of(lambda: ours(*case[:4], **case.options))
     assert [launch.options.get("maxnreg") for launch in launches] == [most]

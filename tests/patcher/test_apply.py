@@ -246,6 +246,7 @@ def test_the_report_is_a_value_that_can_be_read_and_stored() -> None:
         "cause": "option",
         "activation": None,
         "replaced": None,
+        "trainer": None,
     }
     table = str(report).splitlines()
     assert table[0] == "Qwen3ForCausalLM (qwen3): fused 4 norm, 4 qk, 2 rope, 2 residual, 2 mlp; kept 2"

@@ -364,6 +364,18 @@ def test_memory_of_the_pool_that_others_free_or_keep_is_an_end_of_graphs(when: s
         assert run.replays.eager["kernels keep 1 blocks of the graphs' memory"] > len(run.layers)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="the stand-in counts it")
+def test_what_eager_steps_have_reserved_is_given_back_before_a_shape_is_captured() -> None:
+    run = Run("full", graphs=True)
+    run.step()
+    device = run.layers[0]._fused_norm_graphs.graphs.device
+    assert device.released == 0
+    run.warm_up(3)
+    assert device.released == 1
+    run.warm_up(3, TWO)
+    assert device.released == 2
+
+
 @pytest.mark.slow
 def test_lengths_that_vary_stop_captures() -> None:
     run = Run("full", graphs=True)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fused_norm.patcher import cuda_graphs, survey
 
-from .graph_cases import ONE, Run
+from .graph_cases import HAS_GPU, ONE, Run
 from .graph_stand_in import StandIn
 from .ranks import on_two_ranks
 
@@ -46,6 +46,7 @@ def _trained(rank: int, world: int, *, mode: str, is_real: bool) -> dict[str, An
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(HAS_GPU, reason="graphs themselves are tried on GPUs")
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_data_parallel_training_has_the_bits_of_eager(mode: str, tmp_path: Path) -> None:
     _compare(on_two_ranks(partial(_trained, mode=mode, is_real=False), tmp_path))

@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..options import FuseOptions
 from ..patcher import PatchReport, apply_fused_norm
 from ..patcher.class_swap import Fused
+from ..patcher.loss_survey import with_heads_of_trl
 from ..patcher.survey import compiled_modules
 from ..spec import FusedNormError
 
@@ -39,7 +40,8 @@ class FusedNormCallback(TrainerCallback):
 
     Attributes:
         compile_layers, options: as given.
-        report: on the model patched last; None before.
+        report: on the model patched last; None before. When training begins its rows on losses are brought up to date:
+            a trainer of TRL has put its own head on the model by then.
 
     Raises:
         TypeError, ValueError: for options as in ``FuseOptions``; ValueError for ``recompute`` or ``cuda_graphs`` in
@@ -72,6 +74,8 @@ class FusedNormCallback(TrainerCallback):
         # By now the model may be sharded, and norms that FSDP has flattened are recognised no more.
         if not any(isinstance(module, Fused) for module in kwargs["model"].modules()):
             self._patch(kwargs["model"], args)
+        elif self.report is not None:  # trainers of TRL have put their heads on the model since
+            self.report = with_heads_of_trl(self.report, kwargs["model"])
         if self.report is not None and self.report.replays is not None:
             _switch_caches_off(kwargs["model"], args)
 

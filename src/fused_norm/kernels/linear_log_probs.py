@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import Unsupported, check_flag
+from .arguments import KERNEL_DTYPES, Unsupported, check_flag
 from .operator import BackwardArguments, Results
 from .triton.call import Call
 from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks, check_head, head_tensors, unless_one
@@ -46,7 +46,7 @@ class LinearLogProbs(HeadOperator):
     tensors = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
     options = (
         "int ignore_index, float? temperature, float? logit_scale, float? softcap, bool in_fp32, bool[] wanted,"
-        " int? max_labels, bool uniform_grad, bool recompute, bool[] trained"
+        " int? max_labels, ScalarType? dtype, bool uniform_grad, bool check_grad, bool recompute, bool[] trained"
     )
     outputs = LogProbs._fields
     not_differentiable = LogProbs._fields[2:]
@@ -55,26 +55,38 @@ class LinearLogProbs(HeadOperator):
     saved_scalars = options
 
     def check_options(self, *arguments: Any) -> Unsupported | None:
-        *tensors, ignored, temperature, scale, cap, in_fp32, wanted, most, uniform, recompute, _ = arguments
-        flags = "logits_in_fp32", *LogProbs._fields[1:], "uniform_grad", "recompute"
-        for name, flag in zip(flags, (in_fp32, *wanted, uniform, recompute), strict=True):
+        *tensors, ignored, temperature, scale, cap, in_fp32, wanted, most, dtype, uniform, check, recompute, _ = (
+            arguments
+        )
+        flags = "logits_in_fp32", *LogProbs._fields[1:], "uniform_grad", "check_grad", "recompute"
+        for name, flag in zip(flags, (in_fp32, *wanted, uniform, check, recompute), strict=True):
             if (refusal := check_flag(name, flag)) is not None:
                 return refusal
+        if dtype is not None and dtype not in KERNEL_DTYPES:
+            return Unsupported(f"dtype must be float32, bfloat16, float16 or None, not {dtype!r}", TypeError)
         positive = {"temperature": temperature, "softcap": cap}
         return check_head(tuple(tensors), ignored, most, numbers={"logit_scale": scale}, positive=positive)
 
+    def why_reference_only(self, *arguments: Any) -> Unsupported | None:
+        dtype = self.by_name(arguments)["dtype"]
+        return super().why_reference_only(*(_cast(t, dtype, is_meta=True) for t in arguments[:3]), *arguments[3:])
+
     def reference(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return reference.linear_log_probs(*arguments[:-4])
+        values = self.by_name(arguments)
+        tensors = (_cast(t, values["dtype"]) for t in arguments[:3])
+        return reference.linear_log_probs(*tensors, *arguments[3:10])
 
     def empty_results(self, call: Call, *arguments: Any, training: bool) -> Results:
-        x, weight, bias, target, *_, wanted, _, _, _, _ = arguments
+        x, weight, bias, target, *_ = arguments
+        wanted = self.by_name(arguments)["wanted"]
         kept = _kept_gradients(arguments) if training else (False,) * 3
         outputs = (call.empty(target, target.shape, torch.float32) if want else None for want in (True, *wanted))
         pairs = zip((x, weight, bias), kept, strict=True)
         return *outputs, *(call.empty_weight_like(tensor, keep, torch.float32) for tensor, keep in pairs)
 
     def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
-        x, _, _, target, *_, wanted, _, _, _, _ = arguments
+        x, _, _, target, *_ = arguments
+        wanted = self.by_name(arguments)["wanted"]
         kept = _kept_gradients(arguments) if training else (False,) * 3
         gradient = x.new_full((), -1.0, dtype=torch.float32)  # of the loss, which is the negative log-probability
         losses, statistics, grads = _by_chunks(arguments, kept, gradient, wanted=wanted, grad_dtype=torch.float32)
@@ -90,12 +102,16 @@ class LinearLogProbs(HeadOperator):
         (dlog_probs, dentropies, *_), (x, weight, bias, target, *grads) = given.incoming, given.saved
         arguments = x, weight, bias, target, *given.saved_scalars
         is_kept = all(grad is not None and grad.numel() for grad, need in zip(grads, given.needed, strict=True) if need)
-        if is_kept and dentropies is None:
+        if is_kept and dentropies is None and not _is_other_than_expected(arguments, dlog_probs, given.needed):
             return _scaled(arguments, grads, dlog_probs, given.needed)
         rows = target.numel()
         dlosses = x.new_zeros(rows, dtype=torch.float32) if dlog_probs is None else -dlog_probs.reshape(-1).float()
         of_entropies = None if dentropies is None else dentropies.reshape(-1).float().contiguous()
-        return _by_chunks(arguments, given.needed, dlosses, of_entropies).grads
+        tensors, dtype = [x, weight, bias], self.by_name(arguments)["dtype"]
+        is_cast = dtype is not None and any(t is not None and t.dtype != dtype for t in tensors)
+        grad_dtype = torch.float32 if is_cast else None
+        sums = _by_chunks(arguments, given.needed, dlosses, of_entropies, grad_dtype=grad_dtype).grads
+        return tuple(None if grad is None else grad.to(t.dtype) for grad, t in zip(sums, tensors, strict=True))
 
 
 LINEAR_LOG_PROBS = LinearLogProbs()
@@ -103,9 +119,9 @@ LINEAR_LOG_PROBS = LinearLogProbs()
 
 def _kept_gradients(arguments: Sequence[Any]) -> Sequence[bool]:
     """Which gradients the forward computes for the backward: of x, weight and bias."""
-    x, *_, uniform, recompute, trained = arguments
+    x, *_, dtype, uniform, _, recompute, trained = arguments
     # In fp16 gradients need the scale that the backward brings.
-    if recompute or x.dtype == torch.float16 or not (uniform or list(trained) == [True, False, False]):
+    if recompute or (dtype or x.dtype) == torch.float16 or not (uniform or list(trained) == [True, False, False]):
         return (False,) * 3
     kept: Sequence[bool] = trained
     return kept
@@ -119,27 +135,50 @@ def _by_chunks(
     **how: Any,
 ) -> HeadResults:
     """``by_chunks`` of the operator's arguments."""
-    x, weight, bias, target, ignored, temperature, scale, cap, in_fp32, _, most, *_ = arguments
+    *tensors, target, ignored, temperature, scale, cap, in_fp32, _, most, dtype, _, _, _, _ = arguments
+    x, weight, bias = (_cast(t, dtype) for t in tensors)
     options = {"ignored": ignored, "scale": scale, "cap": cap, "temperature": temperature, "in_fp32": in_fp32}
     head = Head(LINEAR_LOG_PROBS.name, x, weight, bias, target, most, options)
     return by_chunks(head, trained, gradient, entropy_gradient, **how)
+
+
+def _cast(tensor: Any, dtype: torch.dtype | None, *, is_meta: bool = False) -> Any:
+    """A tensor, or None, in this dtype; None leaves it as it is. ``is_meta``: its shape and dtype alone count."""
+    if tensor is None or dtype is None or tensor.dtype == dtype:
+        return tensor
+    return torch.empty(tensor.shape, dtype=dtype, device="meta") if is_meta else tensor.to(dtype)
+
+
+def _is_other_than_expected(arguments: Sequence[Any], dlog_probs: Tensor, needed: Sequence[bool]) -> bool:
+    """Return whether rows differ in their gradient, which ``check_grad`` looks for, and that of a weight is needed."""
+    *_, check, _, _ = arguments
+    if not check or not any(needed[1:]):
+        return False
+    factors, factor, has_label = _factors(arguments, dlog_probs)
+    return not _are_uniform(factors, factor, has_label)  # the host waits here for the device
+
+
+def _factors(arguments: Sequence[Any], dlog_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The factors of rows, 0 if a row has no label, the one of the first row that has one, and which rows have one."""
+    target, ignored = arguments[3:5]
+    has_label = (target != ignored).reshape(-1)
+    # Nothing comes from rows without a label, whatever their gradient is.
+    factors = dlog_probs.reshape(-1).float().masked_fill(~has_label, 0.0)
+    return factors, factors.index_select(0, has_label.to(torch.uint8).argmax()), has_label
 
 
 def _scaled(
     arguments: Sequence[Any], grads: Sequence[Tensor | None], dlog_probs: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias from those for log-probabilities whose gradient is 1."""
-    (x, weight, bias, target, ignored, *_), (dx, dweight, dbias) = arguments, grads
-    has_label = (target != ignored).reshape(-1)
-    # Nothing comes from rows without a label, whatever their gradient is.
-    factors = dlog_probs.reshape(-1).float().masked_fill(~has_label, 0.0)
+    (x, weight, bias, *_), (dx, dweight, dbias) = arguments, grads
+    factors, factor, has_label = _factors(arguments, dlog_probs)
     need_x, need_weight, need_bias = needed
     if need_x:
         assert dx is not None
         width = x.shape[-1]
         dx = torch.mul(dx.view(-1, width), factors[:, None], out=x.new_empty(len(factors), width)).view(x.shape)
     if need_weight or need_bias:
-        factor = factors.index_select(0, has_label.to(torch.uint8).argmax())
         _check_uniform(factors, factor, has_label)
         dweight, dbias = (
             torch.mul(grad, factor, out=tensor.new_empty(tensor.shape)) if need and grad is not None else None
@@ -148,9 +187,14 @@ def _scaled(
     return dx, dweight, dbias
 
 
+def _are_uniform(factors: Tensor, factor: Tensor, has_label: Tensor) -> Tensor:
+    """Whether rows with a label have one gradient, as a tensor."""
+    return ((factors == factor) | (factors.isnan() & factor.isnan()) | ~has_label).all()
+
+
 def _check_uniform(factors: Tensor, factor: Tensor, has_label: Tensor) -> None:
     """Raise if rows with a label differ in their gradient; on a GPU by an assertion that nobody waits for."""
-    is_uniform = ((factors == factor) | (factors.isnan() & factor.isnan()) | ~has_label).all()
+    is_uniform = _are_uniform(factors, factor, has_label)
     message = "linear_log_probs: gradients of log_probs differ from row to row, leave uniform_grad out"
     if factors.device.type == "cpu":
         if not is_uniform:
@@ -175,7 +219,9 @@ def linear_log_probs(
     are_largest: bool = False,
     mean_logits: bool = False,
     log_sums_of_squares: bool = False,
+    dtype: torch.dtype | None = None,
     uniform_grad: bool = False,
+    check_grad: bool = False,
     recompute: bool = False,
 ) -> LogProbs:
     """The log-probability of each target under ``linear(input, linear_weight, linear_bias)``, without holding logits.
@@ -210,8 +256,12 @@ def linear_log_probs(
         are_largest: return these too; they have no gradient.
         mean_logits: return these too; they have no gradient.
         log_sums_of_squares: return these too; they have no gradient.
+        dtype: what input, weight and bias are cast to in here, autocast or not; each may have a dtype of its own then.
+            Their gradients are rounded to their own dtypes alone.
         uniform_grad: the caller's promise that the gradient of the log-probabilities is one number for all rows with a
             label, as that of their sum, their mean or any multiple of these is.
+        check_grad: ``uniform_grad`` is an expectation, and no promise: the host waits for the gradient, and one that
+            differs from row to row is computed as without ``uniform_grad``.
         recompute: compute logits and gradients in the backward, for the least memory. If entropies have a gradient and
             the head is frozen, it saves a product too.
 
@@ -224,8 +274,8 @@ def linear_log_probs(
             promise of ``uniform_grad``, on a CPU; on a GPU the device asserts.
         IndexError: for a target outside of the vocabulary, on a CPU; on a GPU the device asserts, as PyTorch's does.
     """
-    tensors, trained = head_tensors(input, linear_weight, linear_bias)
+    tensors, trained = head_tensors(input, linear_weight, linear_bias, casts=dtype is None)
     logits = ignore_index, unless_one(temperature), unless_one(logit_scale), softcap, logits_in_fp32
     wanted = [entropies, are_largest, mean_logits, log_sums_of_squares]
-    options = *logits, wanted, max_labels, uniform_grad, recompute, trained
+    options = *logits, wanted, max_labels, dtype, uniform_grad, check_grad, recompute, trained
     return LogProbs(*LINEAR_LOG_PROBS.checked(*tensors, target, *options))

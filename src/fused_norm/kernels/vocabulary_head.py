@@ -260,10 +260,13 @@ def _check_target(x: Tensor, weight: Tensor, bias: Tensor | None, target: Any) -
     )
 
 
-def head_tensors(x: Any, weight: Any, bias: Any) -> tuple[list[Any], list[bool]]:
-    """The tensors, cast as for a linear under autocast, and which of them need a gradient; they may be of any kind."""
+def head_tensors(x: Any, weight: Any, bias: Any, *, casts: bool = True) -> tuple[list[Any], list[bool]]:
+    """The tensors, cast as for a linear under autocast, and which of them need a gradient; they may be of any kind.
+
+    ``casts``: without it they stay as they are.
+    """
     tensors = [x, weight, bias]
-    if isinstance(x, Tensor) and (dtype := autocast_dtype(x)) is not None and x.dtype != torch.float64:
+    if casts and isinstance(x, Tensor) and (dtype := autocast_dtype(x)) is not None and x.dtype != torch.float64:
         tensors = [t.to(dtype) if isinstance(t, Tensor) else t for t in tensors]
     is_trained = torch.is_grad_enabled()
     return tensors, [is_trained and isinstance(t, Tensor) and t.requires_grad for t in tensors]

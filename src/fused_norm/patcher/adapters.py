@@ -50,9 +50,9 @@ from .module_features import FusedModule, ModuleFeature
 from .probe import UnrecognisedError
 
 _DROPOUT = functional.dropout
-_PEFTS = "PEFT's LoRA code"
+PEFTS = "PEFT's LoRA code"
 
-_SCALED = "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"
+SCALED = "its scale is a tensor, as prepare_model_for_compiled_hotswap leaves it"
 
 
 class FusedAdapter(Fused):
@@ -82,12 +82,12 @@ class FusedAdapter(Fused):
             if not is_plain:
                 reason = why_linears_replaced() or why_stock(layer)
         dtype = None if reason is not None else autocast_dtype(x)
-        if reason is not None and not _adds_something(layer):
+        if reason is not None and not adds_something(layer):
             reason = ""
         elif reason is None and dtype is None and self.fused_norm_is_quantised:
             reason = "its linear is quantised, and autocast is off"
         if reason is not None:
-            warn_once(self.fused_norm_origin, reason, _PEFTS)
+            warn_once(self.fused_norm_origin, reason, PEFTS)
             return self._in_stock(x, adapter_input)
         (name,), parts = layer.active_adapters, layer._modules
         first, second = parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
@@ -154,7 +154,7 @@ class FusedAdapter(Fused):
             y, reason = LORA_ADD.try_fused(base, x, a, b, scale)
         if y is not None:
             return y
-        warn_once(self.fused_norm_origin, _SCALED if isinstance(scale, Tensor) else reason, _PEFTS)
+        warn_once(self.fused_norm_origin, SCALED if isinstance(scale, Tensor) else reason, PEFTS)
         added = second(first(x)) * scale
         if not self.fused_norm_is_quantised:
             return (base + added).to(base.dtype)
@@ -237,12 +237,12 @@ def why_unfused(layer: Any) -> str | None:
         return reason
     (name,) = layer.active_adapters
     if isinstance(layer.scaling[name], Tensor):
-        return _SCALED
+        return SCALED
     rank = len(layer.lora_A[name].weight)
     return f"a rank of {rank} is more than {HIGHEST_RANK}" if rank > HIGHEST_RANK else None
 
 
-def _adds_something(layer: Any) -> bool:
+def adds_something(layer: Any) -> bool:
     """Return whether a LoRA layer, as it is now, adds anything to what its linear returns."""
     is_off = layer.disable_adapters or layer.merged
     return not is_off and any(name in layer.lora_A for name in layer.active_adapters)

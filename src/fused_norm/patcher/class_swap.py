@@ -13,6 +13,7 @@ from ..spec import FusedNormError
 from .graph_guards import GRAPHS
 from .hooks import Fused, name_of_function, stock_class
 from .source import cells_of
+from .trl_head import cell_of_forward, is_out_of_reach, with_operator, without_operator
 
 _POPPED = "_fused_norm_popped_forward"
 
@@ -40,16 +41,21 @@ def why_fused_overridden(fused: Any) -> str | None:
     return f"the forward of its fused class was replaced, by {name_of_function(fused.forward)}"
 
 
-def why_instance_overridden(module: nn.Module) -> str | None:
-    """The reason why a change of class would not take effect: other code has put a ``forward`` on this instance."""
+def why_instance_overridden(module: nn.Module, *, under_autocast: bool = False) -> str | None:
+    """The reason why a change of class would not take effect: other code has put a ``forward`` on this instance.
+
+    ``under_autocast``: what counts is the forward that accelerate's one runs under autocast.
+    """
     if isinstance(module, Fused) and (override := why_fused_overridden(_own_fused_class(module))):
         return override
     forward = vars(module).get("forward")
+    if under_autocast:
+        forward = vars(module).get("_original_forward", forward)
     if forward is None or _is_bound(forward, module):
         return None
     if _is_bound(vars(module).get("_old_forward"), module):  # accelerate calls the forward that it keeps there
         return None
-    if _cell_of_forward(module) is not None:
+    if _cell_of_forward(module) is not None and not is_out_of_reach(module):
         return None
     return f"its forward was replaced on the instance, by {name_of_function(forward)}"
 
@@ -88,7 +94,8 @@ def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:
 
     With the class change the bound forwards of the old one that the instance holds. transformers 4 leaves one in
     ``forward``: it is dropped, and put back when the class changes back. accelerate calls the one in ``_old_forward``,
-    and transformers' tensor parallelism one that its function in ``forward`` closes over: these are made anew.
+    and transformers' tensor parallelism one that its function in ``forward`` closes over, as TRL's head does: these are
+    made anew. TRL's head gets the operator in a model with a fused loss, and is TRL's own in any other.
     """
     old, attributes = type(module), vars(module)
     before = dict(attributes)
@@ -115,6 +122,9 @@ def change_class(module: nn.Module, new: type[nn.Module]) -> Callable[[], None]:
         attributes["forward"] = MethodType(new.forward, module)
     if kept_by_accelerate:
         attributes["_old_forward"] = MethodType(new.forward, module)
+    if "forward" in attributes:
+        forward = without_operator(attributes["forward"])
+        attributes["forward"] = with_operator(module, forward) if hasattr(new, "fused_norm_head_class") else forward
     if not getattr(new, "fused_norm_cuda_graphs", False):
         attributes.pop(GRAPHS, None)
     return undo
@@ -143,12 +153,13 @@ def original_class(module: Fused) -> type[nn.Module]:
 def _cell_of_forward(module: nn.Module) -> CellType | None:
     """Return the cell with the forward of a module's class, for the function that tensor parallelism calls instead.
 
-    None without such a function: transformers has them since 5.17, for norms whose rows are cut between devices.
+    transformers has such functions since 5.17, for norms whose rows are cut between devices. TRL's trainers put one on
+    language models. None without one.
     """
+    cell = cell_of_forward(module)
     function = vars(module).get("forward")
-    if not isinstance(function, FunctionType) or not function.__module__.startswith("transformers.distributed."):
-        return None
-    cell = cells_of(function).get("original_forward")
+    if isinstance(function, FunctionType) and function.__module__.startswith("transformers.distributed."):
+        cell = cells_of(function).get("original_forward")
     return cell if cell is not None and _is_bound(cell.cell_contents, module) else None
 
 

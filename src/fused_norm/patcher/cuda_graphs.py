@@ -449,6 +449,8 @@ class LayerGraphs:
                 self.refused = f"kernels keep {len(kept)} blocks of the graphs' memory"
                 self.clear()
                 raise RunEagerError(self.refused)
+        if family not in self._families:
+            self._device.release_memory()
 
     def may_capture(self, family: Any, sights: int) -> bool:
         """Return whether a shape is to be captured: one of a few, or seen once more; not if captures never pay."""

@@ -82,6 +82,13 @@ class CudaDevice:
         blocks = [block for segment in self._segments() for block in segment["blocks"]]
         return frozenset(block["address"] for block in blocks if block["state"] != "inactive")
 
+    def release_memory(self) -> None:
+        """Give memory that nobody uses back to the device: a capture cannot, and fails if there is too little.
+
+        Eager steps have left as much as all activations take, which the graphs have in their pool from now on.
+        """
+        torch.cuda.empty_cache()
+
     def reserved(self) -> int:
         """The bytes of the pool."""
         return sum(segment["total_size"] for segment in self._segments())

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 _FLAT = 4 * 2**20
 """Bytes up to which the gradients of a layer's parameters leave the pool as one tensor."""
@@ -19,15 +20,18 @@ class Uses:
     A tensor that is used several times has several gradients, which autograd adds to those of its uses elsewhere one by
     one: their sum would be another sum in the last place.
 
+    The results themselves are not held, only their places in autograd's graph.
+
     Attributes:
         repeated: the places of leaves with several uses, once for each further use.
     """
 
     def __init__(self, results: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         self._leaves = leaves
+        self._results = [get_gradient_edge(result) if result.requires_grad else None for result in results]
         self._nodes: dict[Any, list[tuple[int, int]]] = {}
         """The leaves, and the numbers of the gradients, that nodes give, for those of several uses."""
-        nodes = [leaf.grad_fn or torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+        nodes = [leaf.grad_fn or get_gradient_edge(leaf).node for leaf in leaves]
         place_of = {(node, leaf.output_nr): place for place, (node, leaf) in enumerate(zip(nodes, leaves, strict=True))}
         waiting: list[Any] = [result.grad_fn for result in results if result.grad_fn is not None]
         seen, number = set(waiting), [0] * len(leaves)
@@ -49,12 +53,17 @@ class Uses:
             if (gives := [(place, position) for place, position in pairs if place in several])
         }
 
-    def gradients(self, results: Sequence[Tensor], grads: Sequence[Tensor | None], **how: bool) -> list[Tensor | None]:
+    @property
+    def are_differentiable(self) -> list[bool]:
+        """Whether each result has a gradient."""
+        return [result is not None for result in self._results]
+
+    def gradients(self, grads: Sequence[Tensor | None], **how: bool) -> list[Tensor | None]:
         """The gradients of the leaves, one of each, and after them those of ``repeated``.
 
         ``grads``: those of the results. ``how``: ``retain_graph`` or ``create_graph``.
         """
-        pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
+        pairs = [(r, g) for r, g in zip(self._results, grads, strict=True) if g is not None and r is not None]
         if not pairs:
             return [None] * (len(self._leaves) + len(self.repeated))
         of_uses: list[list[Tensor | None]] = [[] for _ in self._leaves]

@@ -169,7 +169,6 @@ class GraphPair:
         self._storages = [buffer.untyped_storage()._cdata for buffer in self.outputs]
         self._owners = list(map(torch._C._storage_Use_Count, self._storages))
         self.output_grads: list[Tensor | None] = [None] * len(self.outputs)
-        self._result: list[Tensor] | None = None
         self._uses: Uses | None = None
         self._grads: list[Tensor | None] = []
         self._flat_grads: list[FlatGrads] = []
@@ -184,19 +183,17 @@ class GraphPair:
         try:
             self._replay_forward, self._forward_graph = device.capture(self._forward)
             after = device.live_blocks()
-            assert self._result is not None
             if self.is_training:
+                assert self._uses is not None
                 self.output_grads = [
-                    graphs.grad_buffer(buffer) if result.requires_grad else None
-                    for buffer, result in zip(self.outputs, self._result, strict=True)
+                    graphs.grad_buffer(buffer) if is_differentiable else None
+                    for buffer, is_differentiable in zip(self.outputs, self._uses.are_differentiable, strict=True)
                 ]
                 self._replay_backward, self._backward_graph = device.capture(self._backward)
                 self._grads = [None if grad is None else device.without_owner(grad) for grad in self._grads]
                 self._flat_grads = [flat._replace(grads=device.without_owner(flat.grads)) for flat in self._flat_grads]
                 self.blocks = after - before
                 before = after
-            else:
-                self._result = None
             waited = 0.0
             while (kept := device.live_blocks() - before) and waited < _RELEASE:
                 time.sleep(0.001)  # autograd's thread lets go of its last tensors when it is scheduled again
@@ -223,15 +220,13 @@ class GraphPair:
         for buffer, tensor in zip(self.outputs, result, strict=True):
             buffer.copy_(tensor.detach())
         torch.clear_autocast_cache()  # of casts that lie in the pool
-        self._result = result
         if self.is_training:
             self._uses = Uses(result, [*(heads[i] for i in self.differentiable), *leaves])
             self._repeated = self._uses.repeated
 
     def _backward(self) -> None:
-        assert self._result is not None
         assert self._uses is not None
-        grads = self._uses.gradients(self._result, self.output_grads, retain_graph=True)
+        grads = self._uses.gradients(self.output_grads, retain_graph=True)
         self._grads, self._flat_grads = flattened(grads, len(self.differentiable))
 
     def _run(self, tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -255,7 +250,7 @@ class GraphPair:
 
     def drop_activations(self) -> None:
         """Let the pool give its activations' memory to other captures."""
-        self._result = self._uses = None
+        self._uses = None
 
     def why_not_now(self, tensors: Sequence[Tensor]) -> str | None:
         """The reason not to replay it on these tensors, or None."""
@@ -365,7 +360,7 @@ class GraphPair:
             with torch.enable_grad(), self._call.autocast(device.device.type):
                 results = self._run(inputs, leaves)
                 uses = Uses(results, [*(inputs[place] for place in self.differentiable), *leaves])
-                return uses.gradients(results, grads, create_graph=creates_graph)
+                return uses.gradients(grads, create_graph=creates_graph)
         finally:
             if after is not None:
                 device.set_random_state(after)

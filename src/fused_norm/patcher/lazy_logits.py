@@ -5,7 +5,7 @@ capping them gives further lazy logits, and ``torch.nn.functional.cross_entropy`
 which never holds them. Any other operation reads them: all lazy logits of the call are computed by the operations that
 were asked for, and are plain tensors from then on. So code that is given lazy logits computes what it would compute
 with the real ones. Once the model's forward has returned, all but a question for their shape and a cast to float32, as
-accelerate makes, reads them.
+accelerate makes, reads them. If the model got no labels, the operations of ``lazy_log_probs.py`` do not either.
 
 To C++ lazy logits are tensors without numbers that have a place in autograd's graph. Who differentiates there, as a
 ``torch.autograd.Function`` of somebody's does, gets the right gradients, and the fused loss passes its gradient on
@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..kernels.autocast import autocast_dtype, set_autocast
-from .logit_steps import Step, is_of_pytorch, plain_functions, rows_by, step_of, transformation_by
+from .logit_steps import OF_ROWS, Step, is_of_pytorch, plain_functions, rows_by, step_of, transformation_by
 
 _OF_SHAPE = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta",
@@ -50,7 +51,13 @@ _OF_GRADIENT = _ASKS | {"grad", "retains_grad"}
 _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """Functions that are asked for the gradients of ``inputs``."""
 
+SUMMARIES = frozenset({"log_softmax", "softmax", "product", "weighted_logits", "selected", "logsumexp", "mean"})
+"""The steps after which a lazy tensor holds no logits any more."""
+
 _DDP = torch.nn.parallel.distributed.__name__
+
+_DYNAMO = f"{torch.__path__[0]}/_dynamo/eval_frame.py"
+"""The file through which compiled functions are called."""
 
 _SAMPLED = 4096
 
@@ -89,6 +96,8 @@ class Projection:
         noted: is told that logits of this call were read, and by what.
         parameters: those that the head has by now; None if it cannot get others.
         is_running: the model's forward has not returned, so that nobody has stepped or sharded weights.
+        operate: for a model without labels, does an operation on lazy logits that reads none: takes the function, its
+            name and its arguments, and returns NotImplemented for another operation.
         asked: by which functions somebody asks for the gradient that a fused loss gives its logits.
     """
 
@@ -100,6 +109,7 @@ class Projection:
     noted: Callable[[str], None]
     parameters: Mapping[str, Tensor | None] | None = None
     is_running: bool = True
+    operate: Callable[[Any, str, Any, Any], Any] | None = None
     asked: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -150,6 +160,13 @@ class Projection:
         """Return whether the head still has the weights of this call, as the loss takes those that it has."""
         now = self.parameters
         return now is None or (now.get("weight") is self.weight and now.get("bias") is self.bias)
+
+
+class Ending(Protocol):
+    """What a fused operator computes of logits."""
+
+    def loss_of(self, logits: Tensor) -> Tensor:
+        """The same of real logits, by PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +248,11 @@ class LazyLogits(LazyTensor):
     _steps: tuple[Step, ...]
     _parent: LazyLogits | None
     _has_loss: bool  # a fused loss with a gradient was made of these, or of what steps make of them
+    _is_untraced: bool  # what was made of these has no place behind them in autograd's graph, or they were written into
+    _is_written_over: bool  # by a write into rows of these, so that steps do not tell them any more
+    _is_alias: bool  # of the memory of what it is made of
+    _made_by: Step | None
+    _writes: list[tuple[tuple[Step, ...], Step]]  # into which rows of these, and what
     _hooks: OrderedDict[int, Any]
 
     @classmethod
@@ -247,7 +269,9 @@ class LazyLogits(LazyTensor):
             like = step.run(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"))
         in_graph = torch.is_grad_enabled() and self.requires_grad and step.name != "detach"
         steps = (*self._steps, step._replace(shape=like.shape))
-        return self._made(self._projection, steps, self, like, in_graph)
+        lazy = self._made(self._projection, steps, self, like, in_graph)
+        lazy._is_alias = like._is_view()
+        return lazy
 
     @classmethod
     def _made(
@@ -259,7 +283,8 @@ class LazyLogits(LazyTensor):
             else:
                 lazy = cls(like, projection.x.device)
         lazy._projection, lazy._steps, lazy._parent = projection, steps, parent
-        lazy._has_loss, lazy._hooks = False, OrderedDict()
+        lazy._has_loss = lazy._is_untraced = lazy._is_written_over = lazy._is_alias = False
+        lazy._made_by, lazy._writes, lazy._hooks = steps[-1] if steps else None, [], OrderedDict()
         lazy._placed(projection)
         return lazy
 
@@ -279,14 +304,22 @@ class LazyLogits(LazyTensor):
         if self._real is not None:
             return
         # A loss has a gradient for the lazy ones, to which that of the real ones is added.
-        is_result = not self.is_lazy() or (self._has_loss and self._is_no_view())
-        in_graph = self._place[0] and not is_result
-        with torch.inference_mode(self._projection.x.is_inference()), torch.set_grad_enabled(in_graph):
+        is_result = not self.is_lazy() or (self._has_loss and self._is_no_view() and not self._is_untraced)
+        in_graph, x = self._place[0] and not is_result, self._projection.x
+        with (
+            torch.inference_mode(x.is_inference()),
+            torch.set_grad_enabled(in_graph),
+            set_autocast(x.device.type, None),
+        ):
             if self._parent is None:
                 real = self._projection.compute()
             else:
                 assert self._parent._real is not None
-                real = self._steps[-1].run(self._parent._real)
+                assert self._made_by is not None
+                real = self._made_by.run(self._parent._real)
+            for path, write in self._writes:
+                view = reduce(lambda rows, step: step.run(rows), path, real)
+                view.mul_(write.number) if write.name == "mul" else view.div_(write.number)
         if is_result:
             with torch.enable_grad(), plain_functions():
                 real = _Read.apply(self, [real])
@@ -294,8 +327,49 @@ class LazyLogits(LazyTensor):
             real.register_hook(hook)
         self._real, self._parent = real, None
 
+    @property
+    def summary(self) -> str | None:
+        """The last step of ``lazy_log_probs.py``; None for logits."""
+        return next((step.name for step in reversed(self._steps) if step.name in SUMMARIES), None)
+
     def _is_no_view(self) -> bool:
-        return not self._steps or self._steps[-1].name in ("float", "mul", "div", "tanh")
+        return self._made_by is None or self._made_by.name not in ("detach", *OF_ROWS)
+
+    def ancestors(self) -> list[LazyLogits]:
+        """These logits, those that they are made of, and so on."""
+        found = [self]
+        while found[-1]._parent is not None:
+            found.append(found[-1]._parent)
+        return found
+
+    def write(self, step: Step) -> bool:
+        """Have a multiple of these logits written into them, and return True; or return False, and do nothing.
+
+        The latter is so if there are other lazy tensors than those that these were made of: they may share memory with
+        these, or may be copies from before the write; and if autograd is off and would not know of the write.
+        """
+        ancestors, is_traced = self.ancestors(), torch.is_grad_enabled()
+        if {*map(id, self._projection.members(LazyTensor))} - {*map(id, ancestors)} or any(
+            not lazy.is_lazy() or (lazy.requires_grad and not is_traced) for lazy in ancestors
+        ):
+            return False
+        own = next(place for place, lazy in enumerate(ancestors) if not lazy._is_alias)  # which has memory of its own
+        if any(lazy._made_by is not None and lazy._made_by.name == "detach" for lazy in ancestors[:own]):
+            return False
+        path: tuple[Step, ...] = ()
+        for lazy in ancestors[: own + 1]:
+            with plain_functions():
+                if lazy.requires_grad:
+                    _Written.apply(lazy, path, step)
+            lazy._place, lazy._is_untraced = lazy._place_now(), True
+            if path:
+                lazy._is_written_over = True
+            else:
+                lazy._steps = (*lazy._steps, step)
+            if lazy._is_alias and lazy._made_by is not None:
+                path = (lazy._made_by, *path)
+        ancestors[own]._writes.append((path, step))
+        return True
 
     def ask(self, name: str) -> None:
         """Have the fused loss of these compute their gradient, for which the function of that name asks.
@@ -303,7 +377,8 @@ class LazyLogits(LazyTensor):
         Raises:
             RuntimeError: if that is not what is asked for.
         """
-        if not self._is_no_view() or (self._real is not None and self._real._version):
+        is_changed = self._is_untraced or (self._real is not None and self._real._version)
+        if is_changed or not self._is_no_view():
             raise RuntimeError(_TOO_LATE)
         self._projection.asked.add(name)
 
@@ -323,13 +398,20 @@ class LazyLogits(LazyTensor):
             if is_of_ddp or (is_of_shape and is_of_pytorch(func)):
                 with plain_functions():
                     return func(*args, **kwargs)
-            if name == "register_hook" and _is_of_sharding(args[1]):
+            # Without a loss in the output FSDP has no other hook than these.
+            if name == "register_hook" and _is_of_sharding(args[1]) and lead._projection.operate is None:
                 handle = RemovableHandle(lead._hooks)
                 lead._hooks[handle.id] = args[1]
                 return handle
             is_kept = lead._projection.is_running or name in ("float", "to")  # accelerate casts what a model returns
+            is_kept = is_kept or (name != "detach" and _operations_on(args) is not None)
+            is_kept = is_kept and not lead._is_written_over and lead.summary is None
             if is_kept and (step := step_of(lead, name, func, args[1:], kwargs)) is not None:
                 return lead if step.name == "same" else lead.then(step)
+        if (operate := _operations_on(args)) is not None:
+            result = operate(func, name, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if isinstance(lead, LazyLogits) and lead._has_loss and name in _OF_GRADIENT:
             if name in _ASKS:
                 lead.ask(name)
@@ -420,6 +502,28 @@ class _Lazy(torch.autograd.Function):
         return None, None, None, None, dx, dweight, rows.sum(0).to(bias.dtype) if need_bias else None
 
 
+class _Written(torch.autograd.Function):
+    """Lazy logits after a write of a multiple into rows of them, in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyLogits, path: tuple[Step, ...], write: Step) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.path, ctx.write = path, write
+        ctx.mark_dirty(lazy)
+        return lazy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None
+        if not ctx.path:
+            return ctx.write.run(gradient), None, None
+        gradient = gradient.clone()
+        view = reduce(lambda rows, step: step.run(rows), ctx.path, gradient)
+        view.mul_(ctx.write.number) if ctx.write.name == "mul" else view.div_(ctx.write.number)
+        return gradient, None, None
+
+
 class _Read(torch.autograd.Function):
     """A real tensor as a result of a lazy one, which has a place of its own in autograd's graph."""
 
@@ -440,7 +544,7 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor | None, logits: LazyLogits, how: CrossEntropy, *arguments: Any) -> Any:
+    def forward(ctx: Any, loss: Tensor | None, logits: LazyLogits, how: Ending, *arguments: Any) -> Any:
         ctx.save_for_backward(*arguments)
         ctx.set_materialize_grads(False)
         ctx.steps, ctx.how, ctx.is_lazy = logits._steps, how, loss is None
@@ -507,25 +611,51 @@ def _cross_entropy(
 
 def _loss_of(logits: LazyLogits, how: CrossEntropy) -> Tensor:
     """The loss of logits by the fused operator, or by PyTorch if they were read or the operator cannot be called."""
-    loss = None
-    if logits.is_lazy() and logits._projection.is_of_head():
-        transformation, projection = transformation_by(logits._steps), logits._projection
-        assert transformation is not None
-        projection.check()
-        needs_gradient = logits.requires_grad and torch.is_grad_enabled()
-        # Autocast as it was for the head, whatever it is now.
-        with torch.set_grad_enabled(needs_gradient), set_autocast(projection.x.device.type, projection.dtype):
-            rows = rows_by(logits._steps, projection.x)
-            loss = projection.loss(rows, replace(how, **transformation))
-    if loss is None:
+    if not logits.is_lazy() or not logits._projection.is_of_head():
         return how.loss_of(logits.read("its loss"))
-    if loss.requires_grad:
+    transformation, projection = transformation_by(logits._steps), logits._projection
+    assert transformation is not None
+    return ended(logits, how, lambda rows: projection.loss(rows, replace(how, **transformation)))
+
+
+def ended(logits: LazyLogits, how: Ending, operate: Callable[[Tensor], Tensor]) -> Tensor:
+    """The result of a fused operator on lazy logits, with its place in autograd's graph.
+
+    Args:
+        logits: that the result is of.
+        how: does it by PyTorch, if somebody asks for the gradient of logits.
+        operate: does it, to their rows of hidden states.
+
+    Raises:
+        RuntimeError: as ``Projection.check``.
+    """
+    projection = logits._projection
+    projection.check()
+    needs_gradient = logits.requires_grad and torch.is_grad_enabled()
+    # Autocast as it was for the head, whatever it is now.
+    with torch.set_grad_enabled(needs_gradient), set_autocast(projection.x.device.type, projection.dtype):
+        result = operate(rows_by(logits._steps, projection.x))
+    if result.requires_grad:
         with plain_functions():
-            loss = _Loss.apply(loss, logits, how, *logits._projection.arguments)
-        lazy: LazyLogits | None = logits
-        while lazy is not None:
-            lazy._has_loss, lazy = True, lazy._parent
-    return loss
+            result = _Loss.apply(result, logits, how, *projection.arguments)
+        for lazy in logits.ancestors():
+            lazy._has_loss = True
+    return result
+
+
+def _operations_on(args: Any) -> Callable[[Any, str, Any, Any], Any] | None:
+    """What does the operations on the lazy logits among arguments, or in a list that is the first; None without it."""
+    leads = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+    lazy = next((lead for lead in leads if isinstance(lead, LazyLogits)), None)
+    if lazy is None or not lazy.is_lazy() or lazy._is_written_over:
+        return None
+    is_compiled = not lazy._projection.is_running and is_in_compiled_function()
+    return None if is_compiled else lazy._projection.operate
+
+
+def is_in_compiled_function() -> bool:
+    """Return whether a compiled function is running: a compiler traces what is made of real logits alone."""
+    return any(frame.f_code.co_filename == _DYNAMO for frame, _ in traceback.walk_stack(None))
 
 
 def _is_count(value: Any) -> bool:

@@ -1,6 +1,6 @@
-"""The operations on a head's logits that need no values: selections of rows, casts, scale and cap.
+"""The operations on a head's logits that need no values: selections of rows, casts, scale, cap and temperature.
 
-Lazy logits remember them, to do them later. ``transformation_by`` and ``rows_by`` say what the fused loss is to do of
+Lazy logits remember them, to do them later. ``transformation_by`` and ``rows_by`` say what a fused operator is to do of
 the logits of which rows.
 """
 
@@ -17,7 +17,15 @@ from torch._ops import OpOverload, OpOverloadPacket
 plain_functions = torch._C.DisableTorchFunctionSubclass
 """The context in which functions see a lazy tensor as the empty tensor that it is to C++."""
 
-_VIEWS = frozenset({"view", "reshape", "flatten"})
+_VIEWS = frozenset({"view", "reshape", "flatten", "squeeze", "unsqueeze"})
+
+_PIECES = frozenset({"unbind", "split", "chunk"})
+
+_WRITES = {"div_": "div", "true_divide_": "div", "mul_": "mul", "multiply_": "mul"}
+"""Functions that write a multiple of logits into them, and the step that does it to a copy."""
+
+OF_ROWS = frozenset({"rows", "view", "copy", "same"})
+"""The steps that change no number."""
 
 
 class Step(NamedTuple):
@@ -25,16 +33,20 @@ class Step(NamedTuple):
 
     Attributes:
         name: ``float``, ``mul``, ``div``, ``tanh``, ``detach``, ``rows`` for a selection of rows, ``view`` for another
-            shape in which they stay rows, ``copy``, ``same`` for nothing.
+            shape in which they stay rows, ``copy``, ``same`` for nothing; or what ``lazy_log_probs.py`` makes of them.
         run: does it to a tensor.
         number: what is multiplied with, or divided by.
         shape: of what it makes, once it is taken.
+        piece: which of how many pieces along the first dimension, that are all.
+        chosen: by which numbers are selected.
     """
 
     name: str
     run: Callable[[Tensor], Tensor]
     number: float = 1.0
     shape: torch.Size = torch.Size()
+    piece: tuple[int, int] | None = None
+    chosen: Tensor | None = None
 
 
 def is_of_pytorch(func: Any) -> bool:
@@ -53,8 +65,7 @@ def step_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step 
     if name in ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide") and not kwargs:
         if len(args) != 1 or type(args[0]) not in (int, float) or args[0] == 0:
             return None
-        (number,) = args
-        return Step("mul", lambda x: x * number, number) if "mul" in name else Step("div", lambda x: x / number, number)
+        return _multiple("mul" if "mul" in name else "div", args[0])
     if name == "tanh" and not args and not kwargs:
         return Step("tanh", torch.tanh)
     if name in _VIEWS:  # another shape in which rows stay rows
@@ -68,6 +79,41 @@ def step_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Step 
     if name == "__getitem__" and len(args) == 1:
         return _rows_of(lazy, args[0])
     return None
+
+
+def _multiple(name: str, number: float) -> Step:
+    return Step("mul", lambda x: x * number, number) if name == "mul" else Step("div", lambda x: x / number, number)
+
+
+def write_of(name: str, func: Any, args: Any, kwargs: Any) -> Step | None:
+    """Return the step that a function does to logits in place; None for another function."""
+    if name not in _WRITES or kwargs or not is_of_pytorch(func) or len(args) != 1:
+        return None
+    (number,) = args
+    return _multiple(_WRITES[name], number) if type(number) in (int, float) and number != 0 else None
+
+
+def pieces_of(lazy: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> list[Step] | None:
+    """Return the selections of rows that a function cuts logits into; None for another function."""
+    if name not in _PIECES or not is_of_pytorch(func):
+        return None
+    try:
+        with plain_functions(), torch.no_grad():
+            likes = func(
+                torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device="meta"), *args, **kwargs
+            )
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None  # the real function raises the real error
+    has_rows = lazy.dim() > 1 and all(like.dim() and like.shape[-1] == lazy.shape[-1] for like in likes)
+    dimension = kwargs.get("dim", args[-1] if args and name == "unbind" else args[1] if len(args) > 1 else 0)
+    if not has_rows or type(dimension) is not int or dimension % lazy.dim() == lazy.dim() - 1:
+        return None
+
+    def piece(index: int) -> Step:
+        whole = (index, len(likes)) if name == "unbind" and dimension % lazy.dim() == 0 else None
+        return Step("rows", lambda x: func(x, *args, **kwargs)[index], piece=whole)
+
+    return [piece(index) for index in range(len(likes))]
 
 
 def _cast_of(lazy: Tensor, name: str, args: Any, kwargs: Any) -> Step | None:
@@ -117,8 +163,11 @@ def _rows_of(lazy: Tensor, index: Any) -> Step | None:
     return Step("rows", lambda x: x[tuple(part.to(x.device) if isinstance(part, Tensor) else part for part in fixed)])
 
 
-def transformation_by(steps: Sequence[Step]) -> dict[str, Any] | None:
-    """Return the scale and cap of steps, and if they are in fp32; None for steps that the fused operator lacks."""
+def transformation_by(steps: Sequence[Step], *, with_temperature: bool = False) -> dict[str, Any] | None:
+    """Return the scale and cap of steps, and if they are in fp32; None for steps that the fused operator lacks.
+
+    ``with_temperature``: the operator has one, by which logits are divided after scale and cap.
+    """
     operations: list[Step] = []
     in_fp32 = is_done = False
     for step in steps:
@@ -128,14 +177,20 @@ def transformation_by(steps: Sequence[Step]) -> dict[str, Any] | None:
             if is_done:
                 return None
             operations.append(step)
+        elif step.name not in OF_ROWS and step.name != "detach":
+            return None
     names, numbers = [step.name for step in operations], [float(step.number) for step in operations]
     scale = cap = None
+    temperature: dict[str, float | None] = {"temperature": None} if with_temperature else {}
+    if with_temperature and names[-1:] == ["div"] and numbers[-1] > 0:
+        temperature["temperature"] = numbers.pop()
+        names.pop()
     if names[-3:] == ["div", "tanh", "mul"] and numbers[-3] == numbers[-1] > 0:
         cap = numbers[-1]
         del names[-3:]
     if names in (["mul"], ["div"]):
         scale = numbers[0] if names.pop() == "mul" else 1.0 / numbers[0]
-    return None if names else {"scale": scale, "cap": cap, "in_fp32": in_fp32 and bool(operations)}
+    return None if names else {"scale": scale, "cap": cap, "in_fp32": in_fp32 and bool(operations), **temperature}
 
 
 def rows_by(steps: Sequence[Step], x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +22,16 @@ from .fused_classes import fused_class, fused_loss_class
 from .hooks import name_of, name_of_function
 from .lazy_logits import CrossEntropy, LazyLogits, LazySum, Projection
 from .loss_trial import trial_of
-from .losses import FusedHead, why_compiled_loss, why_functions_replaced, why_read, why_seen
-from .patch_report import Cause, Site
+from .losses import FusedHead, FusedLoss, why_compiled_loss, why_functions_replaced, why_read, why_seen
+from .patch_report import Cause, PatchReport, Site
 from .probe import UnrecognisedError, plain_pytorch
 from .source import names_in, parameters_of
+from .trl_head import trl_head, why_taken_apart, why_trl_runs, why_unknown
 
 _CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy"})
 """Names by which forwards compute a loss of their own."""
+
+_OF_TRL = "TRL's head computes the loss"
 
 
 def survey_loss(path: str, module: Any, model: SurveyedModel) -> Site:
@@ -52,7 +56,34 @@ def survey_loss(path: str, module: Any, model: SurveyedModel) -> Site:
     if row.reason is None:
         model.plan(module, fused_loss_class(origin))
         model.plan(head, fused_class(FusedHead, stock_class(head)))
-    return row
+    return row if trl_head(module) is None else _of_trl(row)
+
+
+def _of_trl(row: Site) -> Site:
+    """The row of a loss in whose place TRL's log-probabilities are computed."""
+    reason = row.reason
+    if reason is not None and not reason.startswith(_OF_TRL):
+        reason = f"{_OF_TRL}: {reason}"
+    return replace(row, trainer="TRL", reason=reason)
+
+
+def with_heads_of_trl(report: PatchReport, model: nn.Module) -> PatchReport:
+    """The report on a model as it is now: a trainer may have put a head of its own on it since it was patched."""
+    paths, rows = {id(module): path for path, module in model.named_modules()}, [*report.rows]
+    for module in model.modules():
+        language_model: Any = module
+        function, reason = trl_head(module), None
+        if function is not None:
+            reason = why_trl_runs(module, function)
+        elif isinstance(module, FusedLoss):
+            reason = why_instance_overridden(module, under_autocast=True)
+        if function is not None or reason is not None:
+            path = paths.get(id(language_model.get_output_embeddings()))
+            for at, row in enumerate(rows):
+                if row.kind == "loss" and row.path == path:
+                    new = row if reason is None else row.skipped(reason, "overridden")
+                    rows[at] = new if function is None else _of_trl(new)
+    return replace(report, rows=tuple(rows))
 
 
 def head_of(module: Any, model: SurveyedModel) -> Any:
@@ -77,6 +108,9 @@ def _reasons(path: str, head: Any, module: Any, options: FuseOptions) -> Iterato
     """Why a head and the language model that computes a loss of its logits stay stock, each None if it is no reason."""
     origin, linear = stock_class(module), stock_class(head)
     yield why_instance_overridden(module) or why_class_overridden(origin), "overridden"
+    if (function := trl_head(module)) is not None:
+        yield why_unknown(function), "overridden"
+        yield why_taken_apart(*head._parameters.values()), "overridden"
     yield why_left_out("loss", path, head, options), "option"
     if not _takes_labels(origin):
         yield "its forward has no argument of the name labels", "unrecognised"

@@ -8,8 +8,8 @@ way, or code that looks at the logits, gets real ones.
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
-import traceback
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar
@@ -28,14 +28,21 @@ from ..kernels.switch import switch
 from ..kernels.triton.devices import is_transformed, runs_kernels_on
 from .fused_norm_module import warn_once
 from .hooks import Fused, are_plain_calls, has_hooks, why_linears_replaced
-from .lazy_logits import GENUINE, REPLACED_BEFORE, CrossEntropy, LazyLogits, LazySum, Projection
+from .lazy_log_probs import operate
+from .lazy_logits import (
+    GENUINE,
+    REPLACED_BEFORE,
+    CrossEntropy,
+    LazyLogits,
+    LazySum,
+    Projection,
+    is_in_compiled_function,
+)
 from .running_code import RunningCode
+from .trl_head import with_operator
 
 _CROSS_ENTROPY = RunningCode(functional.cross_entropy)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_DYNAMO = f"{torch.__path__[0]}/_dynamo/eval_frame.py"
-"""The file through which compiled functions are called."""
-
 _COMPILED = (
     "it reads outputs.logits, which torch.compile does not trace: give it outputs.logits.clone(), or patch the model"
     " with apply_fused_norm(model, loss=False)"
@@ -47,6 +54,10 @@ class FusedLoss(Fused):
 
     fused_norm_head_class: ClassVar[type[nn.Module]]
     fused_norm_what = "head+loss"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the forward that a trainer of TRL puts on a model gets the operator."""
+        super().__setattr__(name, with_operator(self, value) if name == "forward" else value)
 
 
 class FusedHead(Fused):
@@ -61,9 +72,9 @@ class FusedHead(Fused):
         call = next((call for call in reversed(_calls.stack) if call.head is self), None)
         if call is not None:
             reason = _why_real(self, x)
-            if reason is None:
+            if reason is None and (call.has_labels or _may_be_read_later(self, x)):
                 how = autocast_dtype(x), call._loss, call._noted, self._parameters
-                projection = Projection(x, self.weight, self.bias, *how)
+                projection = Projection(x, self.weight, self.bias, *how, operate=None if call.has_labels else operate)
                 call.projections.append(projection)
                 return LazyLogits.from_projection(projection)
             call.reason = reason
@@ -98,18 +109,19 @@ class FusedHead(Fused):
 
 
 class LossCall:
-    """A call of a language model that is to return a loss.
+    """A call of a language model that is to return a loss, or logits that a loss will be made of.
 
     Attributes:
         origin: the model's own class.
         head: whose logits the loss is of.
+        has_labels: the model computes the loss.
         is_fused: the operator has computed a loss.
         reason: why it has not, or None.
         projections: calls of the head while it runs.
     """
 
-    def __init__(self, origin: type[nn.Module], head: FusedHead) -> None:
-        self.origin, self.head = origin, head
+    def __init__(self, origin: type[nn.Module], head: FusedHead, *, has_labels: bool = True) -> None:
+        self.origin, self.head, self.has_labels = origin, head, has_labels
         self.is_fused = False
         self.reason: str | None = None
         self.projections: list[Projection] = []
@@ -123,7 +135,7 @@ class LossCall:
     def _noted(self, reader: str) -> None:
         if not self.is_fused and self.reason is None:
             self.reason = why_read(reader)
-        if any(frame.f_code.co_filename == _DYNAMO for frame, _ in traceback.walk_stack(None)):
+        if is_in_compiled_function():
             warn_once(self.origin, _COMPILED, "a compiled function in parts")
 
     def returned(self, output: Any) -> Any:
@@ -154,23 +166,29 @@ _calls = _Calls()
 
 
 def fused_forward(origin: Any) -> Callable[..., Any]:
-    """A forward of models of class ``origin`` that is their own; if it gets labels the head's logits are lazy."""
+    """A forward of models of class ``origin`` that is their own.
+
+    The head's logits are lazy if it gets labels, and in training without them too.
+    """
     names = tuple(inspect.signature(origin.forward).parameters)[1:]
     place = names.index("labels")
 
     @wraps(origin.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = args[place] if len(args) > place else kwargs.get("labels")
-        if labels is None or torch.compiler.is_compiling() or switch.depth or not are_plain_calls(inside=type(self)):
+        is_wanted = labels is not None or (self.training and torch.is_grad_enabled())
+        if not is_wanted or torch.compiler.is_compiling() or switch.depth or not are_plain_calls(inside=type(self)):
             return origin.forward(self, *args, **kwargs)
         head = self.get_output_embeddings()
-        if any(call.head is head for call in _calls.stack):  # such as BLIP-2's, which counts this loss as its own
+        is_inside = any(call.head is head and (call.has_labels or labels is None) for call in _calls.stack)
+        if is_inside:  # such as BLIP-2's, which counts this loss as its own
             return origin.forward(self, *args, **kwargs)
         reason = _why_real_logits(self, head, labels)
         if reason is not None:
-            warn_once(origin, reason)
+            if labels is not None:
+                warn_once(origin, reason)
             return origin.forward(self, *args, **kwargs)
-        call = LossCall(origin, head)
+        call = LossCall(origin, head, has_labels=labels is not None)
         _calls.stack.append(call)
         try:
             output = call.returned(origin.forward(self, *args, **kwargs))
@@ -179,7 +197,7 @@ def fused_forward(origin: Any) -> Callable[..., Any]:
             for projection in call.projections:
                 projection.is_running = False
             call.projections.clear()
-        if not call.is_fused:
+        if labels is not None and not call.is_fused:
             warn_once(origin, call.reason or "its loss is no cross entropy of the logits of its head")
         return output
 
@@ -226,13 +244,13 @@ def _why_real_logits(model: Any, head: Any, labels: Any) -> str | None:
         return "the forward of linears was replaced"
     if reason := why_compiled_loss(model):
         return reason
-    if type(labels) is not Tensor or labels.dtype != torch.int64:
+    if labels is not None and (type(labels) is not Tensor or labels.dtype != torch.int64):
         return "its labels are no plain tensor of int64"
     if dispatch_modes() or is_transformed():
         return "a mode or a transform of PyTorch watches its call"
-    return why_functions_replaced() or (
-        None if runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}"
-    )
+    if reason := why_functions_replaced():
+        return reason
+    return None if labels is None or runs_kernels_on(labels) else f"kernels do not run on {labels.device.type}"
 
 
 def _why_real(head: FusedHead, x: Any) -> str | None:
@@ -252,6 +270,22 @@ def _why_real(head: FusedHead, x: Any) -> str | None:
     if autocast_dtype(x) is None and any(tensor.dtype != x.dtype for tensor in tensors):
         return f"its head is {head.weight.dtype}, and the hidden states are {x.dtype}"
     return None
+
+
+def _may_be_read_later(head: FusedHead, x: Tensor) -> bool:
+    """Return whether logits of these hidden states are for training, and can be computed after the model's forward."""
+    is_trained = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in head.parameters()))
+    # A weight of torch.func.functional_call or FSDP1 is there for the call alone, and is no parameter.
+    is_kept = isinstance(head.weight, nn.Parameter) and not _is_sharded_by_fsdp2()
+    # In a CUDA graph the host cannot wait for the device.
+    return is_trained and is_kept and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _is_sharded_by_fsdp2() -> bool:
+    """Return whether any module of this process is a unit of FSDP2, which may free weights once a forward returns."""
+    module = sys.modules.get("torch.distributed._composable_state")
+    states = getattr(module, "_module_state_mapping", {}).values()
+    return any(type(state()).__name__ == "FSDPState" for state in list(states))
 
 
 def why_functions_replaced() -> str | None:

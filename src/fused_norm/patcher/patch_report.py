@@ -41,8 +41,8 @@ class Site:
         path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
             that takes the sum, or the layer if none does. ``sandwich``: the norm of the branch. ``rope``: the
             attention. ``mlp``: the module with the product. ``conv``: the module around the convolution. ``linear``:
-            the 4-bit linear. ``adapter``: the LoRA layer. ``loss``: the head. ``consumers``: the attention or MLP.
-            ``recompute`` and ``graphs``: the layer.
+            the 4-bit linear. ``adapter``: the LoRA layer, or PEFT's wrapper of a parameter. ``loss``: the head.
+            ``consumers``: the attention or MLP. ``recompute`` and ``graphs``: the layer.
         kind: one of ``KINDS``; ``consumers`` for an attention or MLP that reads a fused norm, each of whose linears
             gets an output of that norm of its own; ``recompute`` for a layer with something fused in it, which
             recomputes outputs of fused operators in its backward; ``graphs`` for a layer that is replayed as CUDA
@@ -56,6 +56,8 @@ class Site:
             ``recompute`` and ``graphs``.
         activation: what the activation of an MLP computes; None if it was not recognised.
         replaced: the casting of the stock norm if the caller's options give it another one, which ``spec`` has.
+        trainer: ``TRL`` if a trainer of TRL has put its head on the language model: then its log-probabilities, or the
+            reason why they are not fused, are what the row is on. None for the model's own loss.
     """
 
     path: str
@@ -66,10 +68,13 @@ class Site:
     cause: Cause | None = None
     activation: str | None = None
     replaced: Casting | None = None
+    trainer: str | None = None
 
     @property
     def what(self) -> str:
         """What runs at a fused site, in words: the norm or the activation if the site has one."""
+        if self.trainer is not None:
+            return f"log-probabilities of {self.trainer} without logits"
         if self.kind in _WHATS:
             return _WHATS[self.kind]
         if self.spec is not None:
@@ -84,7 +89,7 @@ class Site:
         """The row as JSON has it."""
         names: tuple[str, ...] = ("path", "module", "reason")
         if self.kind in KINDS:
-            names = ("path", "kind", "module", "spec", "reason", "cause", "activation", "replaced")
+            names = ("path", "kind", "module", "spec", "reason", "cause", "activation", "replaced", "trainer")
         values = asdict(self)
         return {name: values[name] for name in names}
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -80,7 +81,8 @@ def call_recomputing(
         if not torch.compiler._is_exporting_flag:
             _explain_compiled()
         return forward(layer, *args, **kwargs)
-    if not _is_possible():
+    if (reason := _why_impossible()) is not None:
+        _explain(reason)
         return forward(layer, *args, **kwargs)
     register = _SavedTensorHook(level)
     try:
@@ -101,24 +103,52 @@ def recomputes_linears() -> bool:
     return type(register) is _SavedTensorHook and bool(register._consumers)
 
 
-def _is_possible() -> bool:
-    """Return whether hooks of ours would be the only ones that see what is saved."""
+@contextmanager
+def computed_again(tensor: Tensor, recipe: Recipe) -> Iterator[None]:
+    """Inside the ``with``, autograd saves how to compute a tensor in place of the tensor and of views of it.
+
+    Nothing is changed for a tensor that is a leaf, or if other hooks see what is saved.
+
+    Args:
+        tensor: what others compute with.
+        recipe: computes it again, as the only one of a tuple.
+    """
+    autograd: Any = torch._C._autograd
+    hooks = autograd._top_saved_tensors_default_hooks(True)
+    outer = getattr(hooks[0], "__self__", None) if hooks is not None else None
+    if tensor.grad_fn is None or not torch.is_grad_enabled():
+        yield
+    elif isinstance(outer, _SavedTensorHook):  # of a layer that recomputes, or of a call of this function
+        outer.note(tensor, recipe)
+        yield
+    elif _why_impossible() is None:
+        register = _SavedTensorHook(False)
+        register.note(tensor, recipe)
+        try:
+            with saved_tensors_hooks(register.pack, _unpack):
+                yield
+        finally:
+            register._outputs.clear()
+    else:
+        yield
+
+
+def _why_impossible() -> str | None:
+    """Why hooks of ours would not be the only ones that see what is saved, empty if that is not logged; or None."""
     if calls.interceptor is not None or is_transformed() or torch._C._len_torch_dispatch_stack():
-        return False
+        return ""
     autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():
-        return False
+        return ""
     if autograd._top_saved_tensors_default_hooks(True) is not None:
-        _explain(_OTHER_HOOKS)
-        return False
+        return _OTHER_HOOKS
     if torch._C._current_graph_task_id() != -1:
-        _explain("gradient checkpointing runs the layer again in the backward")
-        return False
-    return True
+        return "gradient checkpointing runs the layer again in the backward"
+    return None
 
 
 def _explain(reason: str, message: str = "recompute is off for some calls of layers: %s") -> None:
-    if reason not in _warned:
+    if reason and reason not in _warned:
         _warned.add(reason)
         logger.warning(message, reason)
 
@@ -203,6 +233,10 @@ class _SavedTensorHook:
             for output in tensors:
                 self._outputs[output.grad_fn, output.output_nr] = _Output(recomputed, place, output)
         return results
+
+    def note(self, tensor: Tensor, recipe: Recipe) -> None:
+        """Save how to compute a tensor that has a node, in place of the tensor; the recipe returns a tuple of it."""
+        self._outputs[tensor.grad_fn, tensor.output_nr] = _Output(_Recomputable(recipe), 0, tensor)
 
     def pack(self, tensor: Tensor) -> Recipe | Kept:
         """The value to save for a tensor: how to recompute it, or the tensor and its version."""
@@ -358,8 +392,9 @@ class _Recomputable:
                     raise _modified(tensor, version, tensor.shape)
                 if not tensor.untyped_storage().size() and tensor.numel():  # as FSDP frees them between their uses
                     raise RuntimeError(
-                        f"recompute: the memory of a tensor of shape {tuple(tensor.shape)} was freed between forward "
-                        "and backward; apply_fused_norm(model, recompute=False) goes without it"
+                        f"the memory of a tensor of shape {tuple(tensor.shape)} was freed before the backward, which "
+                        "computes another from it; apply_fused_norm(model, recompute=False), or adapter=False for "
+                        "adapters on experts, goes without it"
                     )
             outputs = self._compute()
             self._made = {(number, dtype): outputs[number].to(dtype) for number, dtype in self._saved}

@@ -112,6 +112,16 @@ def source_of(layer: Any) -> Source:
     return Source(definition, around, next(iter(function.__code__.co_varnames), ""))
 
 
+def text_of(code: CodeType) -> str | None:
+    """Return the lines that a function's code was compiled from, without decorators; None if no file has them now."""
+    try:
+        lines, _ = inspect.findsource(code)
+        found = _definition_in(_without_others(lines, code.co_firstlineno), code)
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    return None if found is None else "".join(lines[found[0].lineno - 1 : found[0].end_lineno])
+
+
 def _without_others(lines: list[str], line: int) -> str:
     """A file with empty lines in place of its classes and functions, except the one that contains a line.
 

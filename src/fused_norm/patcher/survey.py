@@ -16,6 +16,7 @@ from ..kernels.sharded import is_sharded
 from ..options import FuseOptions
 from ..spec import FusedNormError, GatedNormSpec, Kind
 from .adapters import ADAPTERS
+from .adapters_on_experts import ADAPTERS_ON_EXPERTS
 from .block import Block, Surveyed, SurveyedModel, why_left_out
 from .class_swap import (
     ClassChange,
@@ -44,7 +45,7 @@ from .source import SourceError, WrappedError
 
 logger = logging.getLogger("fused_norm")
 
-MODULE_FEATURES: tuple[ModuleFeature, ...] = (EXPERTS, LINEARS_4BIT, ADAPTERS)
+MODULE_FEATURES: tuple[ModuleFeature, ...] = (EXPERTS, LINEARS_4BIT, ADAPTERS, ADAPTERS_ON_EXPERTS)
 """The features that fuse one module each, in the order of their rows."""
 
 _ANY_WIDTH = 64
