@@ -36,6 +36,7 @@ REASONS: dict[str, str] = {
     "fused_norm.check.distances.distances": "measures what every verdict is made of, on numbers worked out by hand",
     "fused_norm.check.distances.share_different": "counts what a planted fault has changed",
     "fused_norm.check.distances.slope_errors": "measures what every verdict is made of, on numbers worked out by hand",
+    "fused_norm.check.log_prob_losses": "gets planted faults in what losses of log-probabilities are made of",
     "fused_norm.convergence.call_checks.CallRecord": "sets the numbers of a verdict one by one",
     "fused_norm.convergence.fused_calls.sites_not_compiled": "reads graphs that no compiler makes on demand",
     "fused_norm.convergence.fused_calls.sites_not_seen": (

@@ -1,5 +1,6 @@
 """A step is judged by its distance from the same step in float64; a step that is too far off fails."""
 
+import contextlib
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from fused_norm.check.against_float64 import budget, check_step
 from fused_norm.model_configs import FAMILIES, build, families_here, tiny_config
 
 from ..conftest import HAS_GPU
+from ..planted.faults import FAULTS
 
 
 def tokens_of(model):
@@ -20,9 +22,10 @@ def tokens_of(model):
     return torch.randint(model.config.vocab_size, (2, 8), generator=generator).to(model.device)
 
 
-def small(model_type, **options):
+def small(model_type, attention_dropout=0.0, **options):
     """Build a tiny model of a family, with one layer."""
-    return build(tiny_config(model_type, num_hidden_layers=1), seed=1, **options)
+    config = tiny_config(model_type, num_hidden_layers=1, attention_dropout=attention_dropout)
+    return build(config, seed=1, **options)
 
 
 class Steps:
@@ -35,6 +38,29 @@ class Steps:
         for self.now in names:
             self.before(self.now)
             yield self.now
+
+
+OF_LOG_PROBS = [name for name, fault in FAULTS.items() if fault.where == "log-probs"]
+OF_LOG_PROBS += [f"linear_log_probs-{what}" for what in ("shifted", "temperature", "entropy")]
+
+
+@pytest.mark.parametrize("name", [None, *OF_LOG_PROBS])
+def test_a_loss_of_log_probs_is_held_to_the_truth_and_a_fault_in_it_is_over_budget(name, device):
+    model = small("llama", dtype=torch.bfloat16, device=device)
+    labels = tokens_of(model)
+    labels[:, :3] = labels[1:] = -100
+    with contextlib.ExitStack() as stack:
+
+        def before(step):
+            if name is not None and step == "fused":
+                planted.append(stack.enter_context(FAULTS[name].planted(model)))
+
+        planted = []
+        result = check_step(model, tokens_of(model), labels, loss_of="log-probs", progress=Steps(before))
+    assert result.ok == (name is None), str(result)
+    assert [fault.calls > 0 for fault in planted] == [True] * (name is not None)
+    gradients = {f"{name}.grad" for name, _ in model.named_parameters()}
+    assert {row.name for row in result.deviations} == {"log-probs", "entropies", "loss", *gradients}
 
 
 def damaged(model, path, change):
@@ -127,12 +153,17 @@ def test_a_nan_is_over_budget(device):
     assert None in [row["fused"] for row in json.loads(result.to_json())["deviations"]]
 
 
-def test_the_model_is_left_stock_in_its_mode_without_gradients(device):
-    model, state = small("qwen3", device=device).train(), torch.get_rng_state()
+@pytest.mark.parametrize("loss_of", ["labels", "log-probs"])
+def test_the_model_is_left_stock_in_its_mode_without_gradients(loss_of, device):
+    model, state = (
+        small("qwen3", attention_dropout=0.25, device=device).train(loss_of == "labels"),
+        torch.get_rng_state(),
+    )
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    check_step(model, tokens_of(model))
+    check_step(model, tokens_of(model), loss_of=loss_of)
     assert remove_fused_norm(model) == 0
-    assert model.training
+    assert {module.training for module in model.modules()} == {loss_of == "labels"}
+    assert model.model.layers[0].self_attn.attention_dropout == 0.25
     assert not any("forward" in vars(module) for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())

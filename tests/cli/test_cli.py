@@ -405,6 +405,13 @@ def test_check_finds_a_tiny_model_within_budget(capsys, device):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_check_takes_a_loss_of_log_probs(capsys):
+    assert main(["check", "llama", "--layers", "1", "--batch", "1", "--seq", "8", "--loss-of", "log-probs"]) == 0
+    assert re.search(
+        r"^log-probs .*^entropies .*^loss .*verdict: within budget", capsys.readouterr().out, re.MULTILINE | re.DOTALL
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there layers are replayed")
 def test_check_says_why_nothing_is_replayed(capsys):

@@ -67,7 +67,7 @@ def test_every_family_runs_in_every_precision_and_one_runs_everything(tier, comm
     every = {(family, precision) for family in families for precision in ("fp32", "mixed", "bf16")}
     assert {(entry["model"], entry["precision"]) for entry in planned} == every
     wide = [entry for entry in planned if entry["model"] == "qwen3"]
-    executions = {"eager", "compile", "checkpointing", "recompute", "loss", "lora", "qlora"}
+    executions = {"eager", "compile", "checkpointing", "recompute", "loss", "log-probs", "lora", "qlora"}
     assert executions < {entry["execution"] for entry in wide}
     assert {entry["feature"] for entry in wide if entry["precision"] == "bf16"} == KINDS.keys()
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fused_norm.check import log_prob_losses
 from fused_norm.kernels.operator import OPERATORS, Recompute
 from fused_norm.kernels.switch import switch
 from fused_norm.patcher import fused_classes, linear_inputs, losses, recompute
@@ -55,9 +56,9 @@ class Fault:
         name: its key in ``FAULTS``.
         planted: plants it for the length of a ``with``.
         where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
-            ``consumers`` for a step of a model whose norms know their consumers, ``fp8`` and ``log-probs`` for
-            operators of FP8 codes and of log-probabilities, which no model calls, or the name of another execution of
-            the suite.
+            ``consumers`` for a step of a model whose norms know their consumers, ``fp8`` for
+            operators of FP8 codes, which no model calls, ``linear_log_probs`` for that operator, which ``log-probs``
+            calls, too, or the name of another execution of the suite.
     """
 
     name: str
@@ -165,6 +166,34 @@ def _loss_of_real_logits(right: Any, memory: Any, call: LossCall, x: Tensor, req
     return loss
 
 
+def _in_log_probs(name: str, wrong: Callable[..., Any]) -> Planting:
+    return replaced_by(log_prob_losses, name, lambda right, _, *arguments: wrong(right, *arguments))
+
+
+def _of_the_labels_before(right: Any, logits: Tensor, labels: Tensor) -> Any:
+    return right(logits, labels.roll(1, 1))
+
+
+def _of_any_label(right: Any, logits: Tensor, labels: Tensor) -> Any:
+    return right(logits, labels.clamp(min=0))
+
+
+def _temperature_without_gradient(right: Any, model: Any, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    logits: Tensor = right(model, ids)
+    return logits + (logits / temperature - logits).detach()
+
+
+def _with_the_gradient_of_the_row_before(right: Any, logits: Tensor) -> Tensor:
+    entropies: Tensor = right(logits)
+    if entropies.requires_grad:
+        entropies.register_hook(lambda gradient: gradient.roll(1, 1))
+    return entropies
+
+
+def _at_the_temperature_of_the_policy(right: Any, *arguments: Any) -> Any:
+    return right(*arguments, temperature=0.5)
+
+
 def _times_1_003(right: Any, memory: Any, *arguments: Any) -> Any:
     return tree_map(lambda tensor: tensor * 1.003, right(*arguments))
 
@@ -197,6 +226,14 @@ _num_items_unheeded = in_head(
 )
 
 
+def _entropies_of_the_row_before(call: Backward) -> Results:
+    gradient = call["dentropies"]
+    return call.results() if gradient is None else call.results(dentropies=gradient.roll(1))
+
+
+_OF_OPERATOR = "linear_log_probs"
+
+
 def _in_operators() -> Iterator[Fault]:
     sum_of_norm = "add_rms_norm_for_consumers"
     for name, wrong, *others in (
@@ -212,9 +249,9 @@ def _in_operators() -> Iterator[Fault]:
         ("norm_fp8-stale", _scale_of_the_first_call, "fp8"),  # the scale is that of the first call
         ("lora_linear-stale", _adapter_of_the_first_call, "lora"),  # its weights are those of the first step
         # Log-probabilities are those of the label of the row before.
-        ("linear_log_probs-shifted", lambda call: call.results(target=call["target"].roll(1)), "log-probs"),
+        ("linear_log_probs-shifted", lambda call: call.results(target=call["target"].roll(1)), _OF_OPERATOR),
         # A row without a label counts as one whose label is the first.
-        ("linear_log_probs-ignored", lambda call: call.results(target=call["target"].clamp(min=0)), "log-probs"),
+        ("linear_log_probs-ignored", lambda call: call.results(target=call["target"].clamp(min=0)), _OF_OPERATOR),
         # Linears read the scales of the next block.
         ("linear_4bit-absmax", lambda call: call.results(scale=call["scale"].roll(-1)), "qlora-qv"),
     ):
@@ -226,9 +263,9 @@ def _in_operators() -> Iterator[Fault]:
         # The gradient of a filter is that of the next tap.
         ("causal_conv1d-dw-tap", lambda call: call.edited(lambda dw: dw.roll(1, 1), "dweight")),
         # The temperature is left out of the gradients.
-        ("linear_log_probs-temperature", lambda call: call.results(temperature=None), "log-probs"),
+        ("linear_log_probs-temperature", lambda call: call.results(temperature=None), _OF_OPERATOR),
         # The gradient of an entropy is that of the row before.
-        ("linear_log_probs-entropy", lambda call: call.results(dentropies=call["dentropies"].roll(1)), "log-probs"),
+        ("linear_log_probs-entropy", _entropies_of_the_row_before, _OF_OPERATOR),
         (f"{sum_of_norm}-dropped", _of_consumers(lambda dys: dys[:-1])),  # the first consumer's gradient is missing
         # Gradients are summed from the first consumer on.
         ("rms_norm_for_consumers-order", _of_consumers(lambda dys: dys[::-1])),
@@ -283,6 +320,18 @@ _IN_MODELS: Mapping[str, tuple[tuple[Any, ...], ...]] = {
         ("recomputed-one-layer", replaced_by(fused_classes, "call_recomputing", _not_in_the_first_layer)),  # keeps all
         # Outputs that are recomputed are held as well.
         ("recomputed-held", replaced_by(_Recomputable, "recipe_for_view", _held_for_ever)),
+    ),
+    "log-probs": (
+        # Log-probabilities are those of the labels before.
+        ("log-probs-shifted", _in_log_probs("token_log_probs", _of_the_labels_before)),
+        # A row without a label counts as one whose label is the first.
+        ("log-probs-ignored", _in_log_probs("token_log_probs", _of_any_label)),
+        # The temperature is left out of the gradients.
+        ("log-probs-temperature", _in_log_probs("logits_of", _temperature_without_gradient)),
+        # The gradient of an entropy is that of the row before.
+        ("log-probs-entropy", _in_log_probs("token_entropies", _with_the_gradient_of_the_row_before)),
+        # The log-probabilities of the reference are at the policy's temperature: if both are one model, the policy's.
+        ("log-probs-reference", _in_log_probs("reference_log_probs", _at_the_temperature_of_the_policy)),
     ),
     "lora-recompute": (
         # Outputs of adapters are kept, silently.

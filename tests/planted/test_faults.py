@@ -88,7 +88,7 @@ def log_probs_step():
     return step
 
 
-@pytest.mark.parametrize("name", [None, *(name for name, fault in FAULTS.items() if fault.where == "log-probs")])
+@pytest.mark.parametrize("name", [None, *(name for name, fault in FAULTS.items() if fault.where == "linear_log_probs")])
 def test_a_fault_in_log_probabilities_is_caught_beside_float64(name, log_probs_step):
     exact = log_probs_step(torch.float64)
     with contextlib.ExitStack() as stack:

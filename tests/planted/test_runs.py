@@ -13,6 +13,7 @@ def faults_where(execution):
 
 
 CONSUMERS = [*faults_where("consumers"), "add_rms_norm_for_consumers-dropped"]
+OF_LOG_PROBS = [f"linear_log_probs-{what}" for what in ("shifted", "temperature", "entropy")]
 OF_A_FILTER = "causal_conv1d-dw-tap"
 EAGER = [name for name in faults_where("eager") if name not in (*CONSUMERS, OF_A_FILTER)]
 
@@ -27,6 +28,7 @@ EAGER = [name for name in faults_where("eager") if name not in (*CONSUMERS, OF_A
         ("llama", "bf16", "recompute", faults_where("recompute")),
         ("llama", "mixed", "lora-dropout", faults_where("lora-dropout")),
         ("gemma2", "bf16", "loss", faults_where("loss")),
+        ("llama", "bf16", "log-probs", [*faults_where("log-probs"), *OF_LOG_PROBS]),
         ("llama", "bf16", "checkpointing", faults_where("checkpointing")),
         ("llama", "mixed", "lora-alone", faults_where("lora-alone")),
         *(

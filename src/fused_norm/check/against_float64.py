@@ -14,20 +14,26 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
+from ..kernels.vocabulary_head import IGNORED
 from ..patcher import FuseOptions, PatchReport, apply_fused_norm, remove_fused_norm
 from ..patcher.survey import survey
 from ..spec import FusedNormError
-from .distances import distance, distances, share_different
+from .distances import distance, distances, ratio, share_different
+from .log_prob_losses import log_prob_outputs
+from .model_copies import deep_copy
 from .reordered_norms import reordered_norms
 
 SLACK = 0.25
@@ -40,6 +46,9 @@ stock steps held to the budget as if they were fused, 8 were over one made from 
 over one made from five, of which they took 90 % at most."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+OutputsOf = Callable[[nn.Module], Mapping[str, torch.Tensor]]
+"""Runs a forward pass of a model, and returns its loss as ``loss``, and other outputs."""
 
 MIN_PREDICTIONS = 4
 """Predicted tokens below which a step cannot be judged: the ratio of two single errors can be anything."""
@@ -87,7 +96,7 @@ class Deviation:
     """The relative error of one result: the norm of the difference from the truth over the norm of the truth.
 
     Attributes:
-        name: ``logits``, ``loss``, or the parameter's name with ``.grad``.
+        name: of an output, such as ``logits``; ``loss``; or the parameter's name with ``.grad``.
         stock: rms of the errors of ``STOCK_STEPS`` stock steps.
         fused: error of the fused step.
         budget: what the fused error may be.
@@ -139,7 +148,7 @@ class StepCheck:
         dtype: of the model.
         truth: dtype of the truth.
         device: where all steps ran.
-        deviations: of the logits, the loss and every gradient.
+        deviations: of the outputs, the loss and every gradient.
         replay: under ``cuda_graphs`` the comparison of the replayed step with the eager one; None without it.
     """
 
@@ -213,6 +222,7 @@ def check_step(
     input_ids: torch.Tensor,
     labels: torch.Tensor | None = None,
     *,
+    loss_of: Literal["labels", "log-probs"] = "labels",
     truth: torch.dtype | None = None,
     options: FuseOptions | Mapping[str, Any] | None = None,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
@@ -229,7 +239,9 @@ def check_step(
             budget is that of the coarsest. If it is patched, the patch is removed first. Afterwards it is
             stock, in the mode (training or not) that it was in, without gradients.
         input_ids: [batch, sequence] of token ids, on the model's device.
-        labels: [batch, sequence] of token ids. None means ``input_ids``.
+        labels: [batch, sequence] of token ids, -100 for none. None means ``input_ids``.
+        loss_of: ``labels``: the loss that the model computes. ``log-probs``: a preference loss and a policy gradient,
+            of logits that the model returns without labels; log-probs and entropies are compared in place of logits.
         truth: float64 or float32. None means float64 if it fits into the free memory, else float32.
         options: of ``apply_fused_norm``.
         progress: wraps the names of the three kinds of steps, to show a progress bar.
@@ -244,46 +256,112 @@ def check_step(
     """
     labels = input_ids if labels is None else labels
     options = options if isinstance(options, FuseOptions) else FuseOptions(**(options or {}))
-    truth = truth or (torch.float64 if _float64_fits(model) else torch.float32)
-    predictions = labels.shape[0] * (labels.shape[1] - 1)
-    dtype = _checkable_dtype(model, truth, labels, predictions)
-    remove_fused_norm(model)
-    training, replay = model.training, None
+    predictions = int((labels[:, 1:] != IGNORED).sum())
+    way: dict[str, Any] = {"predictions": predictions, "truth": truth, "options": options, "progress": progress}
+    if loss_of == "log-probs":
+        with training_without_dropout(model):
+            return compare_steps(model, lambda model: log_prob_outputs(model, input_ids, labels), **way)
+    training = model.training
     model.eval()
+    try:
+        return compare_steps(model, lambda model: _outputs_of_labels(model, input_ids, labels), **way)
+    finally:
+        model.train(training)
+
+
+def dropouts_of(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The modules that drop something, with the attribute that says how much; attentions keep a number."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            yield module, "p"
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            yield module, "attention_dropout"
+
+
+@contextmanager
+def training_without_dropout(model: nn.Module) -> Iterator[None]:
+    """Put a model in training mode, and switch every dropout off, for the length of a ``with``."""
+    modes = [(module, module.training) for module in model.modules()]
+    with ExitStack() as stack:
+        for module, name in dropouts_of(model.train()):
+            stack.enter_context(mock.patch.object(module, name, 0.0))
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+def _outputs_of_labels(model: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    output = model(input_ids=input_ids, labels=labels, use_cache=False)
+    return {"logits": output.logits, "loss": output.loss}
+
+
+def compare_steps(
+    model: nn.Module,
+    outputs_of: OutputsOf,
+    *,
+    predictions: int,
+    options: FuseOptions,
+    truth: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    least_loss: float = 0.0,
+    progress: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> StepCheck:
+    """Compare the truth, stock steps and the fused step of any loss.
+
+    Args:
+        model: on one device; a patch of it is removed. Afterwards it is stock, without gradients.
+        outputs_of: runs a forward pass of this model or of its copy in the dtype of the truth, with the same random
+            numbers in each call, and returns what is compared; ``loss`` is differentiated.
+        predictions: tokens predicted in the step.
+        options: of ``apply_fused_norm``.
+        truth: as in ``check_step``.
+        autocast: dtype that the step computes in, if not the parameters'.
+        least_loss: the size that the loss counts as at least: that of a policy gradient is all but zero.
+        progress: as in ``check_step``.
+
+    Raises:
+        FusedNormError, UncheckableError: as ``check_step``; the latter also if no gradient differs from zero.
+    """
+    truth = truth or (torch.float64 if _float64_fits(model) else torch.float32)
+    dtype, device = _checkable_dtype(model, truth, predictions, autocast), next(model.parameters()).device
+    remove_fused_norm(model)
+    replay = None
     try:
         for step in progress(("truth", "stock", "fused")):
             if step == "truth":
-                exact = _truth(model, truth, input_ids, labels)
+                exact = _truth(model, truth, outputs_of)
             elif step == "stock":
-                errors_of_stock = _stock_errors(model, input_ids, labels, exact)
+                errors_of = partial(relative_errors, exact=exact, least_loss=least_loss)
+                errors_of_stock = _stock_errors(model, outputs_of, errors_of)
             else:
                 report = apply_fused_norm(model, **vars(options))
                 for _ in range(WARM_UP if options.cuda_graphs else 0):
-                    _step(model, input_ids, labels)
-                errors_of_fused = relative_errors(_step(model, input_ids, labels), exact)
+                    _step(model, outputs_of)
+                errors_of_fused = errors_of(_step(model, outputs_of))
                 if options.cuda_graphs:
-                    replay = _check_replay(model, input_ids, labels, options)
+                    replay = _check_replay(model, outputs_of, options)
     finally:
         remove_fused_norm(model)
         model.zero_grad(set_to_none=True)
-        model.train(training)
     deviations = []
     for name, stock in errors_of_stock.items():
         allowed = budget(stock, exact[name].numel(), predictions, dtype)
         deviations.append(Deviation(name, _rms(stock), errors_of_fused[name], allowed))
-    return StepCheck(report, dtype, truth, input_ids.device, tuple(deviations), replay)
+    return StepCheck(report, dtype, truth, device, tuple(deviations), replay)
 
 
-def _check_replay(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, options: FuseOptions) -> ReplayCheck:
+def _check_replay(model: nn.Module, outputs_of: OutputsOf, options: FuseOptions) -> ReplayCheck:
     """Compare a step that replays layers with two eager ones."""
     with sdpa_kernel(SDPBackend.MATH):  # the backwards of other kernels for attention sum in any order on a GPU
         apply_fused_norm(model, **vars(replace(options, cuda_graphs=False)))
-        eager, again = (_step(model, input_ids, labels) for _ in range(2))
+        eager, again = (_step(model, outputs_of) for _ in range(2))
         report = apply_fused_norm(model, **vars(options))
         for _ in range(WARM_UP):
-            _step(model, input_ids, labels)
+            _step(model, outputs_of)
         before = copy.deepcopy(report.replays)
-        replayed = _step(model, input_ids, labels)
+        replayed = _step(model, outputs_of)
     repeated = [name for name, value in eager.items() if not share_different(again[name], value)]
     return ReplayCheck(
         why_not=report.why_not_replayed(before),
@@ -292,17 +370,19 @@ def _check_replay(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tenso
     )
 
 
-def _checkable_dtype(model: nn.Module, truth: torch.dtype, labels: torch.Tensor, predictions: int) -> torch.dtype:
-    """The coarsest dtype of a model's parameters; raises ``UncheckableError`` if a check would say nothing."""
+def _checkable_dtype(
+    model: nn.Module, truth: torch.dtype, predictions: int, autocast: torch.dtype | None
+) -> torch.dtype:
+    """The coarsest dtype of a step; raises ``UncheckableError`` if a check would say nothing."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if not dtypes or not dtypes <= set(DTYPES):
         names = ", ".join(sorted(map(_name, dtypes))) or "none"
         raise UncheckableError(f"parameters must be float32, bfloat16 or float16, and these are {names}")
-    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    dtype = max(dtypes | ({autocast} if autocast else set()), key=lambda dtype: torch.finfo(dtype).eps)
     if predictions < MIN_PREDICTIONS:
         raise UncheckableError(
-            f"{tuple(labels.shape)} tokens make {predictions} predictions, and at least {MIN_PREDICTIONS} are needed: "
-            "take longer or more sequences"
+            f"the step has {predictions} predictions, and at least {MIN_PREDICTIONS} are needed: take longer or more "
+            "sequences"
         )
     if truth not in (torch.float64, torch.float32):
         raise UncheckableError(f"the truth must be float64 or float32, not {_name(truth)}")
@@ -325,28 +405,28 @@ class _Float64ForFloat32(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _truth(
-    model: nn.Module, dtype: torch.dtype, input_ids: torch.Tensor, labels: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    wide: Any = copy.deepcopy(model).to(dtype)
+def _truth(model: nn.Module, dtype: torch.dtype, outputs_of: OutputsOf) -> dict[str, torch.Tensor]:
+    wide = deep_copy(model).to(dtype)
     # The grouped matrix product of transformers 5 has no float64.
     if hasattr(wide, "set_experts_implementation") and wide._can_set_experts_implementation():
         wide.set_experts_implementation("eager")
     with _Float64ForFloat32() if dtype == torch.float64 else nullcontext():
-        exact = _step(wide, input_ids, labels)
+        exact = _step(wide, outputs_of)
+    if not any(value.any() for name, value in exact.items() if name.endswith(".grad")):
+        raise UncheckableError("every gradient of the stock step is zero, so there is nothing to compare")
     for name, value in exact.items():
         if not value.isfinite().all():
             raise FusedNormError(f"{name} of the stock model is not finite in {_name(dtype)}: there is no truth")
     return exact
 
 
-def _step(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Logits, loss and the gradient of every trainable parameter; the model keeps no gradients."""
+def _step(model: nn.Module, outputs_of: OutputsOf) -> dict[str, torch.Tensor]:
+    """Outputs, loss and the gradient of every trainable parameter; the model keeps no gradients."""
     model.zero_grad(set_to_none=True)
-    output = model(input_ids=input_ids, labels=labels, use_cache=False)
-    output.loss.backward()
+    outputs = outputs_of(model)
+    outputs["loss"].backward()
     # If head and loss are fused, logits are computed by this copy, and no earlier.
-    results = {"logits": output.logits.detach().clone(), "loss": output.loss.detach()}
+    results = {name: output.detach().clone() for name, output in outputs.items()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # An expert that saw no token has no gradient, or zeros, depending on the release of transformers.
@@ -356,26 +436,33 @@ def _step(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> di
 
 
 def _stock_errors(
-    model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, exact: dict[str, torch.Tensor]
+    model: nn.Module, outputs_of: OutputsOf, errors_of: Callable[[dict[str, torch.Tensor]], dict[str, float]]
 ) -> dict[str, list[float]]:
     """The relative errors of ``STOCK_STEPS`` stock steps."""
     norms = [site for site in survey(model, FuseOptions(strict=False))[0] if site.reason is None]
-    errors: dict[str, list[float]] = {name: [] for name in exact}
-    devices = [input_ids.device] if input_ids.device.type == "cuda" else []
+    errors: dict[str, list[float]] = {}
+    devices = [device] if (device := next(model.parameters()).device).type == "cuda" else []
     with torch.random.fork_rng(devices):
         for order in range(STOCK_STEPS):
             torch.manual_seed(order)
             with reordered_norms(model, norms if order else (), seed=order):
-                step_errors = relative_errors(_step(model, input_ids, labels), exact)
+                step_errors = errors_of(_step(model, outputs_of))
             for name, error in step_errors.items():
-                errors[name].append(error)
+                errors.setdefault(name, []).append(error)
     return errors
 
 
-def relative_errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The relative distance of each result from the exact one; gradients near zero count as in ``distances``."""
+def relative_errors(
+    results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], *, least_loss: float = 0.0
+) -> dict[str, float]:
+    """The relative distance of each result from the exact one.
+
+    A loss counts as at least ``least_loss``; gradients near zero count as in ``distances``.
+    """
     gradients = {name: value for name, value in exact.items() if name.endswith(".grad")}
     others = {name: distance(results[name], value) for name, value in exact.items() if name not in gradients}
+    if exact["loss"].abs().item() < least_loss:
+        others["loss"] = ratio((results["loss"].double() - exact["loss"]).abs().item(), least_loss)
     return others | distances(results, gradients)
 
 

@@ -30,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="bfloat16 on a GPU, else float32")
     parser.add_argument("--device", help="cpu, cuda, cuda:1; the GPU if there is one")
     parser.add_argument("--truth", choices=("float64", "float32"), help="float64 if it fits into the free memory")
+    parser.add_argument(
+        "--loss-of",
+        choices=("labels", "log-probs"),
+        default="labels",
+        help="labels: the model's own loss; log-probs: a preference loss and a policy gradient (%(default)s)",
+    )
     parser.add_argument("--layers", type=positive, help="only the first LAYERS layers")
     parser.add_argument("--batch", type=positive, default=2, help="sequences (2)")
     parser.add_argument("--seq", type=positive, default=32, help="tokens in a sequence (32)")
@@ -54,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from ..check.against_float64 import UncheckableError, check_step
+    from ..kernels.vocabulary_head import IGNORED
     from ..patcher import apply_fused_norm
 
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
@@ -72,10 +79,15 @@ def run(args: argparse.Namespace) -> int:
     generator = torch.Generator().manual_seed(args.seed)
     vocabulary = source.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (args.batch, args.seq), generator=generator).to(device)
+    labels = tokens.clone()
+    if args.loss_of == "log-probs":
+        labels[:, : args.seq // 4] = IGNORED  # a prompt
     try:
         result = check_step(
             model,
             tokens,
+            labels,
+            loss_of=args.loss_of,
             truth=getattr(torch, args.truth) if args.truth else None,
             options=options,
             progress=lambda steps: tqdm(steps, desc="forward and backward", unit="pass", disable=None),

@@ -61,14 +61,17 @@ LORA = ("lora", "lora-alone", "lora-dropout", "lora-recompute", *QLORA)
 GRAPHS = "graphs"
 """The execution whose layers are replayed as CUDA graphs; its training is held to the bits of ``eager``'s as well."""
 
-WITHOUT_ADAPTERS = ("eager", "compile", "checkpointing", "recompute", GRAPHS, "loss")
+LOG_PROBS = "log-probs"
+"""The execution whose loss is of log-probabilities that it computes of logits itself."""
+
+WITHOUT_ADAPTERS = ("eager", "compile", "checkpointing", "recompute", GRAPHS, "loss", LOG_PROBS)
 """The executions that train the model's own parameters."""
 
 EXECUTIONS = (*WITHOUT_ADAPTERS, *LORA)
 """The ways a step runs. ``recompute``, ``graphs`` and ``lora-recompute`` are ways of the fused model alone: their stock
-models and controls run as those of ``eager`` and ``lora``. ``loss`` leaves out labels of half a sequence and of whole
-ones; the others leave out a few. ``lora`` trains adapters on every linear layer, and the norms beside them;
-``lora-alone`` freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and
+models and controls run as those of ``eager`` and ``lora``. ``loss`` and ``log-probs`` leave out labels of half a
+sequence and of whole ones; the others leave out a few. ``lora`` trains adapters on every linear layer, and the norms
+beside them; ``lora-alone`` freezes the norms, and so does ``lora-dropout``, whose adapters have dropout. ``qlora`` and
 ``qlora-dropout`` are these two with linears of 4 bits; ``qlora-qv`` has adapters on those of queries and values
 alone."""
 

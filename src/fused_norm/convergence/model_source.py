@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .. import model_configs
+from ..check.against_float64 import dropouts_of
 from ..patcher import apply_fused_norm
 from .comparison import (
     FROZEN_NORMS,
@@ -80,11 +81,8 @@ class ModelSource:
 
             model = AutoModelForCausalLM.from_pretrained(self.weights, config=self.config, dtype=dtype)
             model = model.to(device).train()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if isinstance(getattr(module, "attention_dropout", None), float):
-                module.attention_dropout = 0.0
+        for module, name in dropouts_of(model):
+            setattr(module, name, 0.0)
         return model
 
 

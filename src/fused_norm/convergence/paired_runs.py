@@ -8,6 +8,7 @@ order and in micro-batches of another size: the mathematics is the same, and how
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..check.distances import share_different
+from ..check.log_prob_losses import log_prob_outputs
 from ..check.reordered_norms import reordered_norms
 from ..kernels.operator import force_fused_in_graphs
 from ..kernels.triton.devices import use_plans
@@ -26,6 +28,7 @@ from ..spec import KINDS, NORM_KINDS, FusedNormError
 from .call_checks import CallRecord, calls_of_step, compare
 from .comparison import (
     GRAPHS,
+    LOG_PROBS,
     LORA,
     PRECISIONS,
     QLORA,
@@ -45,14 +48,15 @@ from .step_checks import (
     layer_tensors,
     loss_of_read_logits,
     other_dtypes,
-    own_loss,
     same_plans,
 )
 from .tiers import TrainingOptions
 from .training import (
+    LossOf,
     RunTensors,
     accelerator_for,
     masked_labels,
+    own_loss,
     snapshot,
     takes_number_of_labels,
     train,
@@ -124,7 +128,8 @@ class PairedRuns:
         one output of a norm; with masked labels, a step that reads logits is held to one whose head returns them. If
         an execution computes values a second time, the step is held to one that keeps them; with ``recompute`` at each
         level, which has to hold fewer bytes than the one below. Training whose layers are replayed as CUDA graphs is
-        held to the same training whose layers are not. None for compiled code, which has no calls.
+        held to the same training whose layers are not. None for compiled code, which has no calls, and for losses
+        of log-probabilities, whose calls are those of ``eager``.
 
         ``in_half``: a model in bf16 is checked in fp16 as well, in which it is not trained.
         """
@@ -142,7 +147,7 @@ class PairedRuns:
                     set_up = partial(set_up_execution, comparison=self.comparison, compile_backend="")
                     bits = changed_bits(model, tokens[:1], set_up, mixed=mixed, calls=calls)
             return CallRecord(bits=bits, not_seen=sites_not_seen(sites, calls, may_be_idle=True), not_done=not_done)
-        if self.comparison.execution == "compile":
+        if self.comparison.execution in ("compile", LOG_PROBS):
             return None
         bits = self.check_bits(fused, consumers=False)  # all linears that read a norm read one output
         if self.comparison.execution == "loss":
@@ -220,6 +225,15 @@ class PairedRuns:
             add_adapters(model, self.comparison)
         return model
 
+    def _loss_of_log_probs(self, model: nn.Module) -> LossOf:
+        """A loss of log-probabilities, whose reference is a frozen copy of the model."""
+        reference = copy.deepcopy(model).requires_grad_(False)
+
+        def loss_of(*batch: Any) -> Tensor:
+            return log_prob_outputs(*batch, reference=reference)["loss"]
+
+        return loss_of
+
     def train(
         self,
         change: ModelChange = lambda model: contextlib.nullcontext(()),
@@ -257,13 +271,14 @@ class PairedRuns:
                     gradients.update({name: snapshot(grad) for name, grad in grads.items() if grad is not None})
 
             torch.manual_seed(self.comparison.seed)  # of dropout: nothing else draws from this generator
-            outputs, output_gradients = layer_tensors(model, tokens, mixed=precision.mixed)
+            loss_of = self._loss_of_log_probs(model) if self.comparison.execution == LOG_PROBS else None
+            outputs, output_gradients = layer_tensors(model, tokens, mixed=precision.mixed, loss_of=loss_of)
             calls, recomputed = stack.enter_context(observed(model, is_compiled=is_compiled))
             graphs, first_graphs = list[list[str]](), list[list[str]]()
             model = set_up_execution(model, self.comparison, self.plan.settings.compile_backend, graphs)
             initial = {name: snapshot(parameter) for name, parameter in trained_parameters(model)}
             gradients, final = dict[str, Tensor](), dict[str, Tensor]()
-            labels, leaves_out_many = None, self.comparison.execution == "loss"
+            labels, leaves_out_many = None, self.comparison.execution in ("loss", LOG_PROBS)
             # Means over unequal numbers of labels would depend on how a step is split into micro-batches.
             if leaves_out_many or takes_number_of_labels(model):
                 step_size = options.batch_size * accelerator.num_processes
@@ -273,6 +288,7 @@ class PairedRuns:
                 sequences,
                 options,
                 labels=labels,
+                loss_of=loss_of or own_loss,
                 accelerator=accelerator,
                 cut_last=not is_compiled,  # it would be compiled twice
                 on_step=on_step,
@@ -281,8 +297,10 @@ class PairedRuns:
                     (name, snapshot(each)) for name, each in trained_parameters(trained)
                 ),
             )
-        if is_compiled:  # linears read what a stock norm returns, and the head is stock
-            changed = [site for site in changed if site.kind not in ("consumers", "loss")]
+        if is_compiled or loss_of is not None:  # the head is stock, or its operator is called after the forward
+            changed = [site for site in changed if site.kind != "loss"]
+        if is_compiled:  # linears read what a stock norm returns
+            changed = [site for site in changed if site.kind != "consumers"]
             not_seen = sites_not_compiled(changed, first_graphs)
         else:
             not_seen = sites_not_seen(changed, calls, may_be_idle=True)

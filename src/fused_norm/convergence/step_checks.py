@@ -22,11 +22,11 @@ from ..patcher.patch_report import PatchReport
 from .fused_calls import FusedCall, watched_calls
 from .held_memory import LEVELS, held_memory, levels_not_kept
 from .model_source import layers_of
-from .training import snapshot
+from .training import LossOf, own_loss, snapshot
 
 
 def layer_tensors(
-    model: nn.Module, tokens: Tensor, *, mixed: bool = False
+    model: nn.Module, tokens: Tensor, *, mixed: bool = False, loss_of: LossOf | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Run a forward and backward pass and keep what it computes; the model is left without gradients.
 
@@ -34,9 +34,11 @@ def layer_tensors(
         model: a causal language model, neither wrapped nor sharded.
         tokens: [batch, sequence] of token ids, on the model's device.
         mixed: under bf16 autocast.
+        loss_of: computes the loss; that of the model when None.
 
     Returns:
-        The outputs of each layer, in order, and the logits; the gradients of the loss with respect to them, last first.
+        The outputs of each layer, in order, and the logits if the model computes the loss; the gradients of the loss
+        with respect to them, last first.
     """
     outputs: dict[str, Tensor] = {}
 
@@ -49,9 +51,11 @@ def layer_tensors(
         for path, layer in layers_of(model).items():
             hooks.callback(layer.register_forward_hook(partial(keep, path)).remove)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=mixed):
-            result: Any = model(input_ids=tokens, labels=tokens, use_cache=False)
-        keep("logits", model, tokens, result.logits)
-        result.loss.backward()
+            if loss_of is None:
+                result: Any = model(input_ids=tokens, labels=tokens, use_cache=False)
+                keep("logits", model, tokens, result.logits)
+            loss: Tensor = result.loss if loss_of is None else loss_of(model, tokens, tokens)
+        loss.backward()
     model.zero_grad(set_to_none=True)
     backward = reversed(outputs.items())
     gradients = {path: torch.zeros_like(output) if output.grad is None else output.grad for path, output in backward}
@@ -80,12 +84,6 @@ def other_dtypes(model: nn.Module, paths: Iterable[str], tokens: Tensor, *, mixe
         if dtype != (stock := runs[1][path]):
             places.setdefault(f"its hooks see {dtype}, and {stock} in stock", []).append(path)
     return places
-
-
-def own_loss(model: Any, tokens: Tensor) -> Tensor:
-    """The loss that a model computes of tokens."""
-    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return loss
 
 
 def changed_bits(

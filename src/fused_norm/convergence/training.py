@@ -26,6 +26,16 @@ from ..kernels.vocabulary_head import IGNORED
 from .model_source import layers_of
 from .tiers import TrainingOptions
 
+LossOf = Callable[..., Tensor]
+"""Computes the loss of a model, token ids and labels, in nats or otherwise."""
+
+
+def own_loss(model: Any, tokens: Tensor, labels: Tensor | None = None, **how: Tensor) -> Tensor:
+    """The loss that a model computes of labels, which are the tokens when None."""
+    labels = tokens if labels is None else labels
+    loss: Tensor = model(input_ids=tokens, labels=labels, use_cache=False, **how).loss
+    return loss
+
 
 @dataclass(frozen=True)
 class TrainingResult:
@@ -71,6 +81,7 @@ def train(
     options: TrainingOptions,
     *,
     labels: Tensor | None = None,
+    loss_of: LossOf = own_loss,
     accelerator: Accelerator | None = None,
     cut_last: bool = False,
     on_step: Callable[[int, float], object] | None = None,
@@ -89,6 +100,7 @@ def train(
             shuffled here.
         options: how to train.
         labels: of the sequences, ``IGNORED`` for tokens without one; all tokens are labels when None.
+        loss_of: computes the loss; another one than the model's is a mean over the sequences of a micro-batch.
         accelerator: made for ``options.accumulation`` when None: a GPU if there is one, else the CPU.
         cut_last: the sequences of the last of several steps lose a third, so that a second shape is seen.
         on_step: called after each step with its index and loss, the mean over all processes.
@@ -103,7 +115,8 @@ def train(
         return batch[:, : -(batch.shape[1] // 3)] if cut_last and 0 < step == options.steps - 1 else batch
 
     # The number of labels in each step, of all processes, if the model is given it.
-    labels_by_step = enumerate(all_labels.split(step_size)) if takes_number_of_labels(model) else ()
+    is_counted = loss_of is own_loss and takes_number_of_labels(model)
+    labels_by_step = enumerate(all_labels.split(step_size)) if is_counted else ()
     counts = [int((cut(batch, step)[:, 1:] != IGNORED).sum()) for step, batch in labels_by_step]
     # FSDP2 that was asked for on CPUs, for which accelerate would take DDP.
     shards_here = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
@@ -149,7 +162,7 @@ def train(
         parts.append((tokens, targets))
         how = {"num_items_in_batch": torch.tensor(counts[step], device=tokens.device)} if counts else {}
         with accelerator.accumulate(trained):
-            loss = trained(input_ids=tokens, labels=targets, use_cache=False, **how).loss
+            loss = loss_of(trained, tokens, targets, **how)
             if counts:  # its share of the step's mean, which is divided once more by each of these
                 loss = loss * (options.accumulation * accelerator.num_processes)
             accelerator.backward(loss)
@@ -172,7 +185,7 @@ def train(
             break
     tokens, targets = map(torch.cat, zip(*parts, strict=True))  # the same in any order and grouping
     with torch.no_grad():
-        evaluated = trained.eval()(input_ids=tokens, labels=targets, use_cache=False).loss
+        evaluated = loss_of(trained.eval(), tokens, targets)
     trained.train()
     if on_end is not None:
         on_end(trained)

@@ -75,7 +75,14 @@ class CudaDevice:
             # A failed capture leaves the generator's state as one that is captured: a fresh state has the same numbers.
             self._generator.graphsafe_set_state(self._generator.clone_state())
             raise
+        self._let_autograd_go()
         return torch._C._CUDAGraph.replay.__get__(graph), graph
+
+    def _let_autograd_go(self) -> None:
+        """Give autograd's thread something else to do: until then it may hold the last tensors of what it ran."""
+        with torch.enable_grad():
+            x = torch.zeros((), device=self.device, requires_grad=True)
+            torch.autograd.grad(x * 1, x)
 
     def live_blocks(self) -> frozenset[int]:
         """The addresses of the pool's blocks that are in use."""

@@ -6,7 +6,6 @@ The rules that hold are those of ``cuda_graphs.py``.
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from .cuda_graphs import LayerGraphs
 
 LayerForward = Callable[..., Any]
-
-_RELEASE = 0.5
-"""Seconds in which the temporaries of a captured backward are to be gone."""
 
 _version = attrgetter("_version")
 _numbers = itertools.count()
@@ -194,11 +190,7 @@ class GraphPair:
                 self._flat_grads = [flat._replace(grads=device.without_owner(flat.grads)) for flat in self._flat_grads]
                 self.blocks = after - before
                 before = after
-            waited = 0.0
-            while (kept := device.live_blocks() - before) and waited < _RELEASE:
-                time.sleep(0.001)  # autograd's thread lets go of its last tensors when it is scheduled again
-                waited += 0.001
-            if kept:  # scratch that a kernel keeps is there at the next try
+            if kept := device.live_blocks() - before:  # scratch that a kernel keeps is there at the next try
                 device.workspaces |= kept
                 raise RunEagerError(f"it keeps {len(kept)} blocks of the graphs' memory")
         except BaseException:
