@@ -28,7 +28,7 @@ import fused_norm.kernels.linear_4bit  # noqa: F401 -- registers operators that 
 from fused_norm.kernels.operator import OPERATORS, BackwardArguments, Operator
 from fused_norm.kernels.plans import TABLES
 from fused_norm.kernels.triton import devices
-from fused_norm.kernels.triton.call import run_call
+from fused_norm.kernels.triton.call import Call
 from fused_norm.kernels.triton.cross_entropy_kernels import launch_multiply
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
@@ -88,10 +88,10 @@ def forward_backward(name: str, way: str, *arguments: Any) -> Called:
         arguments = *arguments[: operator.tensor_count], LLAMA, *arguments[operator.tensor_count :]
 
     def call() -> None:
-        results = run_call(operator.forward, *arguments, training=True)
+        results = Call.at_once(operator.forward, *arguments, training=True)
         copied = operator.copied(arguments)
         if copied:
-            run_call(operator.forward, *arguments, training=True, copied=copied)
+            Call.at_once(operator.forward, *arguments, training=True, copied=copied)
         if type(operator).backward is not Operator.backward:
             saved, facts = operator.save(arguments, results)
             outputs: list[Any] = [
@@ -103,7 +103,7 @@ def forward_backward(name: str, way: str, *arguments: Any) -> Called:
                 y, narrow = outputs[0], args["narrow"] if wide else outputs[0]
                 outputs[0] = tuple(y if wide >> place & 1 else narrow for place in range(args["consumers"]))
             needed = [argument is not None for argument in arguments[: len(operator.gradients)]]
-            run_call(operator.backward, BackwardArguments(outputs, saved, facts, needed))
+            Call.at_once(operator.backward, BackwardArguments(outputs, saved, facts, needed))
 
     return name, way, call
 
@@ -158,8 +158,8 @@ def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
     def call(*options: Any) -> Callable[[], Any]:
         def launch_all() -> None:
             arguments = x, weight, None, target, None, "mean", -100, *options, None, [True, True, False]
-            loss, *gradients = run_call(OPERATORS["linear_cross_entropy"].forward, *arguments, training=True)
-            run_call(launch_multiply, gradients[0], loss.reshape(1))
+            loss, *gradients = Call.at_once(OPERATORS["linear_cross_entropy"].forward, *arguments, training=True)
+            Call.at_once(launch_multiply, gradients[0], loss.reshape(1))
 
         return launch_all
 

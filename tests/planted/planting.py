@@ -20,7 +20,7 @@ from fused_norm.check.distances import share_different
 from fused_norm.kernels.operator import OPERATORS, BackwardArguments, Operator
 from fused_norm.kernels.recording import forget_all
 from fused_norm.kernels.switch import switch
-from fused_norm.kernels.triton.call import Call, run_call
+from fused_norm.kernels.triton.call import Call
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.lazy_logits import CrossEntropy, Projection
 from fused_norm.patcher.losses import FusedHead
@@ -133,15 +133,15 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Results]) -> Plant
 
         def forward(call: Call, *arguments: Any, training: bool, **copied: Sequence[str]) -> Results:
             before = [_copy(argument) for argument in arguments]
-            expected = run_call(right, *arguments, training=training, **copied)
-            again = functools.partial(run_call, right, **copied)
+            expected = Call.at_once(right, *arguments, training=training, **copied)
+            again = functools.partial(Call.at_once, right, **copied)
             actual = wrong(Forward(operator, arguments, training, again, state.memory))
             # Tensors saved for the backward do not count.
             triples = zip(operator.outputs, expected, actual, strict=False)
             state.count([*((a, b) for _, a, b in triples), *zip(before, arguments, strict=True)])
             return tuple(actual)
 
-        return replaced_in(operator, forward=forward, empty_results=right)
+        return replaced_in(operator, forward=forward, empty_results=_traced(operator, "empty_results", right))
 
     return _in_all_forms(operator, wronged)
 
@@ -154,15 +154,21 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Results]) -> Pla
 
         def backward(call: Call, given: BackwardArguments) -> Results:
             before = [_copy(leaf) for leaf in tree_leaves(given.incoming)]
-            by_kernels = functools.partial(run_call, right)
+            by_kernels = functools.partial(Call.at_once, right)
             expected = by_kernels(given)
             actual = wrong(Backward(operator, given, by_kernels))
             state.count([*zip(expected, actual, strict=True), *zip(before, tree_leaves(given.incoming), strict=True)])
             return tuple(actual)
 
-        return replaced_in(operator, backward=backward, empty_grads=right)
+        return replaced_in(operator, backward=backward, empty_grads=_traced(operator, "empty_grads", right))
 
     return _in_all_forms(operator, wronged)
+
+
+def _traced(operator: Operator, method: str, right: Callable[..., Results]) -> Callable[..., Results]:
+    """What tracing takes: the operator's own method, or the right forward or backward, which it would call."""
+    own: Callable[..., Results] = getattr(operator, method)
+    return right if getattr(type(operator), method) is getattr(Operator, method) else own
 
 
 def _in_all_forms(operator: Operator, wronged: Callable[[Operator, PlantedFault], Any]) -> Planting:

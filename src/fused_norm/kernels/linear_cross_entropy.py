@@ -16,7 +16,7 @@ from torch import Tensor
 from . import reference
 from .arguments import Unsupported, check_choice
 from .operator import BackwardArguments, KernelBackward, Results, backward_impl, is_grad_needed
-from .triton.call import Call, run_call
+from .triton.call import Call
 from .triton.cross_entropy_kernels import launch_multiply
 from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks, check_head, head_tensors, unless_one
 
@@ -109,7 +109,7 @@ class _Eager(torch.autograd.Function):
         factor = dloss.float().reshape(1)
         for grad in grads:
             if grad is not None:
-                run_call(launch_multiply, grad, factor)
+                Call.at_once(launch_multiply, grad, factor)
         return *grads, *others
 
 

@@ -23,7 +23,7 @@ from .interceptors import Interceptors
 from .recording import Recording, SingleCall, appended, caches, distinct, key_function, record, remember
 from .sharded import call_on_parts, is_sharded, is_taken, why_not_on_parts
 from .switch import modes, switch, why_seen_by_mode
-from .triton.call import Call, run_call
+from .triton.call import Call
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.memory import memory_order
 
@@ -535,7 +535,7 @@ class Operator(ABC):
         """The outputs of a plain call that is not recorded."""
         tensors = arguments[: self.tensor_count]
         build, trained = self._builder(tensors, arguments[self.tensor_count :])
-        return self._apply(SingleCall(build), *tensors) if trained else run_call(build, *tensors)
+        return self._apply(SingleCall(build), *tensors) if trained else Call.at_once(build, *tensors)
 
     def _builder(self, tensors: Tensors, options: Sequence[Any]) -> tuple[Callable[..., Any], bool]:
         """A function that builds a plain call of its tensors, as ``record`` takes it; and whether it is trained."""
@@ -583,7 +583,7 @@ class Operator(ABC):
     def _registered_forward(self, is_traced: bool, *arguments: Any) -> Any:
         *args, training = self._spec_at(self.tensor_count, arguments)
         how = self._how(args, training, traced=True)
-        results = self.empty_results(Call(), *args, **how) if is_traced else run_call(self.forward, *args, **how)
+        results = self.empty_results(Call(), *args, **how) if is_traced else Call.at_once(self.forward, *args, **how)
         return _filled(results, args[0])
 
     def _registered_backward(self, is_traced: bool, *arguments: Any) -> Any:
@@ -592,7 +592,7 @@ class Operator(ABC):
         args = self._spec_at(scalars, arguments)
         incoming = args[:outputs]
         given = BackwardArguments(incoming, args[outputs:scalars], tuple(args[scalars:-grads]), args[-grads:])
-        results = self.empty_grads(Call(), given) if is_traced else run_call(self.backward, given)
+        results = self.empty_grads(Call(), given) if is_traced else Call.at_once(self.backward, given)
         return _filled(results, next(d for d in incoming if d is not None))
 
     def _spec_first(self, arguments: Sequence[Any], index: int) -> Sequence[Any]:

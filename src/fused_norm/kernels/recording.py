@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .codegen import NotRecordableError, function_of, generated_lines, launch_backend
-from .triton.call import Call, run_call
+from .triton.call import Call
 from .triton.devices import when_plans_change
 
 logger = logging.getLogger("fused_norm")
@@ -101,7 +101,7 @@ class SingleCall:
 
     def forward(self, ctx: Any, *tensors: Tensor | None) -> Any:
         """Make the call, and hand its results to autograd."""
-        return self.hand_on(ctx, tensors, run_call(self._build, *tensors))
+        return self.hand_on(ctx, tensors, Call.at_once(self._build, *tensors))
 
     def hand_on(self, ctx: Any, tensors: Sequence[Tensor | None], results: Any) -> Any:
         """Keep in the context what the backward needs, and return the outputs."""
@@ -135,7 +135,7 @@ class Recording(SingleCall):
         tensors = ", ".join(guard.tensors)
         if apply is None:
             lines, names = generated or ([f"return repeat({tensors})"], {})
-            self.call = guard.function(lines, {"repeat": partial(run_call, build), **names})
+            self.call = guard.function(lines, {"repeat": partial(Call.at_once, build), **names})
             return
         lines, names = generated or ([f"return repeat(ctx, {tensors})"], {})
         self.forward = function_of(["ctx", *guard.tensors], lines, {"repeat": super().forward, **names})

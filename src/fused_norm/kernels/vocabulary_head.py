@@ -16,7 +16,7 @@ from torch import Tensor
 from .arguments import Unsupported, check_tensor, why_other_dtype
 from .autocast import autocast_dtype, set_autocast
 from .operator import BackwardArguments, Grads, Operator
-from .triton.call import Call, run_call
+from .triton.call import Call
 from .triton.cross_entropy_kernels import Statistics, launch_cross_entropy
 
 IGNORED = -100
@@ -155,7 +155,7 @@ def by_chunks(
             logits = buffer[: len(inputs)]
             _multiply(logits, inputs, weight.t(), bias)
             of_loss, of_entropy = (g[part] if g is not None and g.dim() else g for g in gradients)
-            run_call(
+            Call.at_once(
                 launch_cross_entropy, logits, labels[part], losses[part], of_loss, entropy_gradient=of_entropy,
                 statistics=Statistics(*(t if t is None else t[part] for t in statistics)), **head.options,
             )  # fmt: skip

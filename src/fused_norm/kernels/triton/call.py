@@ -33,6 +33,14 @@ class Call:
         self._launchers: list[tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]] = []
         self._steps: list[Step] = []
 
+    @staticmethod
+    def at_once(build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """The results of ``build(call, *arguments, **options)``, after that call has run."""
+        call = Call()
+        results = build(call, *arguments, **options)
+        call.run()
+        return results
+
     def then(self, launcher: Callable[..., None], *arguments: Any, **options: Any) -> None:
         """Note ``launcher(call, *arguments, **options)``; it runs with the call."""
         self._launchers.append((launcher, arguments, options))
@@ -158,11 +166,3 @@ class Call:
     def _copied(self, tensor: Tensor, copy: Tensor) -> Tensor:
         self.perform(Copy(tensor, copy))
         return copy
-
-
-def run_call(build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The results of ``build(call, *arguments, **options)``, after that call has run."""
-    call = Call()
-    results = build(call, *arguments, **options)
-    call.run()
-    return results
