@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_norm.kernels.triton.launch import Launch, launches
+from fused_norm.kernels import recording
+from fused_norm.kernels.recording import forget_all
+from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
 
-from .compiled_launches import Noted
+from .compiled_launches import noted
 from .conftest import OPERATORS
 from .numerics import BF16, FP16, FP32, in_layout
 
@@ -84,10 +86,12 @@ class Call(NamedTuple):
 
 def launches_of(call: Callable[[], Any]) -> list[Launch]:
     """Return the launches that a call would make, without making them."""
-    # Otherwise autograd runs the backward of GPU tensors in a thread of its own.
-    with launches.by(noted := Noted()), torch.autograd.set_multithreading_enabled(False):
+    forget_all()
+    with pytest.MonkeyPatch.context() as patch, noted() as launches:
+        patch.setattr(recording, "launch_backend", lambda device: None)
         call()
-    return noted
+    forget_all()
+    return launches
 
 
 def present(outputs: Tensor | Sequence[Tensor | None]) -> list[Tensor]:

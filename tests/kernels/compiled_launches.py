@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -10,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fused_norm.kernels.plans import Device
+from fused_norm.kernels.triton.call import Call
 from fused_norm.kernels.triton.launch import Launch
 
 _TYPES = {
@@ -50,11 +54,17 @@ TARGETS = {
 """One target for an A100, RTX A6000, RTX 4090, H100, B200, RTX 5090 and MI300X each."""
 
 
-class Noted(list[Launch]):
-    """Records the launches of a context and makes none of them."""
+@contextmanager
+def noted() -> Iterator[list[Launch]]:
+    """Collect the launches of a context, and make none of them; nor does PyTorch compute between them."""
+    launched: list[Launch] = []
 
-    def launched(self, launch: Launch) -> None:
-        self.append(launch)
+    def run(call: Call) -> list[Any]:
+        launched.extend(step for step in call.steps() if isinstance(step, Launch))
+        return []
+
+    with mock.patch.object(Call, "run", run):
+        yield launched
 
 
 def compiled(launch: Launch, target: Target = TARGETS["sm_90"]) -> Any:

@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from compiled_launches import TARGETS, Noted, Target, compiled
+from compiled_launches import TARGETS, Target, compiled, noted
 from numerics import GLU_ACTIVATIONS
 
 import fused_norm.kernels.fp8
 import fused_norm.kernels.linear_4bit  # noqa: F401 -- registers operators that no public function loads
-from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator
+from fused_norm.kernels.operator import OPERATORS, BackwardArguments, Operator
 from fused_norm.kernels.plans import TABLES
 from fused_norm.kernels.triton import devices
+from fused_norm.kernels.triton.call import Call
 from fused_norm.kernels.triton.cross_entropy_kernels import launch_multiply
-from fused_norm.kernels.triton.launch import Launch, launches
+from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
 
 WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384, 40960)
@@ -87,10 +88,10 @@ def forward_backward(name: str, way: str, *arguments: Any) -> Called:
         arguments = *arguments[: operator.tensor_count], LLAMA, *arguments[operator.tensor_count :]
 
     def call() -> None:
-        results = operator.forward(*arguments, training=True)
+        results = Call.at_once(operator.forward, *arguments, training=True)
         copied = operator.copied(arguments)
         if copied:
-            operator.forward(*arguments, training=True, copied=copied)
+            Call.at_once(operator.forward, *arguments, training=True, copied=copied)
         if type(operator).backward is not Operator.backward:
             saved, facts = operator.save(arguments, results)
             outputs: list[Any] = [
@@ -102,7 +103,7 @@ def forward_backward(name: str, way: str, *arguments: Any) -> Called:
                 y, narrow = outputs[0], args["narrow"] if wide else outputs[0]
                 outputs[0] = tuple(y if wide >> place & 1 else narrow for place in range(args["consumers"]))
             needed = [argument is not None for argument in arguments[: len(operator.gradients)]]
-            operator.backward(BackwardCall(outputs, saved, facts, needed))
+            Call.at_once(operator.backward, BackwardArguments(outputs, saved, facts, needed))
 
     return name, way, call
 
@@ -157,8 +158,8 @@ def loss_calls(dtype: torch.dtype) -> Iterator[Called]:
     def call(*options: Any) -> Callable[[], Any]:
         def launch_all() -> None:
             arguments = x, weight, None, target, None, "mean", -100, *options, None, [True, True, False]
-            loss, *gradients = OPERATORS["linear_cross_entropy"].forward(*arguments, training=True)
-            launch_multiply(gradients[0], loss.reshape(1))
+            loss, *gradients = Call.at_once(OPERATORS["linear_cross_entropy"].forward, *arguments, training=True)
+            Call.at_once(launch_multiply, gradients[0], loss.reshape(1))
 
         return launch_all
 
@@ -308,11 +309,9 @@ def compile_all(
     for operator, way, call in calls(target, widths, dtype):
         if operator not in only:
             continue
-        with devices.use_plans(table), launches.by(noted := Noted()):
+        with devices.use_plans(table), noted() as launches:
             call()
-        for launch in noted:
-            if not isinstance(launch, Launch):  # a product or cast by PyTorch
-                continue
+        for launch in launches:
             if seen is not None:
                 if (kinds := kinds_of(operator, launch)) <= seen:
                     continue

@@ -17,6 +17,7 @@ LAYERS = (
     "kernels.triton",
     "kernels.reference",
     "kernels.arguments",
+    "kernels.interceptors",
     "kernels.codegen",
     "kernels.recording",
     "kernels.operator",

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, rms_norm_fp8
-from fused_norm.kernels.operator import BackwardCall
+from fused_norm.kernels.operator import BackwardArguments
 from fused_norm.kernels.plans import Device
+from fused_norm.kernels.triton.call import Call as BuiltCall
 from fused_norm.kernels.triton.launch import Launch
 from fused_norm.spec import NormSpec
 
@@ -86,7 +87,9 @@ def test_a_grid_has_no_more_programs_along_its_second_axis_than_a_gpu_takes(on: 
     norm, x = ALL["rms_norm"], torch.empty(2**18, 16_400, device="meta")
     arguments, results = (x, None, LLAMA, None), [None, torch.empty(2**18, 1, device="meta"), None]
     saved, facts = norm.save(arguments, results)
-    launched = launches_of(lambda: norm.backward(BackwardCall((x,), saved, facts, [True, False])))
+    launched = launches_of(
+        lambda: BuiltCall.at_once(norm.backward, BackwardArguments((x,), saved, facts, [True, False]))
+    )
     assert [launch.grid[1] for launch in launched] == [1, 65_535]
 
 
@@ -106,13 +109,15 @@ def offsets(call: Call) -> tuple[list[bool], list[bool]]:
     """
     operator, arguments = ALL[call.name], (*call.tensors, *call.options)
     results: list[torch.Tensor] = []
-    forward = launches_of(lambda: results.extend(operator.forward(*arguments, training=True)))
+    forward = launches_of(lambda: results.extend(BuiltCall.at_once(operator.forward, *arguments, training=True)))
     saved, facts = operator.save(arguments, results)
     outputs = results[: len(operator.outputs)]
     incoming = [None if output is None else expanded(*output.shape, dtype=output.dtype) for output in outputs]
     needed = [tensor is not None for tensor in call.tensors[: call.differentiated]]
-    gradients = BackwardCall(incoming, saved, facts, needed)
-    backward = launches_of(lambda: operator.compute_grads(lambda own, call: own.backward(call), gradients))
+    gradients = BackwardArguments(incoming, saved, facts, needed)
+    backward = launches_of(
+        lambda: operator.compute_grads(lambda own, given: BuiltCall.at_once(own.backward, given), gradients)
+    )
 
     def has_wide_offsets(launched: list[Launch]) -> list[bool]:
         far = [launch for launch in launched if any(map(is_far, launch.tensors))]
@@ -143,7 +148,7 @@ def test_offsets_into_codes_are_64_bits_wide_if_32_do_not_reach(name: str, on: C
     on(Device())
     x, w = expanded(FAR // 128, 128), torch.empty(128, device="meta")
     forward = ALL["norm_fp8"].forward
-    launched = launches_of(lambda: forward(x, x, w, None, None, LLAMA, 1.0, name, training=True))
+    launched = launches_of(lambda: BuiltCall.at_once(forward, x, x, w, None, None, LLAMA, 1.0, name, training=True))
     far = [launch for launch in launched if any(map(is_far, launch.tensors))]
     assert far
     assert all(launch.constants["INT64"] for launch in far)

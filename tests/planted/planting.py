@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fused_norm.check.distances import share_different
-from fused_norm.kernels.operator import OPERATORS, BackwardCall, Operator
+from fused_norm.kernels.operator import OPERATORS, BackwardArguments, Operator
 from fused_norm.kernels.recording import forget_all
 from fused_norm.kernels.switch import switch
+from fused_norm.kernels.triton.call import Call
 from fused_norm.patcher.fused_block import FusedBlock
 from fused_norm.patcher.lazy_logits import CrossEntropy, Projection
 from fused_norm.patcher.losses import FusedHead
@@ -92,7 +93,7 @@ class Backward:
     """A backward of an operator that may go wrong; ``call["dy"]`` is the gradient of y, ``call["x"]`` the saved x."""
 
     operator: Operator
-    call: BackwardCall
+    call: BackwardArguments
     right: Callable[..., Results]
 
     def __getitem__(self, name: str) -> Any:
@@ -102,7 +103,7 @@ class Backward:
         """Return the gradients; those of changed tensors or facts, given by name, have the dtypes of the right ones."""
         results = self.right(self.call)
         values = iter((self.operator.backward_by_name(self.call) | changed).values())
-        call = BackwardCall(*(tuple(next(values) for _ in part) for part in self.call))
+        call = BackwardArguments(*(tuple(next(values) for _ in part) for part in self.call))
         return _in_dtypes_of(results, self.right(call)) if changed else list(results)
 
     def edited(self, edit: Callable[[Tensor], Tensor], *names: str) -> list[Tensor | None]:
@@ -130,19 +131,17 @@ def in_forward(operator: Operator, wrong: Callable[[Forward], Results]) -> Plant
     def wronged(operator: Operator, state: PlantedFault) -> Any:
         right = operator.forward
 
-        def forward(*arguments: Any, training: bool, launch: bool = True, **copied: Sequence[str]) -> Results:
-            if not launch:
-                return right(*arguments, training=training, launch=False, **copied)
+        def forward(call: Call, *arguments: Any, training: bool, **copied: Sequence[str]) -> Results:
             before = [_copy(argument) for argument in arguments]
-            expected = right(*arguments, training=training, **copied)
-            again = functools.partial(right, **copied)
+            expected = Call.at_once(right, *arguments, training=training, **copied)
+            again = functools.partial(Call.at_once, right, **copied)
             actual = wrong(Forward(operator, arguments, training, again, state.memory))
             # Tensors saved for the backward do not count.
             triples = zip(operator.outputs, expected, actual, strict=False)
             state.count([*((a, b) for _, a, b in triples), *zip(before, arguments, strict=True)])
             return tuple(actual)
 
-        return replaced_in(operator, forward=forward)
+        return replaced_in(operator, forward=forward, empty_results=_traced(operator, "empty_results", right))
 
     return _in_all_forms(operator, wronged)
 
@@ -153,18 +152,23 @@ def in_backward(operator: Operator, wrong: Callable[[Backward], Results]) -> Pla
     def wronged(operator: Operator, state: PlantedFault) -> Any:
         right = operator.backward
 
-        def backward(call: BackwardCall, *, launch: bool = True) -> Results:
-            if not launch:
-                return right(call, launch=False)
-            before = [_copy(leaf) for leaf in tree_leaves(call.incoming)]
-            expected = right(call)
-            actual = wrong(Backward(operator, call, right))
-            state.count([*zip(expected, actual, strict=True), *zip(before, tree_leaves(call.incoming), strict=True)])
+        def backward(call: Call, given: BackwardArguments) -> Results:
+            before = [_copy(leaf) for leaf in tree_leaves(given.incoming)]
+            by_kernels = functools.partial(Call.at_once, right)
+            expected = by_kernels(given)
+            actual = wrong(Backward(operator, given, by_kernels))
+            state.count([*zip(expected, actual, strict=True), *zip(before, tree_leaves(given.incoming), strict=True)])
             return tuple(actual)
 
-        return replaced_in(operator, backward=backward)
+        return replaced_in(operator, backward=backward, empty_grads=_traced(operator, "empty_grads", right))
 
     return _in_all_forms(operator, wronged)
+
+
+def _traced(operator: Operator, method: str, right: Callable[..., Results]) -> Callable[..., Results]:
+    """What tracing takes: the operator's own method, or the right forward or backward, which it would call."""
+    own: Callable[..., Results] = getattr(operator, method)
+    return right if getattr(type(operator), method) is getattr(Operator, method) else own
 
 
 def _in_all_forms(operator: Operator, wronged: Callable[[Operator, PlantedFault], Any]) -> Planting:

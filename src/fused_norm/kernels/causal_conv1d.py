@@ -7,9 +7,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from .arguments import Unsupported, check_choice, why_other_dtype
-from .operator import BackwardCall, Operator, Results
+from .operator import BackwardArguments, Operator, Results
+from .triton.call import Call
 from .triton.conv_kernels import launch_conv_backward, launch_conv_forward
-from .triton.memory import empty_rows_like, empty_weight_like
 
 WIDTHS = (2, 3, 4)
 """The numbers of taps that kernels have."""
@@ -52,19 +52,17 @@ class CausalConv1d(Operator):
             return None
         return Unsupported(f"a convolution of {weight.shape[1]} taps, kernels have {', '.join(map(str, WIDTHS))}")
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         x, weight, bias, activation = arguments
-        y = empty_rows_like(x)
-        if launch:
-            launch_conv_forward(x, weight, bias, y, activation)
+        y = call.empty_rows_like(x)
+        call.then(launch_conv_forward, x, weight, bias, y, activation)
         return (y,)
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, weight, bias), (need_dx, need_dweight, need_dbias) = call.incoming, call.saved, call.needed
-        dx = empty_rows_like(x) if need_dx else None
-        sums = empty_weight_like(weight, need_dweight), empty_weight_like(bias, need_dbias)
-        if launch:
-            launch_conv_backward(x, weight, bias, dy, (dx, *sums), call.saved_scalars[0])
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (x, weight, bias), (need_dx, need_dweight, need_dbias) = given.incoming, given.saved, given.needed
+        dx = call.empty_rows_like(x) if need_dx else None
+        sums = call.empty_weight_like(weight, need_dweight), call.empty_weight_like(bias, need_dbias)
+        call.then(launch_conv_backward, x, weight, bias, dy, (dx, *sums), given.saved_scalars[0])
         return dx, *sums
 
 

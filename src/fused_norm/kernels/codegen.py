@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from .triton.call import Step
 from .triton.devices import INTERPRETED
 from .triton.launch import Launch
 from .triton.memory import INT32_LIMIT
@@ -42,23 +43,17 @@ class _TensorNames:
     """The names of the tensors of a call; ``used`` has those that its lines read."""
 
     def __init__(self, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
-        self._tensors: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
         self.used: set[str] = set()
         for tensor, name in zip(tensors, names, strict=True):
-            if tensor is not None and id(tensor) not in self._names:
-                self._tensors[name], self._names[id(tensor)] = tensor, name
+            if tensor is not None:
+                self._names.setdefault(id(tensor), name)
 
     def lookup(self, tensor: Tensor) -> str:
-        """The name of a tensor, or of the one that the dispatcher has handed on as this one."""
+        """The name of a tensor."""
         name = self._names.get(id(tensor))
         if name is None:
-            place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-            others = [(name, (t.data_ptr(), t.dtype, t.shape, t.stride())) for name, t in self._tensors.items()]
-            names = [name for name, other in others if other == place]
-            if len(names) != 1:
-                raise NotRecordableError("a tensor is neither an input nor allocated for it")
-            name = names[0]
+            raise NotRecordableError("a tensor is neither an argument nor allocated by the call")
         self.used.add(name)
         return name
 
@@ -82,7 +77,7 @@ def generated_lines(
     inputs: Sequence[Tensor | None],
     arguments: Sequence[str],
     allocated: Sequence[Tensor],
-    steps: Sequence[tuple[Launch | TorchCall, Any]],
+    steps: Sequence[tuple[Step, Any]],
     results: Any,
 ) -> tuple[list[str], dict[str, Any]]:
     """Lines that repeat a call, and their global names, to which the caller adds ``repeat``.
@@ -99,7 +94,7 @@ def generated_lines(
             that.
 
     Raises:
-        NotRecordableError: if one of the tensors is of unknown origin.
+        NotRecordableError: if a tensor is of unknown origin, or a launch is compiled anew for its numbers.
     """
     new_names = [f"m{index}" for index in range(len(allocated))]
     names = _TensorNames([*inputs, *allocated], [*arguments[len(arguments) - len(inputs) :], *new_names])

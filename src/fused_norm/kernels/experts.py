@@ -10,8 +10,9 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, check_choice, check_flag
-from .operator import BackwardCall, Operator, Results
+from .operator import BackwardArguments, Operator, Results
 from .reference import CLAMP_HAS_GRADIENT_AT_LIMIT, ActivationName
+from .triton.call import Call
 from .triton.experts_kernels import (
     launch_expert_bias_backward,
     launch_expert_bias_forward,
@@ -20,7 +21,7 @@ from .triton.experts_kernels import (
     launch_expert_sum,
     launch_expert_unpermute_backward,
 )
-from .triton.memory import empty_rows_like, promoted
+from .triton.memory import promoted
 
 EXPERT_ACTIVATIONS: tuple[ActivationName, ...] = ("silu", "gelu", "gelu_tanh")
 """The activations of an MLP's gate that experts may have."""
@@ -60,18 +61,16 @@ class ExpertGate(Operator):
             or _check_absent(absent, x.shape[0], x.device)
         )
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         x, absent, *gate = arguments
-        y = empty_rows_like(x, width=x.shape[-1] // 2)
-        if launch:
-            launch_expert_gate(x, absent, gate, y)
+        y = call.empty_rows_like(x, width=x.shape[-1] // 2)
+        call.then(launch_expert_gate, x, absent, gate, y)
         return (y,)
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, absent) = call.incoming, call.saved
-        dx = empty_rows_like(x)
-        if launch:
-            launch_expert_gate(x, absent, call.saved_scalars, dx, dy, at_limit=CLAMP_HAS_GRADIENT_AT_LIMIT)
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (x, absent) = given.incoming, given.saved
+        dx = call.empty_rows_like(x)
+        call.then(launch_expert_gate, x, absent, given.saved_scalars, dx, dy, at_limit=CLAMP_HAS_GRADIENT_AT_LIMIT)
         return (dx,)
 
 
@@ -93,22 +92,20 @@ class ExpertPermute(Operator):
         refusal = _check_index("position", position, torch.int64, (x.shape[0], "K"), x.device)
         return refusal or _check_absent(absent, position.numel(), x.device)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         x, position, absent = arguments
-        y = x.new_empty((position.shape[0] * position.shape[1], x.shape[1]))
-        if launch:
-            launch_expert_permute(x, position, absent, y)
+        y = call.empty(x, (position.shape[0] * position.shape[1], x.shape[1]))
+        call.then(launch_expert_permute, x, position, absent, y)
         return (y,)
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (position, absent) = call.incoming, call.saved
-        dx = dy.new_empty((position.shape[0], dy.shape[1]))
-        if launch:
-            launch_expert_sum(dy, None, position, absent, dx, dy.dtype)
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (position, absent) = given.incoming, given.saved
+        dx = call.empty(dy, (position.shape[0], dy.shape[1]))
+        call.then(launch_expert_sum, dy, None, position, absent, dx, dy.dtype)
         return (dx,)
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (position, absent) = call.incoming, call.saved
+    def reference_backward(self, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (position, absent) = given.incoming, given.saved
         return (reference.present_rows(dy, absent)[position].sum(1),)
 
 
@@ -137,19 +134,17 @@ class ExpertUnpermute(Operator):
         refusal = _check_index("position", position, torch.int64, (weights.shape[0], "K"), weights.device)
         return refusal or _check_absent(absent, x.shape[0], x.device)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         x, weights, position, absent, dtype = arguments
-        y = x.new_empty((position.shape[0], x.shape[1]), dtype=dtype)
-        if launch:
-            launch_expert_sum(x, weights, position, absent, y, promoted(x.dtype, weights.dtype))
+        y = call.empty(x, (position.shape[0], x.shape[1]), dtype=dtype)
+        call.then(launch_expert_sum, x, weights, position, absent, y, promoted(x.dtype, weights.dtype))
         return (y,)
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, weights, position, absent), (need_dx, need_dweights) = call.incoming, call.saved, call.needed
-        dx = x.new_empty(x.shape) if need_dx else None
-        dweights = weights.new_empty(weights.shape) if need_dweights else None
-        if launch:
-            launch_expert_unpermute_backward(dy, x, weights, position, absent, dx, dweights)
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (x, weights, position, absent), (need_dx, need_dweights) = given.incoming, given.saved, given.needed
+        dx = call.empty(x, x.shape) if need_dx else None
+        dweights = call.empty(weights, weights.shape) if need_dweights else None
+        call.then(launch_expert_unpermute_backward, dy, x, weights, position, absent, dx, dweights)
         return dx, dweights
 
 
@@ -171,22 +166,20 @@ class ExpertBias(Operator):
         refusal = _check_index("expert", expert, torch.int64, ("rows",), bias.device)
         return refusal or _check_index("ends", ends, torch.int32, bias.shape[:1], bias.device)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         bias, expert, ends = arguments
-        y = bias.new_empty((len(expert), bias.shape[1]))
-        if launch:
-            launch_expert_bias_forward(bias, expert, ends, y)
+        y = call.empty(bias, (len(expert), bias.shape[1]))
+        call.then(launch_expert_bias_forward, bias, expert, ends, y)
         return (y,)
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (_, ends) = call.incoming, call.saved
-        dbias = dy.new_empty((len(ends), dy.shape[1]))
-        if launch:
-            launch_expert_bias_backward(dy, ends, dbias)
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (_, ends) = given.incoming, given.saved
+        dbias = call.empty(dy, (len(ends), dy.shape[1]))
+        call.then(launch_expert_bias_backward, dy, ends, dbias)
         return (dbias,)
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (expert, ends) = call.incoming, call.saved
+    def reference_backward(self, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (expert, ends) = given.incoming, given.saved
         # A bias is added: its gradient does not depend on it.
         bias = torch.zeros((len(ends), dy.shape[1]), dtype=dy.dtype, device=dy.device)
         return reference.gradients_of(reference.expert_bias, (bias, expert, ends), (dy,), (True,))

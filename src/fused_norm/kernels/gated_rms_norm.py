@@ -11,10 +11,11 @@ from torch import Tensor
 from ..spec import Casting
 from . import reference
 from .arguments import GATES, Unsupported, check_choice, check_flag
-from .operator import BackwardCall, Operator, Results, norm_spec
+from .operator import BackwardArguments, Operator, Results, norm_spec
 from .plans import WIDEST_GATED
+from .triton.call import Call
 from .triton.gated_kernels import Gating, launch_gated_backward, launch_gated_forward
-from .triton.memory import empty_rows_like, empty_weight_like, norm_dtype
+from .triton.memory import norm_dtype
 
 GateActivation = Literal["silu", "sigmoid"]
 """The activation of a norm's gate, one of ``arguments.GATES``."""
@@ -59,24 +60,22 @@ class GatedRMSNorm(Operator):
         x, gate, weight, spec, *how = arguments
         return reference.gated_rms_norm(spec, x, gate, weight, *how)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool, copied: Sequence[str] = ()) -> Results:
         x, gate, weight, spec, *how = arguments
         gating = Gating(*how)
-        y = empty_rows_like(x, x.dtype if gating.norm_first else norm_dtype(spec, x.dtype, weight))
-        rstd = empty_rows_like(x, torch.float32, width=gating.groups) if training else None
-        outputs = y, rstd, empty_weight_like(weight, "weight" in copied)
-        if launch:
-            launch_gated_forward(spec, x, gate, weight, outputs, gating)
+        y = call.empty_rows_like(x, x.dtype if gating.norm_first else norm_dtype(spec, x.dtype, weight))
+        rstd = call.empty_rows_like(x, torch.float32, width=gating.groups) if training else None
+        outputs = y, rstd, call.empty_weight_like(weight, "weight" in copied)
+        call.then(launch_gated_forward, spec, x, gate, weight, outputs, gating)
         return outputs
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, gate, weight, rstd), (spec, *how) = call.incoming, call.saved, call.saved_scalars
-        need_dx, need_dgate, need_dw = call.needed
-        dx = empty_rows_like(x) if need_dx else None
-        dgate = empty_rows_like(x, gate.dtype) if need_dgate else None
-        dw = empty_weight_like(weight, need_dw)
-        if launch:
-            launch_gated_backward(spec, dy, x, gate, weight, rstd, (dx, dgate, dw), Gating(*how))
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (x, gate, weight, rstd), (spec, *how) = given.incoming, given.saved, given.saved_scalars
+        need_dx, need_dgate, need_dw = given.needed
+        dx = call.empty_rows_like(x) if need_dx else None
+        dgate = call.empty_rows_like(x, gate.dtype) if need_dgate else None
+        dw = call.empty_weight_like(weight, need_dw)
+        call.then(launch_gated_backward, spec, dy, x, gate, weight, rstd, (dx, dgate, dw), Gating(*how))
         return dx, dgate, dw
 
 

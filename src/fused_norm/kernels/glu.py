@@ -10,10 +10,11 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, check_choice
-from .operator import BackwardCall, BackwardImpl, Operator, Recompute, Results, for_each_consumer, joined_grads
+from .operator import BackwardArguments, BackwardImpl, Operator, Recompute, Results, for_each_consumer, joined_grads
 from .reference import ActivationName
+from .triton.call import Call
 from .triton.glu_kernels import launch_glu
-from .triton.memory import empty_rows_like, promoted
+from .triton.memory import promoted
 
 
 class Glu(Operator):
@@ -43,25 +44,23 @@ class Glu(Operator):
     def is_elementwise(self, *tensors: Any) -> bool:
         return tensors[1] is not None
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         gate, up, activation = arguments
         if up is None:
-            y = empty_rows_like(gate, width=gate.shape[-1] // 2)
+            y = call.empty_rows_like(gate, width=gate.shape[-1] // 2)
         else:
-            y = empty_rows_like(gate, promoted(gate.dtype, up.dtype))
-        if launch:
-            launch_glu((gate, up, y, None, None, None), activation)
+            y = call.empty_rows_like(gate, promoted(gate.dtype, up.dtype))
+        call.then(launch_glu, (gate, up, y, None, None, None), activation)
         return (y,)
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
         """Only gate and up have gradients of their own; ``dy`` may be a pair of gradients."""
-        (dy,), (gate, up, *added), (need_dgate, need_dup, *_) = call.incoming, call.saved, call.needed
-        dgate = empty_rows_like(gate) if need_dgate else None
-        dup = empty_rows_like(gate, up.dtype) if need_dup else None
-        if launch:
-            dys, wide = dy if type(dy) is tuple else (dy, None), bool(added)
-            tensors = gate, up, *dys, *(added or (None, None)), dgate, dup
-            launch_glu(tensors, call.saved_scalars[0], wide=wide, backward=True)
+        (dy,), (gate, up, *added), (need_dgate, need_dup, *_) = given.incoming, given.saved, given.needed
+        dgate = call.empty_rows_like(gate) if need_dgate else None
+        dup = call.empty_rows_like(gate, up.dtype) if need_dup else None
+        dys, wide = dy if type(dy) is tuple else (dy, None), bool(added)
+        tensors = gate, up, *dys, *(added or (None, None)), dgate, dup
+        call.then(launch_glu, tensors, given.saved_scalars[0], wide=wide, backward=True)
         return dgate, dup, *(None for _ in added)
 
 
@@ -97,12 +96,11 @@ class GluForConsumers(Glu):
         gate, up = (gate, up) if gate_added is None else (gate + gate_added, up + up_added)
         return reference.cast_output(reference.glu(gate, up, activation), None if wide else dtype)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         gate, up, *added, activation, _, dtype, wide = arguments
-        y = empty_rows_like(gate, torch.float32 if wide else dtype)
-        narrow = empty_rows_like(gate, dtype) if wide else None
-        if launch:
-            launch_glu((gate, up, y, *added, narrow), activation, wide=True)
+        y = call.empty_rows_like(gate, torch.float32 if wide else dtype)
+        narrow = call.empty_rows_like(gate, dtype) if wide else None
+        call.then(launch_glu, (gate, up, y, *added, narrow), activation, wide=True)
         return y, narrow
 
     def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
@@ -112,16 +110,16 @@ class GluForConsumers(Glu):
         (y, narrow), (*_, consumers, _, wide) = results, arguments
         if wide:
             return for_each_consumer(consumers, wide, y, narrow)
-        return (y, *(y.detach() for _ in range(consumers - 1))) if trained else y
+        return (y,) * consumers if trained else y
 
     def group_outputs(self, outputs: Any) -> list[tuple[Tensor, ...]]:
         return [outputs if isinstance(outputs, tuple) else (outputs,)]
 
-    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        dy = joined_grads(impl, call.incoming, torch.float32)
-        need_dgate, need_dup, *need_added = call.needed
+    def compute_grads(self, impl: BackwardImpl, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        dy = joined_grads(impl, given.incoming, torch.float32)
+        need_dgate, need_dup, *need_added = given.needed
         needed = need_dgate or need_added[0], need_dup or need_added[1], False, False
-        dgate, dup, *_ = super().compute_grads(impl, call._replace(incoming=(dy,), needed=needed))
+        dgate, dup, *_ = super().compute_grads(impl, given._replace(incoming=(dy,), needed=needed))
         added_grads = [d if is_needed else None for d, is_needed in zip((dgate, dup), need_added, strict=True)]
         return dgate if need_dgate else None, dup if need_dup else None, *added_grads
 

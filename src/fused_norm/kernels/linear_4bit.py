@@ -11,7 +11,8 @@ from torch import Tensor
 from . import reference
 from .arguments import Unsupported
 from .lora_linear import LoraLinear, Options, cast, product, why_copied_first, why_dtype_unsupported
-from .operator import BackwardCall, BackwardImpl, Operator, Results, Tensors
+from .operator import BackwardArguments, BackwardImpl, Operator, Results, Tensors
+from .triton.call import Call
 from .triton.dequantize_kernels import PackedWeight, launch_dequantize
 
 WEIGHT = ("code", "packed", "scale", "scale_code", "outer_scale", "offset")
@@ -55,38 +56,34 @@ class Linear4bit(Operator):
     def why_unlike_eager(self, *arguments: Any) -> str | None:
         return why_copied_first([("x", arguments[0])])
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         x, *weight, bias, features, block, dtype, y_dtype = arguments
-        narrow = cast(x, dtype, launch=launch)
-        return (self.output_of(narrow, weight, bias, features, block, y_dtype, launch=launch),)
+        narrow = cast(call, x, dtype)
+        return (self.output_of(call, narrow, weight, bias, features, block, y_dtype),)
 
     def output_of(
         self,
+        call: Call,
         x: Tensor,
         weight: Tensors,
         bias: Tensor | None,
         features: int,
         block: int,
         y_dtype: torch.dtype,
-        *,
-        launch: bool = True,
     ) -> Tensor:
-        """Return the output for rows of x, which are of the dtype of products.
+        """Return the output for rows of x, which are of the dtype of products."""
+        w = _dequantized(call, weight, block, (features, x.shape[-1]), x)
+        return cast(call, product(call, x, w, bias), y_dtype)
 
-        ``launch``: without it the output is only allocated.
-        """
-        w = _dequantized(weight, block, (features, x.shape[-1]), x, launch=launch)
-        return cast(product(x, w, bias, launch=launch), y_dtype, launch=launch)
-
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (*weight, _), (features, block, dtype, x_dtype) = call.incoming, call.saved, call.saved_scalars
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (*weight, _), (features, block, dtype, x_dtype) = given.incoming, given.saved, given.saved_scalars
         width = 2 * _count(weight) // features
-        narrow = cast(dy, dtype, launch=launch)
-        w = _dequantized(weight, block, (features, width), narrow, launch=launch)
-        return (cast(product(narrow, w, None, transposed=False, launch=launch), x_dtype, launch=launch),)
+        narrow = cast(call, dy, dtype)
+        w = _dequantized(call, weight, block, (features, width), narrow)
+        return (cast(call, product(call, narrow, w, None, transposed=False), x_dtype),)
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (*weight, _), (features, block, dtype, x_dtype) = call.incoming, call.saved, call.saved_scalars
+    def reference_backward(self, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (*weight, _), (features, block, dtype, x_dtype) = given.incoming, given.saved, given.saved_scalars
         width = 2 * _count(weight) // features
         return ((dy.to(dtype) @ reference.dequantize(weight, block, (features, width), dtype)).to(x_dtype),)
 
@@ -113,8 +110,8 @@ class LoraLinear4bit(LoraLinear):
     def why_weight_unsupported(self, weight: Tensors, options: Options) -> Unsupported | None:
         return _why_packing_unsupported(weight, options.block)
 
-    def matrix(self, weight: Tensors, block: int, shape: tuple[int, int], like: Tensor, *, launch: bool) -> Tensor:
-        return _dequantized(weight, block, shape, like, launch=launch)
+    def matrix(self, call: Call, weight: Tensors, block: int, shape: tuple[int, int], like: Tensor) -> Tensor:
+        return _dequantized(call, weight, block, shape, like)
 
     def reference_matrix(self, weight: Tensors, block: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return reference.dequantize(weight, block, shape, dtype)
@@ -130,13 +127,13 @@ class LoraSummands4bit(LoraLinear4bit):
     plain_name = "lora_linear_4bit"
     outputs: ClassVar[tuple[str, ...]] = ("base", "added")
 
-    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        dbase, dadded = call.incoming
+    def compute_grads(self, impl: BackwardImpl, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        dbase, dadded = given.incoming
         if dbase is None and dadded is not None:
             dbase = torch.zeros_like(dadded)
         elif dadded is None and dbase is not None:
             dadded = torch.zeros_like(dbase)
-        return super().compute_grads(impl, call._replace(incoming=(dbase, dadded)))
+        return super().compute_grads(impl, given._replace(incoming=(dbase, dadded)))
 
 
 LINEAR_4BIT, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT = Linear4bit(), LoraLinear4bit(), LoraSummands4bit()
@@ -155,9 +152,8 @@ def _why_packing_unsupported(linear: Tensors, block: int) -> Unsupported | None:
     return None
 
 
-def _dequantized(weight: Tensors, block: int, shape: tuple[int, int], like: Tensor, *, launch: bool) -> Tensor:
-    """The weight as a matrix of this shape, of the dtype of ``like``; without ``launch`` only its memory."""
-    w = like.new_empty(shape)
-    if launch:
-        launch_dequantize(PackedWeight(*weight), block, w)  # type: ignore[arg-type]
+def _dequantized(call: Call, weight: Tensors, block: int, shape: tuple[int, int], like: Tensor) -> Tensor:
+    """The weight as a matrix of this shape, of the dtype of ``like``."""
+    w = call.empty(like, shape)
+    call.then(launch_dequantize, PackedWeight(*weight), block, w)  # type: ignore[arg-type]
     return w

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, check_choice
-from .operator import BackwardCall, Results, backward_impl, is_grad_needed, kernel_backward
+from .operator import BackwardArguments, KernelBackward, Results, backward_impl, is_grad_needed
+from .triton.call import Call
 from .triton.cross_entropy_kernels import launch_multiply
-from .triton.memory import empty_weight_like
 from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks, check_head, head_tensors, unless_one
 
 
@@ -58,27 +58,27 @@ class LinearCrossEntropy(HeadOperator):
         is_trained = is_grad_needed(arguments[: self.tensor_count])
         return _apply_eager(*arguments) if is_trained else super()._launched(*arguments)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
-        x, weight, bias, target, num_items, reduction, ignored, *_, trained = arguments
-        if not training or x.dtype == torch.float16:  # whose gradients need the scale that the backward brings
-            trained = (False,) * 3
-        if not launch:
-            return (x.new_empty((), dtype=torch.float32), *map(empty_weight_like, (x, weight, bias), trained))
+    def empty_results(self, call: Call, *arguments: Any, training: bool) -> Results:
+        x, weight, bias, *_ = arguments
+        kept = _kept_gradients(arguments, training)
+        return call.empty(x, (), torch.float32), *map(call.empty_weight_like, (x, weight, bias), kept)
+
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
+        _, _, _, target, num_items, reduction, ignored, *_ = arguments
         divisor = _divisor(target, num_items, reduction, ignored)
-        results = _by_chunks(arguments, None if divisor is None else divisor.reciprocal(), trained)
+        gradient = None if divisor is None else divisor.reciprocal()
+        results = _by_chunks(arguments, gradient, _kept_gradients(arguments, training))
         total = results.losses.sum()
         return (total if divisor is None else total / divisor, *results.grads)
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dloss,), (x, weight, bias, target, num_items, *grads) = call.incoming, call.saved
-        if not launch:
-            return tuple(map(empty_weight_like, (x, weight, bias), call.needed))
-        if all(grad is not None and grad.numel() for grad, need in zip(grads, call.needed, strict=True) if need):
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dloss,), (x, weight, bias, target, num_items, *grads) = given.incoming, given.saved
+        if all(grad is not None and grad.numel() for grad, need in zip(grads, given.needed, strict=True) if need):
             # Not in place: whoever has traced this may run it once more. 0 stays 0: rows without a label have no
             # gradient of a loss that is NaN or infinite.
-            pairs = zip(grads, call.needed, strict=True)
+            pairs = zip(grads, given.needed, strict=True)
             return tuple((grad * dloss).masked_fill(grad == 0, 0.0) if need else None for grad, need in pairs)
-        return _gradients((x, weight, bias, target, num_items, *call.saved_scalars), dloss, call.needed)
+        return _gradients((x, weight, bias, target, num_items, *given.saved_scalars), dloss, given.needed)
 
 
 class _Eager(torch.autograd.Function):
@@ -86,7 +86,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        loss, *ctx.grads = LINEAR_CROSS_ENTROPY.forward(*arguments, training=True)
+        loss, *ctx.grads = LINEAR_CROSS_ENTROPY.forward(Call(), *arguments, training=True)
         ctx.save_for_backward(*arguments[: LINEAR_CROSS_ENTROPY.tensor_count])
         ctx.set_materialize_grads(False)
         ctx.options = arguments[LINEAR_CROSS_ENTROPY.tensor_count :]
@@ -99,22 +99,30 @@ class _Eager(torch.autograd.Function):
         if dloss is None:
             return None, None, None, *others
         tensors = ctx.saved_tensors
-        call = BackwardCall((dloss,), (*tensors, None, None, None), ctx.options, needed)
-        impl = backward_impl(call)
-        if impl is not kernel_backward:
+        given = BackwardArguments((dloss,), (*tensors, None, None, None), ctx.options, needed)
+        impl = backward_impl(given)
+        if not isinstance(impl, KernelBackward):
             ctx.grads = grads
-            return *LINEAR_CROSS_ENTROPY.compute_grads(impl, call), *others
+            return *LINEAR_CROSS_ENTROPY.compute_grads(impl, given), *others
         if grads is None or any(grad is None for grad, need in zip(grads, needed, strict=True) if need):
             return *_gradients((*tensors, *ctx.options), dloss, needed), *others
         factor = dloss.float().reshape(1)
         for grad in grads:
             if grad is not None:
-                launch_multiply(grad, factor)
+                Call.at_once(launch_multiply, grad, factor)
         return *grads, *others
 
 
 _apply_eager: Any = super(torch.autograd.Function, _Eager).apply
 LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
+
+
+def _kept_gradients(arguments: Sequence[Any], training: bool) -> Sequence[bool]:
+    """Which gradients the forward computes for the backward: of x, weight and bias."""
+    x, *_, trained = arguments
+    # In fp16 gradients need the scale that the backward brings.
+    kept: Sequence[bool] = trained if training and x.dtype != torch.float16 else (False,) * 3
+    return kept
 
 
 def _divisor(target: Tensor, num_items: Tensor | None, reduction: str, ignored: int) -> Tensor | None:

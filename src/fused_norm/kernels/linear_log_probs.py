@@ -16,8 +16,8 @@ from torch import Tensor
 
 from . import reference
 from .arguments import KERNEL_DTYPES, Unsupported, check_flag
-from .operator import BackwardCall, Results
-from .triton.memory import empty_weight_like
+from .operator import BackwardArguments, Results
+from .triton.call import Call
 from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks, check_head, head_tensors, unless_one
 
 
@@ -76,14 +76,18 @@ class LinearLogProbs(HeadOperator):
         tensors = (_cast(t, values["dtype"]) for t in arguments[:3])
         return reference.linear_log_probs(*tensors, *arguments[3:10])
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def empty_results(self, call: Call, *arguments: Any, training: bool) -> Results:
         x, weight, bias, target, *_ = arguments
         wanted = self.by_name(arguments)["wanted"]
         kept = _kept_gradients(arguments) if training else (False,) * 3
-        if not launch:
-            outputs = (target.new_empty(target.shape, dtype=torch.float32) if w else None for w in (True, *wanted))
-            pairs = zip((x, weight, bias), kept, strict=True)
-            return *outputs, *(empty_weight_like(tensor, keep, torch.float32) for tensor, keep in pairs)
+        outputs = (call.empty(target, target.shape, torch.float32) if want else None for want in (True, *wanted))
+        pairs = zip((x, weight, bias), kept, strict=True)
+        return *outputs, *(call.empty_weight_like(tensor, keep, torch.float32) for tensor, keep in pairs)
+
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
+        x, _, _, target, *_ = arguments
+        wanted = self.by_name(arguments)["wanted"]
+        kept = _kept_gradients(arguments) if training else (False,) * 3
         gradient = x.new_full((), -1.0, dtype=torch.float32)  # of the loss, which is the negative log-probability
         losses, statistics, grads = _by_chunks(arguments, kept, gradient, wanted=wanted, grad_dtype=torch.float32)
         log_probs = 0.0 - losses  # a row without a label has 0, not -0
@@ -94,21 +98,19 @@ class LinearLogProbs(HeadOperator):
         wanted = self.by_name(arguments)["wanted"]
         return tuple([t if want else None for t, want in zip(results, (True, *wanted), strict=False)])
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dlog_probs, dentropies, *_), (x, weight, bias, target, *grads) = call.incoming, call.saved
-        if not launch:
-            return tuple(map(empty_weight_like, (x, weight, bias), call.needed))
-        arguments = x, weight, bias, target, *call.saved_scalars
-        is_kept = all(grad is not None and grad.numel() for grad, need in zip(grads, call.needed, strict=True) if need)
-        if is_kept and dentropies is None and not _is_other_than_expected(arguments, dlog_probs, call.needed):
-            return _scaled(arguments, grads, dlog_probs, call.needed)
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dlog_probs, dentropies, *_), (x, weight, bias, target, *grads) = given.incoming, given.saved
+        arguments = x, weight, bias, target, *given.saved_scalars
+        is_kept = all(grad is not None and grad.numel() for grad, need in zip(grads, given.needed, strict=True) if need)
+        if is_kept and dentropies is None and not _is_other_than_expected(arguments, dlog_probs, given.needed):
+            return _scaled(arguments, grads, dlog_probs, given.needed)
         rows = target.numel()
         dlosses = x.new_zeros(rows, dtype=torch.float32) if dlog_probs is None else -dlog_probs.reshape(-1).float()
         of_entropies = None if dentropies is None else dentropies.reshape(-1).float().contiguous()
         tensors, dtype = [x, weight, bias], self.by_name(arguments)["dtype"]
         is_cast = dtype is not None and any(t is not None and t.dtype != dtype for t in tensors)
         grad_dtype = torch.float32 if is_cast else None
-        sums = _by_chunks(arguments, call.needed, dlosses, of_entropies, grad_dtype=grad_dtype).grads
+        sums = _by_chunks(arguments, given.needed, dlosses, of_entropies, grad_dtype=grad_dtype).grads
         return tuple(None if grad is None else grad.to(t.dtype) for grad, t in zip(sums, tensors, strict=True))
 
 

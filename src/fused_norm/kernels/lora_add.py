@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .arguments import Unsupported, check_rows, check_scale, why_other_dtype
-from .operator import BackwardCall, BackwardImpl, Operator, Results
+from .operator import BackwardArguments, BackwardImpl, Operator, Results
+from .triton.call import Call
 from .triton.lora_kernels import HIGHEST_RANK, launch_narrow, launch_weights, launch_widen
-from .triton.memory import empty_weight_like, is_long, promoted
+from .triton.memory import is_long, promoted
 
 
 class LoraAdd(Operator):
@@ -62,42 +63,39 @@ class LoraAdd(Operator):
         x = arguments[1]
         return x is not None and weight.dtype != x.dtype
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool, copied: Sequence[str] = ()) -> Results:
         base, x, a, b, scale = arguments
-        h = x.new_empty((*x.shape[:-1], len(a)))
-        copies = [empty_weight_like(w, name in copied, x.dtype) for name, w in (("a", a), ("b", b))]
-        if launch:
-            launch_narrow(x, a, a.stride()[::-1], h, 1.0, copies[0])
-        y = self.output_of(base, h, b, scale, launch=launch, copy=copies[1])
+        h = call.empty(x, (*x.shape[:-1], len(a)))
+        copies = [call.empty_weight_like(w, name in copied, x.dtype) for name, w in (("a", a), ("b", b))]
+        call.then(launch_narrow, x, a, a.stride()[::-1], h, 1.0, copies[0])
+        y = self.output_of(call, base, h, b, scale, copy=copies[1])
         return y, h if training else None, *copies
 
     def output_of(
-        self, base: Tensor, h: Tensor, b: Tensor, scale: float, *, launch: bool = True, copy: Tensor | None = None
+        self, call: Call, base: Tensor, h: Tensor, b: Tensor, scale: float, *, copy: Tensor | None = None
     ) -> Tensor:
         """The output for rows of ``h = x @ a^T``; ``copy``: b, rounded to h's dtype, is written there."""
-        y = base.new_empty(base.shape, dtype=promoted(base.dtype, h.dtype))
-        if launch:
-            launch_widen(h, b, b.stride()[::-1], base, y, scale, copy)
+        y = call.empty(base, base.shape, dtype=promoted(base.dtype, h.dtype))
+        call.then(launch_widen, h, b, b.stride()[::-1], base, y, scale, copy)
         return y
 
-    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy,), (need_dbase, *others) = call.incoming, call.needed
-        grads = super().compute_grads(impl, call._replace(needed=(False, *others)))
+    def compute_grads(self, impl: BackwardImpl, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (need_dbase, *others) = given.incoming, given.needed
+        grads = super().compute_grads(impl, given._replace(needed=(False, *others)))
         return (dy if need_dbase else None, *grads[1:])
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy,), (x, a, b, h), (scale, a_dtype, b_dtype) = call.incoming, call.saved, call.saved_scalars
-        _, need_dx, need_da, need_db = call.needed
-        dh = h.new_empty(h.shape) if need_dx or need_da else None
-        dx = x.new_empty(x.shape) if need_dx else None
-        da, db = empty_weight_like(a, need_da, a_dtype), empty_weight_like(b, need_db, b_dtype)
-        if launch:
-            if dh is not None:
-                launch_narrow(dy, b, b.stride(), dh, scale)
-            if dh is not None and dx is not None:
-                launch_widen(dh, a, a.stride(), None, dx, 1.0)
-            if need_da or need_db:
-                launch_weights(h, (dy, db), (x, dh, da), scale)
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy,), (x, a, b, h), (scale, a_dtype, b_dtype) = given.incoming, given.saved, given.saved_scalars
+        _, need_dx, need_da, need_db = given.needed
+        dh = call.empty(h, h.shape) if need_dx or need_da else None
+        dx = call.empty(x, x.shape) if need_dx else None
+        da, db = call.empty_weight_like(a, need_da, a_dtype), call.empty_weight_like(b, need_db, b_dtype)
+        if dh is not None:
+            call.then(launch_narrow, dy, b, b.stride(), dh, scale)
+        if dh is not None and dx is not None:
+            call.then(launch_widen, dh, a, a.stride(), None, dx, 1.0)
+        if need_da or need_db:
+            call.then(launch_weights, h, (dy, db), (x, dh, da), scale)
         return None, dx, da, db
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from . import reference
 from .arguments import Unsupported, check_scale
 from .lora_add import LORA_ADD, check_mask, why_adapter_unsupported
-from .operator import BackwardCall, BackwardImpl, Operator, Results, Scalars, Tensors, is_grad_needed
+from .operator import BackwardArguments, BackwardImpl, Operator, Results, Scalars, Tensors, is_grad_needed
+from .triton.call import Call
 from .triton.lora_kernels import launch_narrow, launch_weights, launch_widen
-from .triton.memory import empty_weight_like
-from .triton.torch_calls import Cast, Product, perform
+from .triton.torch_calls import Copy, Product
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -96,11 +96,11 @@ class LoraLinear(Operator):
             why_dtype_unsupported(options.dtype, {"w": w}) if w.is_contiguous() else Unsupported("w is not contiguous")
         )
 
-    def matrix(self, weight: Tensors, block: int, shape: tuple[int, int], like: Tensor, *, launch: bool) -> Tensor:
-        """The weight as a matrix of this shape, of the dtype of ``like``; without ``launch`` only its memory."""
+    def matrix(self, call: Call, weight: Tensors, block: int, shape: tuple[int, int], like: Tensor) -> Tensor:
+        """The weight as a matrix of this shape, of the dtype of ``like``."""
         (w,) = weight
         assert w is not None
-        return cast(w, like.dtype, launch=launch)
+        return cast(call, w, like.dtype)
 
     def reference_matrix(self, weight: Tensors, block: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """As ``matrix``, by PyTorch's own operators."""
@@ -149,32 +149,32 @@ class LoraLinear(Operator):
         is_summed = self.sums_gradients and arguments[0] is arguments[1]
         return (saved, (*facts[:4], None, *facts[5:])) if is_summed else (saved, facts)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool, copied: Sequence[str] = ()) -> Results:
         adapter_x, x, a, b, *weight, bias, mask = arguments[: self.tensor_count]
         options = self.options_of(arguments)
         dtype = options.dtype
-        h = x.new_empty((*x.shape[:-1], len(a)), dtype=dtype)
-        copies = [empty_weight_like(w, name in copied, dtype) for name, w in (("a", a), ("b", b))]
-        narrow = cast(x, dtype, launch=launch)
+        h = call.empty(x, (*x.shape[:-1], len(a)), dtype=dtype)
+        copies = [call.empty_weight_like(w, name in copied, dtype) for name, w in (("a", a), ("b", b))]
+        narrow = cast(call, x, dtype)
         read, adapter_copy = adapter_x, None
         if adapter_x is x and mask is None:
             read = narrow
             if "adapter_x" in copied and narrow is not x:
                 adapter_copy = narrow
         elif "adapter_x" in copied and adapter_x.dtype != dtype:
-            adapter_copy = x.new_empty(x.shape, dtype=dtype)
-        if launch:
-            kept = None if adapter_copy is narrow else adapter_copy
-            drop_factor = 1.0 if mask is None else options.drop_factor
-            launch_narrow(read, a, a.stride()[::-1], h, drop_factor, copies[0], mask, kept)
-        w = self.matrix(weight, options.block, (len(b), x.shape[-1]), narrow, launch=launch)
-        outputs = self.outputs_of(narrow, h, b, w, bias, options, launch=launch, copy=copies[1])
+            adapter_copy = call.empty(x, x.shape, dtype=dtype)
+        kept = None if adapter_copy is narrow else adapter_copy
+        drop_factor = 1.0 if mask is None else options.drop_factor
+        call.then(launch_narrow, read, a, a.stride()[::-1], h, drop_factor, copies[0], mask, kept)
+        w = self.matrix(call, weight, options.block, (len(b), x.shape[-1]), narrow)
+        outputs = self.outputs_of(call, narrow, h, b, w, bias, options, copy=copies[1])
         if "w" in self.tensor_names:
             copies.append(w if "w" in copied and w is not weight[0] else None)
         return *outputs, h if training else None, adapter_copy, *copies
 
     def outputs_of(
         self,
+        call: Call,
         x: Tensor,
         h: Tensor,
         b: Tensor,
@@ -182,82 +182,79 @@ class LoraLinear(Operator):
         bias: Tensor | None,
         options: Options,
         *,
-        launch: bool = True,
         copy: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the outputs for rows of x [..., K] and of ``h = adapter_x @ a^T``.
 
-        Both are of the dtype of products, as ``w``, the matrix, is. ``launch``: without it the outputs are only
-        allocated. ``copy``: b, rounded to h's dtype, is written there.
+        Both are of the dtype of products, as ``w``, the matrix, is. ``copy``: b, rounded to h's dtype, is written
+        there.
         """
-        base = product(x, w, None if bias is None else cast(bias, x.dtype, launch=launch), launch=launch)
+        base = product(call, x, w, None if bias is None else cast(call, bias, x.dtype))
         adds = len(self.outputs) == 1
         dtype = options.y_dtype if adds else base.dtype
-        y = base if adds and dtype == base.dtype else x.new_empty(base.shape, dtype=dtype)
-        if launch:
-            launch_widen(h, b, b.stride()[::-1], base if adds else None, y, options.factor, copy)
+        y = base if adds and dtype == base.dtype else call.empty(x, base.shape, dtype=dtype)
+        call.then(launch_widen, h, b, b.stride()[::-1], base if adds else None, y, options.factor, copy)
         return (y,) if adds else (base, y)
 
-    def _parts_of(self, call: BackwardCall) -> tuple[Sequence[Any], list[Any], list[Tensor | None], int]:
+    def _parts_of(self, given: BackwardArguments) -> tuple[Sequence[Any], list[Any], list[Tensor | None], int]:
         """The gradients of outputs; adapter_x, mask, a, b and h; the tensors of the weight; and ``block``."""
-        args = self.backward_by_name(call)
+        args = self.backward_by_name(given)
         saved = [args[name] for name in ("adapter_x", "mask", "a", "b", "h")]
-        return call.incoming, saved, [args[name] for name in self.weight_names], args.get("block", 0)
+        return given.incoming, saved, [args[name] for name in self.weight_names], args.get("block", 0)
 
-    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        if call.saved_scalars[4] is None:
-            call = call._replace(needed=(False, *call.needed[1:]))
-        return super().compute_grads(impl, call)
+    def compute_grads(self, impl: BackwardImpl, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        if given.saved_scalars[4] is None:
+            given = given._replace(needed=(False, *given.needed[1:]))
+        return super().compute_grads(impl, given)
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (dy, *others), (adapter_x, mask, a, b, h), weight, block = self._parts_of(call)
-        factor, drop_factor, drop_factor_back, x_dtype, adapter_dtype, a_dtype, b_dtype, *_ = call.saved_scalars
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy, *others), (adapter_x, mask, a, b, h), weight, block = self._parts_of(given)
+        factor, drop_factor, drop_factor_back, x_dtype, adapter_dtype, a_dtype, b_dtype, *_ = given.saved_scalars
         dadded = others[0] if others else dy  # the gradients of both summands, which are those of the sum
-        need_dadapter, need_dx, need_da, need_db = call.needed
+        need_dadapter, need_dx, need_da, need_db = given.needed
         dtype, shape = h.dtype, adapter_x.shape
         has_one_gradient = need_dx and adapter_dtype is None
-        narrow = cast(dy, dtype, launch=launch)
+        narrow = cast(call, dy, dtype)
         added = narrow if dadded is dy else dadded
-        dh = h.new_empty(h.shape) if has_one_gradient or need_dadapter or need_da else None
-        dadapter = adapter_x.new_empty(shape, dtype=adapter_dtype) if need_dadapter else None
-        da, db = empty_weight_like(a, need_da, a_dtype), empty_weight_like(b, need_db, b_dtype)
+        dh = call.empty(h, h.shape) if has_one_gradient or need_dadapter or need_da else None
+        dadapter = call.empty(adapter_x, shape, dtype=adapter_dtype) if need_dadapter else None
+        da, db = call.empty_weight_like(a, need_da, a_dtype), call.empty_weight_like(b, need_db, b_dtype)
         dx = dx_narrow = None
         if need_dx:
-            w = self.matrix(weight, block, (len(b), shape[-1]), narrow, launch=launch)
-            dx_narrow = product(narrow, w, None, transposed=False, launch=launch)
-            dx = dx_narrow if x_dtype == dtype else h.new_empty(shape, dtype=x_dtype)
-        if launch:
-            back = 1.0 if mask is None else drop_factor_back
-            if dh is not None:
-                launch_narrow(added, b, b.stride(), dh, factor)
-                if dadapter is not None:
-                    launch_widen(dh, a, a.stride(), None, dadapter, back, None, mask)
-            if dx is not None and dx_narrow is not None:
-                if has_one_gradient and dh is not None:
-                    launch_widen(dh, a, a.stride(), dx_narrow, dx, back, None, mask)
-                elif dx is not dx_narrow:
-                    perform(Cast(dx_narrow, dx))
-            if need_da or need_db:
-                dropout = () if mask is None or _was_dropped(call) else (drop_factor, mask)
-                launch_weights(h, (added, db), (adapter_x, dh, da), factor, *dropout)
+            w = self.matrix(call, weight, block, (len(b), shape[-1]), narrow)
+            dx_narrow = product(call, narrow, w, None, transposed=False)
+            dx = dx_narrow if x_dtype == dtype else call.empty(h, shape, dtype=x_dtype)
+        back = 1.0 if mask is None else drop_factor_back
+        if dh is not None:
+            call.then(launch_narrow, added, b, b.stride(), dh, factor)
+            if dadapter is not None:
+                call.then(launch_widen, dh, a, a.stride(), None, dadapter, back, None, mask)
+        if dx is not None and dx_narrow is not None:
+            if has_one_gradient and dh is not None:
+                call.then(launch_widen, dh, a, a.stride(), dx_narrow, dx, back, None, mask)
+            elif dx is not dx_narrow:
+                call.then(Call.perform, Copy(dx_narrow, dx))
+        if need_da or need_db:
+            dropout = () if mask is None or _was_dropped(given) else (drop_factor, mask)
+            call.then(launch_weights, h, (added, db), (adapter_x, dh, da), factor, *dropout)
         return dadapter, dx, da, db
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (dy, *others), (adapter_x, mask, a, b, h), weight, block = self._parts_of(call)
-        factor, drop_factor, drop_factor_back, x_dtype, adapter_dtype, a_dtype, b_dtype, *_ = call.saved_scalars
+    def reference_backward(self, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (dy, *others), (adapter_x, mask, a, b, h), weight, block = self._parts_of(given)
+        factor, drop_factor, drop_factor_back, x_dtype, adapter_dtype, a_dtype, b_dtype, *_ = given.saved_scalars
         dtype, has_one_gradient = h.dtype, adapter_dtype is None
-        given_dtype, is_needed = (x_dtype, call.needed[1]) if has_one_gradient else (adapter_dtype, call.needed[0])
+        given_dtype, is_needed = (x_dtype, given.needed[1]) if has_one_gradient else (adapter_dtype, given.needed[0])
         if given_dtype != dtype and is_needed and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{self.plain_name or self.name}: x is {given_dtype} and was kept in {dtype}, so its gradient cannot be"
                 " differentiated again; run the forward inside fused_norm.disabled() for that"
             )
         w = self.reference_matrix(weight, block, (len(b), a.shape[1]), dtype)
-        if mask is not None and not _was_dropped(call):
+        if mask is not None and not _was_dropped(given):
             adapter_x = reference.dropped(adapter_x, mask, drop_factor)
         saved, scalars = (adapter_x.to(dtype), a, b, h), (factor, a_dtype, b_dtype)
-        adapter_call = BackwardCall((others[0] if others else dy,), saved, scalars, (False, True, *call.needed[2:]))
-        _, dadapter, da, db = LORA_ADD.reference_backward(adapter_call)
+        dadded, needed = others[0] if others else dy, (False, True, *given.needed[2:])
+        _, dadapter, da, db = LORA_ADD.reference_backward(BackwardArguments((dadded,), saved, scalars, needed))
         assert dadapter is not None
         dadapter = dadapter.to(given_dtype)
         if mask is not None:
@@ -268,9 +265,9 @@ class LoraLinear(Operator):
         return dadapter, dx, da, db
 
 
-def _was_dropped(call: BackwardCall) -> bool:
+def _was_dropped(given: BackwardArguments) -> bool:
     """Return whether dropout was applied to the adapter_x that a call has saved: to a copy, of one in float32."""
-    x_dtype, adapter_dtype = call.saved_scalars[3:5]
+    x_dtype, adapter_dtype = given.saved_scalars[3:5]
     return (x_dtype if adapter_dtype is None else adapter_dtype) == torch.float32
 
 
@@ -292,19 +289,17 @@ def why_dtype_unsupported(dtype: torch.dtype, factors: Mapping[str, Tensor]) -> 
     return None
 
 
-def cast(x: Tensor, dtype: torch.dtype, *, launch: bool) -> Tensor:
+def cast(call: Call, x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in this dtype, contiguous; x itself if it is so already."""
     if x.dtype == dtype and x.is_contiguous():
         return x
-    y = x.new_empty(x.shape, dtype=dtype)
-    if launch:
-        perform(Cast(x, y))
+    y = call.empty(x, x.shape, dtype=dtype)
+    call.then(Call.perform, Copy(x, y))
     return y
 
 
-def product(x: Tensor, w: Tensor, bias: Tensor | None, *, transposed: bool = True, launch: bool) -> Tensor:
+def product(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, *, transposed: bool = True) -> Tensor:
     """``x @ w^T + bias``, or without ``transposed`` ``x @ w``, of contiguous tensors of one dtype."""
-    y = x.new_empty((*x.shape[:-1], w.shape[0 if transposed else 1]))
-    if launch:
-        perform(Product(x, w, y, bias, transposed))
+    y = call.empty(x, (*x.shape[:-1], w.shape[0 if transposed else 1]))
+    call.then(Call.perform, Product(x, w, y, bias, transposed))
     return y

@@ -19,7 +19,7 @@ from ..spec import Casting
 from . import reference
 from .arguments import Unsupported, check_scale
 from .operator import (
-    BackwardCall,
+    BackwardArguments,
     BackwardImpl,
     Operator,
     Recompute,
@@ -30,7 +30,8 @@ from .operator import (
 )
 from .plans import forward_plan
 from .sharded import is_plain
-from .triton.memory import empty_rows_like, empty_weight_like, memory_order, norm_dtype, out_dtype
+from .triton.call import Call
+from .triton.memory import memory_order, norm_dtype, out_dtype
 from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward, launch_norm_from_rstd
 
@@ -89,7 +90,7 @@ class NormOperator(Operator):
         y, s = outputs if self._adds else (outputs, args["x"])
         return y if args["wide"] else reference.cast_output(y, args["dtype"]), s
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool, copied: Sequence[str] = ()) -> Results:
         args = self.by_name(arguments)
         inner_weight, weight = self._weights_of(args)
         added = args.get("residual"), args.get("scale", 1.0)
@@ -98,9 +99,8 @@ class NormOperator(Operator):
         inputs = NormInputs(args["x"], weight, *added, self._has_inner_norm, inner_weight, *last)
         if copied and not self._has_outer_norm:
             copied = ("inner_weight",)
-        outputs = empty_norm(args["spec"], inputs, training, copied)
-        if launch:
-            launch_norm_forward(args["spec"], inputs, outputs, args.get("mode"))
+        outputs = empty_norm(call, args["spec"], inputs, training, copied)
+        call.then(launch_norm_forward, args["spec"], inputs, outputs, args.get("mode"))
         results = outputs._asdict()
         if not self._has_outer_norm:
             results["weight_copy"] = outputs.inner_weight_copy
@@ -112,11 +112,10 @@ class NormOperator(Operator):
         args = self.by_name(arguments, results)
         y, s, wide = args["y"], args["s"], args["wide"]
         if not self._adds:  # s is x, for the residual connection: its gradient meets y's in the norm's backward
-            s = arguments[0].detach() if trained else arguments[0]
+            s = arguments[0]
         if wide:
             return (*for_each_consumer(args["consumers"], wide, y, args["narrow"]), s)
-        consumers = args["consumers"] if trained else 1
-        return (y, *(y.detach() for _ in range(consumers - 1)), s)
+        return (*[y] * (args["consumers"] if trained else 1), s)
 
     def group_outputs(self, outputs: Any) -> list[tuple[Tensor, ...]]:
         return [outputs[:-1], outputs[-1:]] if self._has_consumers else super().group_outputs(outputs)
@@ -139,13 +138,13 @@ class NormOperator(Operator):
             return None
         return Recompute(RECOMPUTED_NORM, (s, args["weight"], args["rstd"], spec, args.get("dtype")))
 
-    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, given: BackwardArguments) -> tuple[Tensor | None, ...]:
         if self._has_consumers:
-            *dys, ds = call.incoming
-            args = self.backward_by_name(call._replace(incoming=(None, ds)))
+            *dys, ds = given.incoming
+            args = self.backward_by_name(given._replace(incoming=(None, ds)))
             dtype = norm_dtype(args["spec"], self._normalised(args)[0].dtype, args["weight"])
-            call = call._replace(incoming=(joined_grads(impl, dys[::-1], dtype), ds))
-        args = self.backward_by_name(call)
+            given = given._replace(incoming=(joined_grads(impl, dys[::-1], dtype), ds))
+        args = self.backward_by_name(given)
         if args.get("dy") is None and args.get("ds") is not None:
             return self._gradients_of_sum(impl, args)
         # If dx and dr are identical, the same tensor is both, as PyTorch's add has it: to write it again would take
@@ -158,9 +157,9 @@ class NormOperator(Operator):
             and args["scale"] == 1.0
         )
         if alike:
-            need_dx, _, *others = call.needed
-            call = call._replace(needed=(need_dx, False, *others))
-        grads = super().compute_grads(impl, call)
+            need_dx, _, *others = given.needed
+            given = given._replace(needed=(need_dx, False, *others))
+        grads = super().compute_grads(impl, given)
         return (grads[0], grads[0], *grads[2:]) if alike else grads
 
     def _gradients_of_sum(self, impl: BackwardImpl, args: dict[str, Any]) -> tuple[Tensor | None, ...]:
@@ -169,33 +168,32 @@ class NormOperator(Operator):
         dx = dw_inner = None
         if self._has_inner_norm and (need_dx or need_inner):
             saved = args["x"], self._weights_of(args)[0], args["inner_rstd"]
-            norm_call = BackwardCall((ds,), saved, (args["spec"],), (need_dx, need_inner))
-            dx, dw_inner = RMS_NORM.compute_grads(impl, norm_call)
+            of_norm = BackwardArguments((ds,), saved, (args["spec"],), (need_dx, need_inner))
+            dx, dw_inner = RMS_NORM.compute_grads(impl, of_norm)
         elif need_dx and not self._has_inner_norm:
             dx = ds if args.get("scale", 1.0) == 1.0 else ds * args["scale"]
             dx = dx.to(self._normalised(args)[1])
         dr = ds.to(args["residual_dtype"]) if args.get("need_dr") else None
         return (dx, dr, dw_inner, None)[: len(self.gradients)]
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        args = self.backward_by_name(call)
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        args = self.backward_by_name(given)
         inner_weight, weight = self._weights_of(args)
         s, x_dtype = self._normalised(args)
-        dx = empty_rows_like(s, x_dtype) if args["need_dx"] else None
-        dr = empty_rows_like(s, args["residual_dtype"]) if args.get("need_dr") else None
-        dw = empty_weight_like(weight, args["need_dw"])
-        dw_inner = empty_weight_like(inner_weight, args.get("need_dw_inner", False))
-        if launch:
-            saved = NormSaved(args["dy"], args.get("ds"), s, weight, args["rstd"], scale=args.get("scale", 1.0))
-            saved = saved._replace(round_before_add=not self._adds)
-            if self._has_inner_norm:
-                saved = saved._replace(x=args["x"], inner_weight=inner_weight, inner_rstd=args["inner_rstd"])
-            launch_norm_backward(args["spec"], saved, NormGradients(dx, dr, dw, dw_inner))
+        dx = call.empty_rows_like(s, x_dtype) if args["need_dx"] else None
+        dr = call.empty_rows_like(s, args["residual_dtype"]) if args.get("need_dr") else None
+        dw = call.empty_weight_like(weight, args["need_dw"])
+        dw_inner = call.empty_weight_like(inner_weight, args.get("need_dw_inner", False))
+        saved = NormSaved(args["dy"], args.get("ds"), s, weight, args["rstd"], scale=args.get("scale", 1.0))
+        saved = saved._replace(round_before_add=not self._adds)
+        if self._has_inner_norm:
+            saved = saved._replace(x=args["x"], inner_weight=inner_weight, inner_rstd=args["inner_rstd"])
+        call.then(launch_norm_backward, args["spec"], saved, NormGradients(dx, dr, dw, dw_inner))
         grads = {"dx": dx, "dr": dr, "dw_inner": dw_inner, "dw": dw}
         return tuple([grads[name] for name in self.gradients])
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        args = self.backward_by_name(call)
+    def reference_backward(self, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        args = self.backward_by_name(given)
         inner_weight, weight = self._weights_of(args)
         s, x_dtype = self._normalised(args)
         spec = args["spec"]
@@ -314,11 +312,10 @@ class RecomputedNorm(Operator):
         x, weight, _, spec, dtype = arguments
         return reference.cast_output(reference.rms_norm(spec, x, weight), dtype)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         x, weight, rstd, spec, dtype = arguments
-        y = empty_rows_like(x, out_dtype(norm_dtype(spec, x.dtype, weight), dtype))
-        if launch:
-            launch_norm_from_rstd(spec, x, weight, rstd, y)
+        y = call.empty_rows_like(x, out_dtype(norm_dtype(spec, x.dtype, weight), dtype))
+        call.then(launch_norm_from_rstd, spec, x, weight, rstd, y)
         return (y,)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import add
 from typing import Any, ClassVar, NamedTuple
@@ -18,11 +19,12 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import TensorRules, Unsupported, check_eps, check_flag
 from .autocast import autocast_dtype
-from .recording import Recording, SingleCall, appended, caches, key_function, record, remember
+from .interceptors import Interceptors
+from .recording import Recording, SingleCall, appended, caches, distinct, key_function, record, remember
 from .sharded import call_on_parts, is_sharded, is_taken, why_not_on_parts
 from .switch import modes, switch, why_seen_by_mode
+from .triton.call import Call
 from .triton.devices import is_transformed, runs_kernels_on
-from .triton.launch import Interceptors, launches
 from .triton.memory import memory_order
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -39,7 +41,7 @@ _library = torch.library.Library(_NAMESPACE, "DEF")
 _PLAIN = (Tensor, Parameter)
 
 
-class BackwardCall(NamedTuple):
+class BackwardArguments(NamedTuple):
     """The arguments of one backward."""
 
     incoming: Sequence[Any]  # gradients of the returned tensors (``pack_outputs``); None if nothing depends on one
@@ -48,7 +50,7 @@ class BackwardCall(NamedTuple):
     needed: Sequence[bool]  # which of the operator's ``gradients`` are needed
 
 
-BackwardImpl = Callable[["Operator", BackwardCall], Grads]
+BackwardImpl = Callable[["Operator", BackwardArguments], Grads]
 """Computes an operator's gradients: by kernels, by registered operators or by PyTorch's own."""
 
 
@@ -191,12 +193,16 @@ class Operator(ABC):
         return getattr(reference, self.name)(*arguments)
 
     @abstractmethod
-    def forward(self, *arguments: Any, **how: Any) -> Results:
-        """Launch the forward, and return ``outputs``, ``extra_saved``, ``copies`` and ``further_results``.
+    def forward(self, call: Call, *arguments: Any, **how: Any) -> Results:
+        """Allocate ``outputs``, ``extra_saved``, ``copies``, ``further_results``; ``call`` launches what writes them.
 
-        ``how``: ``training``, without which all ``extra_saved`` is None, ``launch``, without which nothing is computed,
-        and ``copied``, the names of the weights to copy, if the operator has ``copies``.
+        ``how``: ``training``, without which all ``extra_saved`` is None, and ``copied``, the names of the weights to
+        copy, if the operator has ``copies``.
         """
+
+    def empty_results(self, call: Call, *arguments: Any, **how: Any) -> Results:
+        """What ``forward`` returns, for whoever traces it; overridden if ``forward`` computes at once."""
+        return self.forward(call, *arguments, **how)
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Scalars]:
         """Pick from a forward's arguments and results what the backward takes, ``saved`` and ``saved_scalars``.
@@ -276,30 +282,34 @@ class Operator(ABC):
         """A forward's arguments, and its results if given, by their names."""
         return dict(zip(self._forward_names, (*arguments, *results), strict=False))
 
-    def backward_by_name(self, call: BackwardCall) -> dict[str, Any]:
+    def backward_by_name(self, given: BackwardArguments) -> dict[str, Any]:
         """A backward's arguments by their names: ``dy``, the gradient of an output, and ``need_dx`` among them."""
-        values = *call.incoming, *call.saved, *call.saved_scalars, *call.needed
+        values = *given.incoming, *given.saved, *given.saved_scalars, *given.needed
         return dict(zip(self._backward_names, values, strict=True))
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> Grads:
-        """Launch the backward, and return ``gradients``, None for those not needed.
+    def backward(self, call: Call, given: BackwardArguments) -> Grads:
+        """Allocate ``gradients``, None for those not needed; ``call`` launches what writes them.
 
-        At least one output has a gradient. Without ``launch`` the gradients are only allocated.
+        At least one output has a gradient.
         """
         raise NotImplementedError(f"{self.name} has no launch of its own for its backward")
 
-    def reference_backward(self, call: BackwardCall) -> Grads:
+    def empty_grads(self, call: Call, given: BackwardArguments) -> Grads:
+        """What ``backward`` returns, for whoever traces it; overridden if ``backward`` computes at once."""
+        return self.backward(call, given)
+
+    def reference_backward(self, given: BackwardArguments) -> Grads:
         """Compute ``gradients`` by PyTorch's own operators, so that they can be differentiated again.
 
         By the autograd of ``reference``, unless overridden; arguments that are not saved are None. Gradients may have
         another dtype than their tensors, to which autograd casts them, and some may not be needed.
         """
-        args = self.backward_by_name(call)
+        args = self.backward_by_name(given)
         tensors, options = ([args.get(name) for name in names] for names in (self.tensor_names, self._option_names))
         if not self.has_products:
             tensors = [*map(reference.widened, tensors)]
         return reference.gradients_of(
-            lambda *tensors: self.reference(*tensors, *options), tensors, call.incoming, call.needed
+            lambda *tensors: self.reference(*tensors, *options), tensors, given.incoming, given.needed
         )
 
     def owns(self, node: Any) -> bool:
@@ -317,10 +327,13 @@ class Operator(ABC):
         tensors: Tensors = node.sources
         return tensors[len(tensors) - len(self.unhooked) :]
 
-    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> Grads:
-        """``gradients`` by an implementation; None for those not needed."""
-        grads = impl(self, call) if any(call.needed) else (None,) * len(self.gradients)
-        return tuple([grad if need else None for grad, need in zip(grads, call.needed, strict=True)])
+    def compute_grads(self, impl: BackwardImpl, given: BackwardArguments) -> Grads:
+        """``gradients`` by an implementation, None for those not needed.
+
+        By ``KernelBackward`` they are written when its call has run.
+        """
+        grads = impl(self, given) if any(given.needed) else (None,) * len(self.gradients)
+        return tuple([grad if need else None for grad, need in zip(grads, given.needed, strict=True)])
 
     def recompute(self, arguments: Sequence[Any], results: Sequence[Any]) -> Recompute | None:
         """The call that recomputes the first ``outputs`` of this one, bit for bit, from what is saved anyway.
@@ -334,7 +347,7 @@ class Operator(ABC):
         return False
 
     def pack_outputs(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
-        """Pack the outputs for the caller. Some operators return the same output once per consumer."""
+        """Pack the outputs for the caller. Some operators return the same output once per consumer, or an argument."""
         return results[0] if len(self.outputs) == 1 else tuple(results[: len(self.outputs)])
 
     def group_outputs(self, outputs: Any) -> list[tuple[Tensor, ...]]:
@@ -440,8 +453,6 @@ class Operator(ABC):
             except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without sizes or with symbolic ones
                 recordings = ()
             is_observed = Interceptors.active and calls.interceptor is not None
-            if Interceptors.active and launches.interceptor is not None:
-                recordings = ()
             for recording in recordings:
                 if replaces is None or replaces in recording.may_replace:
                     if is_observed:
@@ -502,21 +513,18 @@ class Operator(ABC):
         tensors = arguments[: self.tensor_count]
         if not is_plain_call(tensors):
             return self._registered(*arguments)
-        if launches.interceptor is None:
-            for recording in self.recordings.get(self._key(*arguments), ()):
-                outputs = recording.call(*arguments)
-                if outputs is not None:
-                    return outputs
-            outputs = self._recorded(arguments)
+        for recording in self.recordings.get(self._key(*arguments), ()):
+            outputs = recording.call(*arguments)
             if outputs is not None:
                 return outputs
-        return self._launched(*arguments)
+        outputs = self._recorded(arguments)
+        return self._launched(*arguments) if outputs is None else outputs
 
     def _recorded(self, arguments: tuple[Any, ...]) -> Any:
         """The outputs of a plain call, which is recorded; None if it cannot be."""
         tensors, options = arguments[: self.tensor_count], arguments[self.tensor_count :]
-        function, trained = self._launching(tensors, options)
-        recorded = record(tensors, options, function, apply=self._apply if trained else None)
+        build, trained = self._builder(tensors, options)
+        recorded = record(tensors, options, build, apply=self._apply if trained else None)
         if recorded is None:
             return None
         recording, outputs = recorded
@@ -526,23 +534,23 @@ class Operator(ABC):
     def _launched(self, *arguments: Any) -> Any:
         """The outputs of a plain call that is not recorded."""
         tensors = arguments[: self.tensor_count]
-        function, trained = self._launching(tensors, arguments[self.tensor_count :])
-        return self._apply(SingleCall(function), *tensors) if trained else function(*tensors)
+        build, trained = self._builder(tensors, arguments[self.tensor_count :])
+        return self._apply(SingleCall(build), *tensors) if trained else Call.at_once(build, *tensors)
 
-    def _launching(self, tensors: Tensors, options: Sequence[Any]) -> tuple[Callable[..., Any], bool]:
-        """A function of a plain call's tensors that launches it, as ``record`` takes it; and whether it is trained."""
+    def _builder(self, tensors: Tensors, options: Sequence[Any]) -> tuple[Callable[..., Any], bool]:
+        """A function that builds a plain call of its tensors, as ``record`` takes it; and whether it is trained."""
         trained = is_grad_needed(tensors)
         needed = [t is not None and t.requires_grad for t in tensors[: len(self.gradients)]]
         nondiff = self.without_gradient(needed) if trained else ()
 
-        def launch(*tensors: Tensor | None) -> Any:
+        def build(call: Call, *tensors: Tensor | None) -> Any:
             arguments = *tensors, *options
-            results = self.forward(*arguments, **self._how(arguments, trained))
+            results = self.forward(call, *arguments, **self._how(arguments, trained))
             if trained:
                 return self._outputs_and_saved(arguments, results, nondiff)
             return self.pack_outputs(arguments, results, trained=False)
 
-        return launch, trained
+        return build, trained
 
     def _outputs_and_saved(
         self, arguments: Sequence[Any], results: Sequence[Any], nondiff: Sequence[int]
@@ -572,18 +580,20 @@ class Operator(ABC):
         results = self._forward_op(*self._spec_first(arguments, self.tensor_count), training)
         return (results,) if isinstance(results, Tensor) else results
 
-    def _registered_forward(self, launch: bool, *arguments: Any) -> Any:
+    def _registered_forward(self, is_traced: bool, *arguments: Any) -> Any:
         *args, training = self._spec_at(self.tensor_count, arguments)
         how = self._how(args, training, traced=True)
-        return _filled(self.forward(*args, **how, launch=launch), args[0])
+        results = self.empty_results(Call(), *args, **how) if is_traced else Call.at_once(self.forward, *args, **how)
+        return _filled(results, args[0])
 
-    def _registered_backward(self, launch: bool, *arguments: Any) -> Any:
+    def _registered_backward(self, is_traced: bool, *arguments: Any) -> Any:
         outputs, grads = len(self.outputs), len(self.gradients)
         scalars = outputs + len(self._saved_names)
         args = self._spec_at(scalars, arguments)
         incoming = args[:outputs]
-        call = BackwardCall(incoming, args[outputs:scalars], tuple(args[scalars:-grads]), args[-grads:])
-        return _filled(self.backward(call, launch=launch), next(d for d in incoming if d is not None))
+        given = BackwardArguments(incoming, args[outputs:scalars], tuple(args[scalars:-grads]), args[-grads:])
+        results = self.empty_grads(Call(), given) if is_traced else Call.at_once(self.backward, given)
+        return _filled(results, next(d for d in incoming if d is not None))
 
     def _spec_first(self, arguments: Sequence[Any], index: int) -> Sequence[Any]:
         """The arguments of a registered operator: the fields of the spec, which is at ``index``, before the others."""
@@ -603,13 +613,8 @@ class Operator(ABC):
 
 
 def for_each_consumer(consumers: int, wide: int, y: Tensor, narrow: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of their own, aliases of y for consumers whose bits are set in ``wide``, and of ``narrow`` for others."""
-    unused, ys = {False: narrow, True: y}, []
-    for consumer in range(consumers):
-        is_wide = bool(wide >> consumer & 1)
-        ys.append(unused[is_wide])
-        unused[is_wide] = unused[is_wide].detach()
-    return tuple(ys)
+    """y for consumers whose bits are set in ``wide``, and ``narrow`` for others."""
+    return tuple([y if wide >> consumer & 1 else narrow for consumer in range(consumers)])
 
 
 def joined_grads(impl: BackwardImpl, dys: Sequence[Tensor | None], dtype: torch.dtype) -> Any:
@@ -617,7 +622,7 @@ def joined_grads(impl: BackwardImpl, dys: Sequence[Tensor | None], dtype: torch.
     present = tuple([dy for dy in dys if dy is not None])
     if len(present) < 2:
         return present[0] if present else None
-    return present if impl is kernel_backward else reduce(add, [dy.to(dtype) for dy in present])
+    return present if isinstance(impl, KernelBackward) else reduce(add, [dy.to(dtype) for dy in present])
 
 
 min_numel_in_graphs = 2**23
@@ -679,29 +684,36 @@ def _new_spec(casting: Casting, zero_centered: bool, eps: float, casts_weight: b
 _cached_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
 
 
-def backward_impl(call: BackwardCall) -> BackwardImpl:
+@dataclass(frozen=True)
+class KernelBackward:
+    """The implementation of backwards by kernels, through one call."""
+
+    call: Call
+
+    def __call__(self, operator: Operator, given: BackwardArguments) -> Grads:
+        """Build the backward of an operator; it runs with the call."""
+        return operator.backward(self.call, given)
+
+
+def backward_impl(given: BackwardArguments) -> BackwardImpl:
     """The implementation of the backward that fits the call.
 
     Kernels leave nothing to differentiate: gradients that are to be differentiated again, or come in batches or with
     tangents, are computed by PyTorch's own operators.
     """
-    if all(gradient is None for gradient in call.incoming):
-        return lambda operator, call: (None,) * len(operator.gradients)
-    tensors = (*call.incoming, *call.saved)
+    if all(gradient is None for gradient in given.incoming):
+        return lambda operator, given: (None,) * len(operator.gradients)
+    tensors = (*given.incoming, *given.saved)
     if not torch.compiler.is_compiling():
-        batched = any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in call.incoming)
+        batched = any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in given.incoming)
         if is_grad_needed(tensors) or batched or is_transformed():
-            return lambda operator, call: operator.reference_backward(call)
-    return kernel_backward if is_plain_call(tensors) else _registered_backward
+            return lambda operator, given: operator.reference_backward(given)
+    return KernelBackward(Call()) if is_plain_call(tensors) else _registered_backward
 
 
-def kernel_backward(operator: Operator, call: BackwardCall) -> Grads:
-    return operator.backward(call)
-
-
-def _registered_backward(operator: Operator, call: BackwardCall) -> Grads:
-    arguments = *call.incoming, *call.saved, *call.saved_scalars, *call.needed
-    grads = operator._backward_op(*operator._spec_first(arguments, len(call.incoming) + len(call.saved)))
+def _registered_backward(operator: Operator, given: BackwardArguments) -> Grads:
+    arguments = *given.incoming, *given.saved, *given.saved_scalars, *given.needed
+    grads = operator._backward_op(*operator._spec_first(arguments, len(given.incoming) + len(given.saved)))
     return (grads,) if isinstance(grads, Tensor) else grads
 
 
@@ -716,6 +728,7 @@ def _function_of_arguments(operator: Operator) -> Any:
         outputs, saved, ctx.sources, ctx.state = operator._outputs_and_saved(arguments, results, nondiff)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
+        outputs = distinct(outputs, arguments)
         _mark(ctx, outputs, nondiff)
         return outputs
 
@@ -724,8 +737,8 @@ def _function_of_arguments(operator: Operator) -> Any:
         saved = (*ctx.saved_tensors, *ctx.sources[len(copied) :])
         if copied and torch.is_grad_enabled():
             saved = _with_sources(saved, copied, ctx.sources)
-        call = BackwardCall(incoming, saved, scalars, ctx.needs_input_grad[:differentiated])
-        return *operator.compute_grads(backward_impl(call), call), *others
+        given = BackwardArguments(incoming, saved, scalars, ctx.needs_input_grad[:differentiated])
+        return *_grads(operator, given), *others
 
     return _autograd_function(operator, forward, backward)
 
@@ -750,7 +763,6 @@ def _function_of_recording(operator: Operator) -> Any:
             torch.is_grad_enabled()
             or forward_ad._current_level >= 0
             or dispatch_modes()
-            or (Interceptors.active and launches.interceptor is not None)
             or torch.compiler.is_compiling()
         )
         if may_repeat:
@@ -762,19 +774,18 @@ def _function_of_recording(operator: Operator) -> Any:
         if copied and torch.is_grad_enabled():
             saved = _with_sources(saved, copied, ctx.sources)
         needed, count = ctx.needs_input_grad[1 : 1 + differentiated], len(saved)
-        call = BackwardCall(incoming, saved, scalars, needed)
-        impl = backward_impl(call)
-        if may_repeat and impl is kernel_backward and isinstance(recording, Recording):
+        given = BackwardArguments(incoming, saved, scalars, needed)
+        if may_repeat and isinstance(recording, Recording) and isinstance(backward_impl(given), KernelBackward):
 
-            def launch(*tensors: Tensor | None) -> Grads:
-                call = BackwardCall(tensors[count:], tensors[:count], scalars, needed)
-                return None, *operator.compute_grads(kernel_backward, call), *others
+            def build(call: Call, *tensors: Tensor | None) -> Grads:
+                given = BackwardArguments(tensors[count:], tensors[:count], scalars, needed)
+                return None, *operator.compute_grads(KernelBackward(call), given), *others
 
-            recorded = record((*saved, *incoming), (), launch, in_any_grad_mode=True)
+            recorded = record((*saved, *incoming), (), build, in_any_grad_mode=True)
             if recorded is not None:
                 recording.backwards = appended(recording.backwards, recorded[0])
                 return recorded[1]
-        return None, *operator.compute_grads(impl, call), *others
+        return None, *_grads(operator, given), *others
 
     function = _autograd_function(operator, forward, backward)
     if hasattr(function, "_backward_cls"):
@@ -787,6 +798,15 @@ def _autograd_function(operator: Operator, forward: Callable[..., Any], backward
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     make: Any = type(torch.autograd.Function)
     return make(type(operator).__name__, (torch.autograd.Function,), methods)
+
+
+def _grads(operator: Operator, given: BackwardArguments) -> Grads:
+    """The gradients by the implementation that fits."""
+    impl = backward_impl(given)
+    grads = operator.compute_grads(impl, given)
+    if isinstance(impl, KernelBackward):
+        impl.call.run()
+    return grads
 
 
 def _with_sources(saved: Tensors, copied: Sequence[int], sources: Sequence[Tensor]) -> Grads:
@@ -827,7 +847,7 @@ def is_grad_needed(tensors: Tensors) -> bool:
 
 
 def _define(name: str, schemas: Sequence[str], results: Sequence[str], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Register an operator and return it; ``run(launch, ...)`` runs it or only allocates its outputs.
+    """Register an operator and return it; ``run(is_traced, ...)`` runs it or only allocates its outputs.
 
     Operators carry no autograd rule: an ``autograd.Function`` outside of them is the cheapest on the host.
     """
@@ -835,8 +855,8 @@ def _define(name: str, schemas: Sequence[str], results: Sequence[str], run: Call
     before, spec, after = ", ".join(filter(None, schemas)).partition("NormSpec spec, ")
     fields = "str casting, bool zero_centered, float eps, bool casts_weight, " if spec else ""
     _library.define(f"{name}({fields}{before}{after}) -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, lambda *arguments: run(True, *arguments), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *arguments: run(False, *arguments), lib=_library)
+    _library.impl(name, lambda *arguments: run(False, *arguments), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *arguments: run(True, *arguments), lib=_library)
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 

@@ -19,9 +19,10 @@ from .arguments import (
     check_pair,
     why_other_dtype,
 )
-from .operator import BackwardCall, BackwardImpl, Operator, Results, norm_spec
+from .operator import BackwardArguments, BackwardImpl, Operator, Results, norm_spec
 from .sharded import are_angles_of
-from .triton.memory import empty_in_order, empty_rows_like, empty_weight_like, heads_dim_of, norm_dtype
+from .triton.call import Call
+from .triton.memory import heads_dim_of, norm_dtype
 from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
 
@@ -52,11 +53,11 @@ class HeadsOperator(Operator):
     def without_gradient(self, needed: Sequence[bool]) -> tuple[int, ...]:
         return tuple(side for side in (0, 1) if not any(needed[side::2]))
 
-    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        idle = [side for side, d in enumerate(call.incoming) if d is None or not any(call.needed[side::2])]
-        incoming = [None if side in idle else d for side, d in enumerate(call.incoming)]
-        needed = [need and place % 2 not in idle for place, need in enumerate(call.needed)]
-        return super().compute_grads(impl, call._replace(incoming=incoming, needed=needed))
+    def compute_grads(self, impl: BackwardImpl, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        idle = [side for side, d in enumerate(given.incoming) if d is None or not any(given.needed[side::2])]
+        incoming = [None if side in idle else d for side, d in enumerate(given.incoming)]
+        needed = [need and place % 2 not in idle for place, need in enumerate(given.needed)]
+        return super().compute_grads(impl, given._replace(incoming=incoming, needed=needed))
 
 
 class QKNorm(HeadsOperator):
@@ -92,24 +93,23 @@ class QKNorm(HeadsOperator):
         q_out, k_out = reference.qk_norm_rope(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim)
         return reference.cast_output(q_out, dtype), reference.cast_output(k_out, dtype)
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True, copied: Sequence[str] = ()) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool, copied: Sequence[str] = ()) -> Results:
         *inputs, spec, unsqueeze_dim, dtype = arguments
         q, k, q_weight, k_weight, cos, _ = inputs
         normed = norm_dtype(spec, q.dtype, q_weight), norm_dtype(spec, k.dtype, k_weight)
-        outputs = empty_heads(q, normed[0], cos, dtype), empty_heads(k, normed[1], cos, dtype)
-        copies = empty_weight_like(q_weight, "q_weight" in copied), empty_weight_like(k_weight, "k_weight" in copied)
-        if launch:
-            launch_qk_forward(spec, tuple(inputs), outputs, unsqueeze_dim, copies=copies)
+        outputs = empty_heads(call, q, normed[0], cos, dtype), empty_heads(call, k, normed[1], cos, dtype)
+        weights = ("q_weight", q_weight), ("k_weight", k_weight)
+        copies = tuple([call.empty_weight_like(weight, name in copied) for name, weight in weights])
+        call.then(launch_qk_forward, spec, tuple(inputs), outputs, unsqueeze_dim, copies=copies)
         return *outputs, *copies
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (q, k, q_weight, k_weight, *_), (spec, unsqueeze_dim) = call.saved, call.saved_scalars
-        need_dq, need_dk, need_dq_weight, need_dk_weight = call.needed
-        dx = empty_rows_like(q) if need_dq else None, empty_rows_like(k) if need_dk else None
-        dw = empty_weight_like(q_weight, need_dq_weight), empty_weight_like(k_weight, need_dk_weight)
-        if launch:
-            dq_out, dk_out = call.incoming
-            launch_qk_backward(spec, tuple(call.saved), (dq_out, dk_out), dx, dw, unsqueeze_dim)
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (q, k, q_weight, k_weight, *_), (spec, unsqueeze_dim) = given.saved, given.saved_scalars
+        need_dq, need_dk, need_dq_weight, need_dk_weight = given.needed
+        dx = call.empty_rows_like(q) if need_dq else None, call.empty_rows_like(k) if need_dk else None
+        dw = call.empty_weight_like(q_weight, need_dq_weight), call.empty_weight_like(k_weight, need_dk_weight)
+        dq_out, dk_out = given.incoming
+        call.then(launch_qk_backward, spec, tuple(given.saved), (dq_out, dk_out), dx, dw, unsqueeze_dim)
         return *dx, *dw
 
 
@@ -154,36 +154,34 @@ class Rope(HeadsOperator):
         q_out, k_out = super().run(*arguments, training=training)
         return q_out, None if arguments[1] is None else k_out
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         q, k, cos, sin, unsqueeze_dim, single_rounding, layout, angles_by_pair, dtype = arguments
-        empty = partial(empty_heads, cos=cos, narrow_dtype=dtype, single_rounding=single_rounding, layout=layout)
+        empty = partial(empty_heads, call, cos=cos, narrow_dtype=dtype, single_rounding=single_rounding, layout=layout)
         outputs = empty(q, q.dtype), None if k is None else empty(k, k.dtype)
-        if launch:
-            inputs, how = (q, k, None, None, cos, sin), (unsqueeze_dim, layout, angles_by_pair)
-            launch_qk_forward(None, inputs, outputs, *how, single_rounding=single_rounding)
+        inputs, how = (q, k, None, None, cos, sin), (unsqueeze_dim, layout, angles_by_pair)
+        call.then(launch_qk_forward, None, inputs, outputs, *how, single_rounding=single_rounding)
         return outputs
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
-        (cos, sin), (unsqueeze_dim, layout, angles_by_pair, *facts) = call.saved, call.saved_scalars
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (cos, sin), (unsqueeze_dim, layout, angles_by_pair, *facts) = given.saved, given.saved_scalars
         dx = [
-            empty_in_order(order, d.shape, dtype, d.device) if need and d is not None else None
-            for need, d, dtype, order in zip(call.needed, call.incoming, facts[:2], facts[2:], strict=True)
+            call.empty_in_order(order, d.shape, dtype, d.device) if need and d is not None else None
+            for need, d, dtype, order in zip(given.needed, given.incoming, facts[:2], facts[2:], strict=True)
         ]
-        if launch:
-            # The first of two sides is there in every launch.
-            (d, grad), *others = [(d, grad) for d, grad in zip(call.incoming, dx, strict=True) if grad is not None]
-            other_d, other_grad = others[0] if others else (None, None)
-            inputs, outputs = (d, other_d, None, None, cos, sin), (grad, other_grad)
-            launch_qk_forward(None, inputs, outputs, unsqueeze_dim, layout, angles_by_pair, inverse=True)
+        # The first of two sides is there in every launch.
+        (d, grad), *others = [(d, grad) for d, grad in zip(given.incoming, dx, strict=True) if grad is not None]
+        other_d, other_grad = others[0] if others else (None, None)
+        inputs, outputs = (d, other_d, None, None, cos, sin), (grad, other_grad)
+        call.then(launch_qk_forward, None, inputs, outputs, unsqueeze_dim, layout, angles_by_pair, inverse=True)
         return tuple(dx)
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        unsqueeze_dim, layout, angles_by_pair, *_ = call.saved_scalars
-        cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in call.saved)
+    def reference_backward(self, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        unsqueeze_dim, layout, angles_by_pair, *_ = given.saved_scalars
+        cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in given.saved)
         how = {"cos": cos, "sin": sin, "layout": layout, "angles_by_pair": angles_by_pair}
         rotated = partial(reference.rope, single_rounding=True, **how)
         grads: list[Tensor | None] = []
-        for d in call.incoming:
+        for d in given.incoming:
             # A rotation is linear: its gradient does not depend on what is rotated.
             zeros = None if d is None else (torch.zeros(d.shape, dtype=torch.float32, device=d.device),)
             grads += [None] if zeros is None else reference.gradients_of(rotated, zeros, (d,), (True,))

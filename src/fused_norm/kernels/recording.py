@@ -1,9 +1,9 @@
-"""Recordings: the allocations and launches of a whole call, noted once and repeated for all calls like it.
+"""Recordings: the allocations and launches of a whole call, repeated for all calls like it.
 
-An operator's forward, or backward, runs once for tensors of certain properties (shapes, strides, dtypes, device, which
-of them require a gradient), while a recorder notes what it allocates and launches. These notes become a few lines of
-straight-line Python, compiled once for each sequence of steps: allocate, gather addresses, launch (``codegen``). A call
-that does anything else to a tensor, such as a copy, has a recording that runs the operator's code every time.
+An operator's forward, or backward, is built once for tensors of certain properties (shapes, strides, dtypes, device,
+which of them require a gradient). What its ``Call`` lists becomes a few lines of straight-line Python, compiled once
+for each sequence of steps: allocate, gather addresses, launch (``codegen``). If a result is neither an argument nor
+allocated by the call, such as a gradient that PyTorch has cast, the recording runs the operator's code every time.
 
 A guard tells whether a call is like the recorded one. The properties of tensors are verified by the guard that Dynamo
 uses for compiled code, one call into C++; a PyTorch that has no such guard gets no recordings. It does not check grad
@@ -13,17 +13,16 @@ mode (added separately when relevant), forward-mode AD, FakeTensorMode or make_f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .codegen import NotRecordableError, function_of, generated_lines, launch_backend
+from .triton.call import Call
 from .triton.devices import when_plans_change
-from .triton.launch import Launch, launches
 
 logger = logging.getLogger("fused_norm")
 
@@ -31,12 +30,6 @@ TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards"
 
 KEYS, EACH = 4096, 8
 """The most keys that a cache has, and the most recordings of each; the oldest one makes room for another."""
-
-_ALLOCATIONS = ("new_empty", "empty_strided")
-"""The operators by which launchers allocate what a recording can allocate again."""
-
-_NO_OPS = ("detach", "promote_types")
-"""Operators that do nothing to memory; ``detach`` is how the dispatcher hands a tensor on."""
 
 
 class Guard:
@@ -85,53 +78,35 @@ class Guard:
         return function_of(self.names, guarded, {**self._globals, **names})
 
 
-class Recorder(TorchDispatchMode):
-    """Notes allocations inside a ``with``, and launches instead of making them, until it meets any other operator.
-
-    From that operator on, which may read what was launched, everything is done at once, and nothing is noted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.allocated: list[Tensor] = []
-        self.launches: list[Launch] = []
-        self.obstacle: str | None = None
-        """The operator that cannot be repeated."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__ if func.namespace == "aten" else ""
-        if self.obstacle is None and name not in _ALLOCATIONS and name not in _NO_OPS:
-            self.obstacle = str(func)
-            for launch in self.launches:
-                launch.run()
-        result = func(*args, **(kwargs or {}))
-        if name in _ALLOCATIONS:
-            self.allocated.append(result)
-        return result
-
-    def launched(self, launch: Launch) -> None:
-        """Note a launch, or make it."""
-        if self.obstacle is None:
-            self.launches.append(launch)
-        else:
-            launch.run()
+def distinct(outputs: Any, inputs: Sequence[Any]) -> Any:
+    """The outputs, with an alias for each that is an input or comes once more: autograd needs outputs of its own."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    taken, aliases = list(inputs), []
+    for output in outputs:
+        is_taken = output is not None and any(output is other for other in taken)
+        aliases.append(output.detach() if is_taken else output)
+        taken.append(output)
+    return tuple(aliases)
 
 
 class SingleCall:
-    """Stands for a recording in a call that is not recorded; ``function`` is as in ``record``."""
+    """Stands for a recording in a call that is not recorded; ``build`` is as in ``record``."""
 
     backwards: tuple[Recording, ...] = ()
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, build: Callable[..., Any]) -> None:
+        self._build = build
         self.backward_state: Any = None
 
     def forward(self, ctx: Any, *tensors: Tensor | None) -> Any:
         """Make the call, and hand its results to autograd."""
-        outputs, ctx.to_save, ctx.sources, self.backward_state = self._function(*tensors)
-        return outputs
+        return self.hand_on(ctx, tensors, Call.at_once(self._build, *tensors))
+
+    def hand_on(self, ctx: Any, tensors: Sequence[Tensor | None], results: Any) -> Any:
+        """Keep in the context what the backward needs, and return the outputs."""
+        outputs, ctx.to_save, ctx.sources, self.backward_state = results
+        return distinct(outputs, tensors)
 
 
 class Recording(SingleCall):
@@ -150,17 +125,17 @@ class Recording(SingleCall):
     def __init__(
         self,
         guard: Guard,
-        function: Callable[..., Any],
+        build: Callable[..., Any],
         apply: Callable[..., Any] | None,
         generated: tuple[list[str], dict[str, Any]] | None,
     ) -> None:
-        super().__init__(function)
+        super().__init__(build)
         self._guard = guard
         self.may_replace: set[Any] = set()
         tensors = ", ".join(guard.tensors)
         if apply is None:
             lines, names = generated or ([f"return repeat({tensors})"], {})
-            self.call = guard.function(lines, {"repeat": function, **names})
+            self.call = guard.function(lines, {"repeat": partial(Call.at_once, build), **names})
             return
         lines, names = generated or ([f"return repeat(ctx, {tensors})"], {})
         self.forward = function_of(["ctx", *guard.tensors], lines, {"repeat": super().forward, **names})
@@ -220,7 +195,7 @@ def appended(recordings: tuple[Recording, ...], recording: Recording) -> tuple[R
 def record(
     tensors: Sequence[Tensor | None],
     options: Sequence[Any],
-    function: Callable[..., Any],
+    build: Callable[..., Any],
     *,
     apply: Callable[..., Any] | None = None,
     in_any_grad_mode: bool = False,
@@ -233,9 +208,9 @@ def record(
     Args:
         tensors: the tensors of the call, or None. No dispatch mode may be active.
         options: its other arguments, which come after the tensors.
-        function: makes the call with tensors like these, and returns its outputs, in nested tuples. If the call has a
-            backward it returns the outputs, what is saved for it, the weights whose copies are among that, and what
-            else the backward needs. It holds no tensor.
+        build: takes a ``Call`` and tensors like these, and returns the outputs that the call will have written when it
+            has run, in nested tuples. If the call has a backward it returns the outputs, what is saved for it, the
+            weights whose copies are among that, and what else the backward needs. It holds no tensor.
         apply: hands the recording and the tensors to autograd, if the call has a backward.
         in_any_grad_mode: leave grad mode out of the guard; the caller checks it.
     """
@@ -247,28 +222,22 @@ def record(
     if any(t.data_ptr() % 16 for t in present):
         return None
     guard, backend = Guard(tensors, options, in_any_grad_mode), launch_backend(present[0].device)
-    results, generated = None, None
+    call, generated = Call(), None
+    with torch.no_grad():
+        results = build(call, *tensors)
+        steps = call.run()
     if backend is not None:
-        # Outside of inference mode, which bypasses the recorder.
-        with torch.inference_mode(False), torch.no_grad(), launches.by(recorder := Recorder()), recorder:
-            results = function(*tensors)
         try:
-            if recorder.obstacle is not None:
-                raise NotRecordableError(f"{recorder.obstacle} is no allocation")
-            with torch.no_grad():
-                steps = [(launch, launch.run()) for launch in recorder.launches]
             names, repeated = (guard.tensors, results) if apply is None else (["ctx", *guard.tensors], results[:3])
-            generated = generated_lines(backend, tensors, names, recorder.allocated, steps, repeated)
+            generated = generated_lines(backend, tensors, names, call.allocated, steps, repeated)
         except NotRecordableError as reason:
             logger.debug("a call is not repeated by generated lines: %s", reason)
-    recording = Recording(guard, function, apply, generated)
-    if results is None or torch.is_inference_mode_enabled():
-        return recording, function(*tensors) if apply is None else apply(recording, *tensors)
+    recording = Recording(guard, build, apply, generated)
     if apply is None:
         return recording, results
     # The call was made already: its results are handed to autograd.
+    forward, recording.forward = recording.forward, lambda ctx, *_: recording.hand_on(ctx, tensors, results)
     recording.backward_state = results[3]
-    forward, recording.forward = recording.forward, SingleCall(lambda *_: results).forward
     try:
         return recording, apply(recording, *tensors)
     finally:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .arguments import Unsupported, check_tensor, why_other_dtype
 from .autocast import autocast_dtype, set_autocast
-from .operator import Operator
+from .operator import BackwardArguments, Grads, Operator
+from .triton.call import Call
 from .triton.cross_entropy_kernels import Statistics, launch_cross_entropy
 
 IGNORED = -100
@@ -33,7 +34,10 @@ _ALIGNED = 64
 
 
 class HeadOperator(Operator):
-    """An operator on the logits of a head, whose first tensors are x, weight, bias and target."""
+    """An operator on the logits of a head, whose first tensors are x, weight, bias and target.
+
+    ``forward`` and ``backward`` compute at once, as their steps depend on data: a call has nothing left to run.
+    """
 
     takes_dtensors = False
     extra_saved = ("x_grad", "weight_grad", "bias_grad")
@@ -48,6 +52,9 @@ class HeadOperator(Operator):
             "bias", "x", x if bias is None else bias, x
         )
         return None if reason is None else Unsupported(reason)
+
+    def empty_grads(self, call: Call, given: BackwardArguments) -> Grads:
+        return tuple(map(call.empty_weight_like, given.saved[:3], given.needed))
 
     def _recorded(self, arguments: tuple[Any, ...]) -> Any:
         return None  # products and checks of labels are steps that a recording cannot repeat
@@ -148,8 +155,8 @@ def by_chunks(
             logits = buffer[: len(inputs)]
             _multiply(logits, inputs, weight.t(), bias)
             of_loss, of_entropy = (g[part] if g is not None and g.dim() else g for g in gradients)
-            launch_cross_entropy(
-                logits, labels[part], losses[part], of_loss, entropy_gradient=of_entropy,
+            Call.at_once(
+                launch_cross_entropy, logits, labels[part], losses[part], of_loss, entropy_gradient=of_entropy,
                 statistics=Statistics(*(t if t is None else t[part] for t in statistics)), **head.options,
             )  # fmt: skip
             if dx is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..kernels.linear_4bit import LINEAR_4BIT, LORA_LINEAR_4BIT
 from ..kernels.lora_add import LORA_ADD
 from ..kernels.lora_linear import LORA_LINEAR, LoraLinear, Options
+from ..kernels.triton.call import Call
 
 CAST = "ToCopyBackward0"
 
@@ -152,7 +153,7 @@ class LinearOutputs:
         if base is None or b is None or h is None:
             return None
         operands = base.recipe, h.flatten(0, -2), b, LORA_ADD.scalars_of(node)[0]
-        return base._replace(recipe=Recipe.from_call(LORA_ADD.output_of, *operands))
+        return base._replace(recipe=Recipe.from_call(partial(Call.at_once, LORA_ADD.output_of), *operands))
 
     def _linear_of_4_bits(self, node: Any) -> Matrix | None:
         """The output of a linear with a weight of 4 bits, which keeps nothing of its input."""
@@ -219,16 +220,20 @@ def _linear_in_4_bits(x: Tensor, weight: Tensor, state: Any) -> Any:
 
 def _linear_of_4_bits(x: Tensor, *linear: Tensor | None, features: int, block: int, dtype: torch.dtype) -> Tensor:
     *weight, bias = linear
-    return LINEAR_4BIT.output_of(x, weight, bias, features, block, dtype)
+    return Call.at_once(LINEAR_4BIT.output_of, x, weight, bias, features, block, dtype)
 
 
 def _with_adapter(
     x: Tensor, h: Tensor, b: Tensor, *linear: Tensor | None, operator: LoraLinear, options: Options
 ) -> Tensor:
     *weight, bias = linear
-    w = operator.matrix(weight, options.block, (len(b), x.shape[-1]), x, launch=True)
-    (y,) = operator.outputs_of(x, h, b, w, bias, options)
-    return y
+
+    def build(call: Call) -> Tensor:
+        w = operator.matrix(call, weight, options.block, (len(b), x.shape[-1]), x)
+        (y,) = operator.outputs_of(call, x, h, b, w, bias, options)
+        return y
+
+    return Call.at_once(build)
 
 
 def _behind_views(edge: Any) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import forward_plan, tile_plan
+from ..triton.call import Call
 from ..triton.devices import device_props, runs_kernels_on
 from ..triton.language import (
     TRITON_DTYPES,
@@ -36,9 +37,9 @@ from ..triton.language import (
     rstd_of,
     store_tile,
 )
-from ..triton.launch import launch
-from ..triton.memory import INT32_LIMIT, as_strided_rows, contiguous, norm_dtype, promoted
+from ..triton.memory import INT32_LIMIT, norm_dtype, promoted
 from ..triton.norm_forward import add_rounded
+from ..triton.torch_calls import Copy
 from .formats import FP8_DTYPE, FP8Format, cast, empty_scale
 
 CODES_OF_KERNELS = (FP8_DTYPE, torch.float8_e5m2)
@@ -267,24 +268,25 @@ def _cast_kernel(
 
 
 def empty_norm_fp8(
-    spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor | None, fp8_format: FP8Format
+    call: Call, spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor | None, fp8_format: FP8Format
 ) -> tuple[Any, ...]:
     """The operator's outputs, not yet written; rows are counted, and lie, in the order of x's dimensions.
 
     Codes in x's shape, their scales, the placeholder, the sum or None, rstd fp32 [..., 1].
     """
     *leading, width = x.shape
-    s = None if residual is None else x.new_empty(x.shape, dtype=promoted(x.dtype, residual.dtype))
+    s = None if residual is None else call.empty(x, x.shape, dtype=promoted(x.dtype, residual.dtype))
     return (
-        x.new_empty(x.shape, dtype=FP8_DTYPE),
+        call.empty(x, x.shape, dtype=FP8_DTYPE),
         empty_scale(x, leading, width, fp8_format),
-        x.new_empty((), dtype=norm_dtype(spec, (x if s is None else s).dtype, weight)).expand(x.shape),
+        call.empty(x, (), dtype=norm_dtype(spec, (x if s is None else s).dtype, weight)).expand(x.shape),
         s,
-        x.new_empty((*leading, 1), dtype=torch.float32),
+        call.empty(x, (*leading, 1), dtype=torch.float32),
     )
 
 
 def launch_norm_fp8(
+    call: Call,
     spec: NormSpec,
     tensors: tuple[Tensor | None, ...],
     fp8_format: FP8Format,
@@ -299,27 +301,29 @@ def launch_norm_fp8(
     x, residual, weight, codes, codes_scale = tensors
     assert x is not None
     if q.numel() == 0:
-        scales.copy_(cast(q.new_zeros(q.shape, dtype=torch.float32), fp8_format)[1])
+        call.perform(Copy(cast(q.new_zeros(q.shape, dtype=torch.float32), fp8_format)[1], scales))
         return
     rows, width = rstd.numel(), q.shape[-1]
     dtypes = (x if s is None else s).dtype, placeholder.dtype
     # What a placeholder stands for is in its codes.
-    arranged, spacing = as_strided_rows(q, x if codes is None else codes, codes_scale, residual, s, rstd)
+    arranged, spacing = call.as_strided_rows(q, x if codes is None else codes, codes_scale, residual, s, rstd)
     _, x, codes_scale, residual, s, rstd = arranged
-    weight = contiguous(weight)
+    weight = call.contiguous(weight)
     # The plan of the 16-bit norm, whose rows are summed in the same order.
     plan = forward_plan(width, device_props(q.device), "multi_wave_cached")
     constants: dict[str, Any] = {"N": width, "SPEC": spec.without_eps(), "FORMAT": fp8_format}
     constants |= {"S": TRITON_DTYPES[dtypes[0]], "Y": TRITON_DTYPES[dtypes[1]]}
     whole_rows = {"ROWS": plan.rows, "BLOCK": plan.block, "INT64": max(rows, 128) * max(spacing) >= INT32_LIMIT}
-    amax = q.new_zeros((1,), dtype=torch.int32) if fp8_format.whole else None
-    used = q.new_empty((rows,), dtype=torch.float32) if fp8_format.whole and spec.casting == "none" else None
+    amax = call.empty(q, (1,), torch.int32) if fp8_format.whole else None
+    if amax is not None:
+        call.zero(amax)
+    used = call.empty(q, (rows,), dtype=torch.float32) if fp8_format.whole and spec.casting == "none" else None
     in_bytes = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
     codes_out = (None, None) if fp8_format.whole else (q, in_bytes)
     scale_strides = scales.stride()[-2:] if scales.dim() > 1 else (1, 1)
     padded = 128 * -(-rows // 128) if fp8_format.swizzled else rows
     # As in the 16-bit norm, fp32 squares are rounded before they are added.
-    launch(
+    call.launch(
         _rows_kernel,
         (-(-padded // plan.rows), 1),
         (x, codes_scale, residual, weight, s, rstd, used, amax, *codes_out, placeholder),
@@ -336,4 +340,4 @@ def launch_norm_fp8(
         tiles = {"ROWS": tile.rows, "BLOCK": tile.block, "BLOCKS": blocks}
         tiles["INT64"] = rows * max(stride, spacing[2], width) >= INT32_LIMIT
         grid, numbers = (-(-rows // tile.rows) * blocks, 1), (rows, stride, spacing[2], width)
-        launch(_cast_kernel, grid, (*read, q, scales), numbers, constants | tiles, warps=tile.warps)
+        call.launch(_cast_kernel, grid, (*read, q, scales), numbers, constants | tiles, warps=tile.warps)

@@ -12,9 +12,9 @@ from ...spec import Casting, NormSpec
 from .. import reference
 from ..arguments import KERNEL_DTYPES, Unsupported, check_scale
 from ..norm import ADD_RMS_NORM
-from ..operator import BackwardCall, BackwardImpl, Operator, Results, Scalars, Tensors, norm_spec
+from ..operator import BackwardArguments, BackwardImpl, Operator, Results, Scalars, Tensors, norm_spec
 from ..plans import WIDEST_BACKWARD, WIDEST_FORWARD
-from ..triton.memory import empty_rows_like, empty_weight_like
+from ..triton.call import Call
 from ..triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
 from .formats import (
     FORMATS,
@@ -76,11 +76,10 @@ class NormFP8(Operator):
             rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps).to(torch.float32)
         return q, scales, placeholder_of(y), s, rstd
 
-    def forward(self, *arguments: Any, training: bool, launch: bool = True) -> Results:
+    def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         x, residual, weight, _, _, spec, scale, name = arguments
-        outputs = empty_norm_fp8(spec, x, residual, weight, FORMATS[name])
-        if launch:
-            launch_norm_fp8(spec, arguments[: self.tensor_count], FORMATS[name], outputs, scale)
+        outputs = empty_norm_fp8(call, spec, x, residual, weight, FORMATS[name])
+        call.then(launch_norm_fp8, spec, arguments[: self.tensor_count], FORMATS[name], outputs, scale)
         return outputs
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Scalars]:
@@ -96,35 +95,39 @@ class NormFP8(Operator):
         s = "s" if residual is not None else "x" if codes is None else "codes"
         return name == s or super().saves_input(name, tensors)
 
-    def compute_grads(self, impl: BackwardImpl, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        s, codes_scale, weight, rstd = call.saved
+    def compute_grads(self, impl: BackwardImpl, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        s, codes_scale, weight, rstd = given.saved
         if codes_scale is not None:
-            return super().compute_grads(impl, call)
-        *scalars, added = call.saved_scalars
-        dy, ds = call.incoming[2:4]
+            return super().compute_grads(impl, given)
+        *scalars, added = given.saved_scalars
+        dy, ds = given.incoming[2:4]
         # Without a residual s is empty, and compiled graphs give even that a gradient.
-        call = call._replace(
+        given = given._replace(
             incoming=(dy, ds if added else None), saved=(s, weight, rstd), saved_scalars=tuple(scalars)
         )
-        return ADD_RMS_NORM.compute_grads(impl, call)
+        return ADD_RMS_NORM.compute_grads(impl, given)
 
-    def backward(self, call: BackwardCall, *, launch: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
         """Launch the backward of a norm of codes; that of other tensors is ``add_rms_norm``'s."""
-        (codes, codes_scale, weight, rstd), (spec, x_dtype, *_) = call.saved, call.saved_scalars
-        need_dx, _, need_dw = call.needed
-        dx = empty_rows_like(codes, x_dtype) if need_dx else None
-        dw = empty_weight_like(weight, need_dw)
-        if launch:
-            if codes.shape[-1] > WIDEST_BACKWARD:
-                codes, codes_scale = numbers_of(codes, codes_scale), None
-            saved = NormSaved(call.incoming[2], None, codes, weight, rstd, s_scale=codes_scale)
-            launch_norm_backward(spec, saved, NormGradients(dx, None, dw))
+        (codes, codes_scale, weight, rstd), (spec, x_dtype, *_) = given.saved, given.saved_scalars
+        need_dx, _, need_dw = given.needed
+        dx = call.empty_rows_like(codes, x_dtype) if need_dx else None
+        dw = call.empty_weight_like(weight, need_dw)
+        saved = NormSaved(given.incoming[2], None, codes, weight, rstd, s_scale=codes_scale)
+        call.then(_launch_backward_of_codes, spec, saved, NormGradients(dx, None, dw))
         return dx, None, dw
 
-    def reference_backward(self, call: BackwardCall) -> tuple[Tensor | None, ...]:
-        (codes, codes_scale, weight, _), (spec, x_dtype, *_) = call.saved, call.saved_scalars
-        dx, dw = reference.rms_norm_backward(spec, call.incoming[2], numbers_of(codes, codes_scale), weight)
+    def reference_backward(self, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+        (codes, codes_scale, weight, _), (spec, x_dtype, *_) = given.saved, given.saved_scalars
+        dx, dw = reference.rms_norm_backward(spec, given.incoming[2], numbers_of(codes, codes_scale), weight)
         return dx.to(x_dtype), None, dw
+
+
+def _launch_backward_of_codes(call: Call, spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
+    """Write the gradients of a norm of codes, which are numbers again first if a row of them cannot be held."""
+    if saved.s_scale is not None and saved.s.shape[-1] > WIDEST_BACKWARD:
+        saved = saved._replace(s=numbers_of(saved.s, saved.s_scale), s_scale=None)
+    launch_norm_backward(call, spec, saved, gradients)
 
 
 NORM_FP8 = NormFP8()

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import conv_plan
+from .call import Call
 from .devices import device_props
 from .language import as_mask, let_next_begin, round_to
-from .launch import launch
-from .memory import contiguous
 from .weight_grad import reduce_partials
 
 
@@ -222,25 +221,30 @@ def _conv_backward_kernel(
         tl.store(dbias_ptr + program.to(tl.int64) * C + col, dbias, mask=live)
 
 
-def _rows_in_place(x: Tensor) -> Tensor:
+def _rows_in_place(call: Call, x: Tensor) -> Tensor:
     """``x`` [batch, L, C], copied if the channels of a row do not follow each other in memory."""
-    return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+    in_place: Tensor | None = x if x.stride(2) == 1 or x.shape[2] == 1 else call.contiguous(x)
+    assert in_place is not None
+    return in_place
 
 
-def launch_conv_forward(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, activation: str | None) -> None:
+def launch_conv_forward(
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, activation: str | None
+) -> None:
     """Write ``y`` [batch, L, C], from ``empty_rows_like(x)``."""
     if x.numel() == 0:
         return
-    x, (batch, length, channels), width = _rows_in_place(x), x.shape, weight.shape[1]
+    x, (batch, length, channels), width = _rows_in_place(call, x), x.shape, weight.shape[1]
     plan = conv_plan(channels, width, device=device_props(x.device))
     pieces = -(-length // plan.rows)
     numbers = length, pieces, *x.stride()[:2], *y.stride()[:2]
     constants = {"C": channels, "ROWS": plan.rows, "BLOCK": plan.block, "WIDTH": width, "SILU": activation is not None}
-    tensors, grid = (x, contiguous(weight), contiguous(bias), y), (batch * pieces, -(-channels // plan.block))
-    launch(_conv_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps)
+    tensors, grid = (x, call.contiguous(weight), call.contiguous(bias), y), (batch * pieces, -(-channels // plan.block))
+    call.launch(_conv_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps)
 
 
 def launch_conv_backward(
+    call: Call,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -253,9 +257,14 @@ def launch_conv_backward(
     if x.numel() == 0:
         for gradient in sums:
             if gradient is not None:
-                gradient.zero_()
+                call.zero(gradient)
         return
-    x, dy, (batch, length, channels), width = _rows_in_place(x), _rows_in_place(dy), x.shape, weight.shape[1]
+    x, dy, (batch, length, channels), width = (
+        _rows_in_place(call, x),
+        _rows_in_place(call, dy),
+        x.shape,
+        weight.shape[1],
+    )
     device = device_props(x.device)
     plan = conv_plan(channels, width, True, device)
     pieces = -(-length // plan.rows)
@@ -263,15 +272,15 @@ def launch_conv_backward(
     if any(total is not None for total in sums):
         programs = min(programs, plan.programs)
     partials = [
-        None if total is None else x.new_empty((programs, total.numel()), dtype=torch.float32) for total in sums
+        None if total is None else call.empty(x, (programs, total.numel()), dtype=torch.float32) for total in sums
     ]
     overlaps = device.overlaps and any(total is not None for total in sums)
     dx_strides = (None, None) if dx is None else dx.stride()[:2]
     numbers = length, pieces, batch * pieces, *x.stride()[:2], *dy.stride()[:2], *dx_strides
     constants = {"C": channels, "ROWS": plan.rows, "BLOCK": plan.block, "WIDTH": width, "SILU": activation is not None}
-    tensors = x, contiguous(weight), contiguous(bias), dy, dx, *partials
+    tensors = x, call.contiguous(weight), call.contiguous(bias), dy, dx, *partials
     grid = programs, -(-channels // plan.block)
-    launch(_conv_backward_kernel, grid, tensors, numbers, {**constants, "OVERLAPS": overlaps}, warps=plan.warps)
+    call.launch(_conv_backward_kernel, grid, tensors, numbers, {**constants, "OVERLAPS": overlaps}, warps=plan.warps)
     for partial, gradient in zip(partials, sums, strict=True):
         if partial is not None:
-            reduce_partials(partial, gradient, None, programs, plan.programs, device)
+            reduce_partials(call, partial, gradient, None, programs, plan.programs, device)

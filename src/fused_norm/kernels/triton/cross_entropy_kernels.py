@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import next_power_of_2
+from .call import Call
 from .devices import INTERPRETED, device_props
 from .language import interpreted, round_to
-from .launch import launch
 
 _LANES, _WARPS = 1024, 32
 """Lanes of a program, each with ``_VECTOR`` logits at a time: 16 bytes of 16-bit logits. On an H200 the kernel moves
@@ -290,6 +290,7 @@ class Statistics(NamedTuple):
 
 
 def launch_cross_entropy(
+    call: Call,
     logits: Tensor,
     labels: Tensor,
     losses: Tensor,
@@ -307,6 +308,7 @@ def launch_cross_entropy(
     """Write the losses [M] of rows of logits [M, V], and with ``gradient`` the gradient of logits over them.
 
     Args:
+        call: the call that launches.
         logits: rows of one stride, elements side by side.
         labels: [M], int64, side by side.
         losses: [M], float32.
@@ -327,7 +329,7 @@ def launch_cross_entropy(
         lanes = max(1, min(_LANES, next_power_of_2(-(-vocabulary // _VECTOR))))
     inverses = [None if number is None else 1 / number for number in (cap, temperature)]
     has_gradient, by_row = gradient is not None, gradient is not None and gradient.dim() > 0
-    launch(
+    call.launch(
         _cross_entropy_kernel,
         (rows, 1),
         (logits, labels, losses, gradient, entropy_gradient, *(statistics or Statistics())),
@@ -339,7 +341,7 @@ def launch_cross_entropy(
     )
 
 
-def launch_multiply(x: Tensor, factor: Tensor) -> None:
+def launch_multiply(call: Call, x: Tensor, factor: Tensor) -> None:
     """``x *= factor``, a float32 tensor of one element on x's device, which the host never looks at."""
     blocks, warps = -(-x.numel() // _MULTIPLIED), device_props(x.device).warps(8)
-    launch(_multiply_kernel, (blocks, 1), (x, factor), (x.numel(),), {"BLOCK": _MULTIPLIED}, warps=warps)
+    call.launch(_multiply_kernel, (blocks, 1), (x, factor), (x.numel(),), {"BLOCK": _MULTIPLIED}, warps=warps)

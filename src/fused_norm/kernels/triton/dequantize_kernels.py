@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .call import Call
 from .language import round_to
-from .launch import launch
 from .memory import is_long
 
 SCALES_TOGETHER = 256
@@ -69,10 +69,12 @@ class PackedWeight(NamedTuple):
     offset: Tensor | None = None  # [] fp32
 
 
-def launch_dequantize(weight: PackedWeight, block: int, w: Tensor) -> None:
+def launch_dequantize(call: Call, weight: PackedWeight, block: int, w: Tensor) -> None:
     """Write the weight, contiguous, in w's dtype; ``block``: the weights that share a scale, a power of 2."""
     n = w.numel()
     tile = {"BLOCK": block, "BLOCKS": max(1, _TILE // block), "TOGETHER": SCALES_TOGETHER, "LONG": is_long([w])}
     tile["WHOLE"] = n % block == 0
     grid = -(-n // (block * tile["BLOCKS"])), 1
-    launch(_dequantize_kernel, grid, (*weight, w), (n,), tile, warps=2, fuse=False)  # scales are rounded, then added
+    call.launch(
+        _dequantize_kernel, grid, (*weight, w), (n,), tile, warps=2, fuse=False
+    )  # scales are rounded, then added

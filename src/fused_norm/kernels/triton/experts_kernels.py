@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import TilePlan, tile_plan
+from .call import Call
 from .devices import device_props
 from .glu_kernels import _share, _slope
 from .language import TRITON_DTYPES, as_mask, load_tile, round_to, rows_of, store_tile
-from .launch import launch
-from .memory import INT32_LIMIT, as_strided_rows, contiguous
+from .memory import INT32_LIMIT
 
 
 @triton.jit
@@ -271,6 +271,7 @@ def _expert_bias_backward_kernel(
 
 
 def launch_expert_gate(
+    call: Call,
     x: Tensor,
     absent: Tensor | None,
     gate: Sequence[Any],
@@ -287,18 +288,19 @@ def launch_expert_gate(
     if x.numel() == 0:
         return
     activation, interleaved, limit, alpha = gate
-    (lead, *others), spacing = as_strided_rows(x, *(() if dy is None else (dy,)), written)
+    (lead, *others), spacing = call.as_strided_rows(x, *(() if dy is None else (dy,)), written)
     width = x.shape[-1] // 2
     rows = x.numel() // (2 * width)
     kernel, constants = _expert_gate_forward_kernel, {"INTERLEAVED": interleaved, "ACTIVATION": activation}
     if dy is not None:
         kernel, constants = _expert_gate_backward_kernel, constants | {"AT_LIMIT": at_limit}
-    tensors, numbers = (lead, contiguous(absent), *others), (rows, width, *spacing, limit, alpha)
+    tensors, numbers = (lead, call.contiguous(absent), *others), (rows, width, *spacing, limit, alpha)
     plan = tile_plan("expert_gate", width, device_props(x.device))
-    _launch_tiles(kernel, tensors, numbers, (rows, width), plan, rows * max(spacing), constants)
+    _launch_tiles(call, kernel, tensors, numbers, (rows, width), plan, rows * max(spacing), constants)
 
 
 def _launch_tiles(
+    call: Call,
     kernel: Any,
     tensors: tuple[Tensor | None, ...],
     numbers: tuple[float | None, ...],
@@ -310,22 +312,31 @@ def _launch_tiles(
     """Launch a kernel on tiles of a matrix of this shape; ``extent``: elements up to the end of the largest tensor."""
     (rows, width), tile = shape, {"ROWS": plan.rows, "BLOCK": plan.block, "INT64": extent >= INT32_LIMIT}
     grid = -(-rows // plan.rows) * -(-width // plan.block), 1
-    launch(kernel, grid, tensors, numbers, {**tile, **constants}, warps=plan.warps, fuse=False)
+    call.launch(kernel, grid, tensors, numbers, {**tile, **constants}, warps=plan.warps, fuse=False)
 
 
-def launch_expert_permute(x: Tensor, position: Tensor, absent: Tensor | None, y: Tensor) -> None:
+def launch_expert_permute(call: Call, x: Tensor, position: Tensor, absent: Tensor | None, y: Tensor) -> None:
     """Write ``y`` [M K, N], the rows of ``x`` [M, N] in the order of experts."""
     if y.numel() == 0:
         return
-    (x_rows, x_stride), (y_rows, y_stride) = _rows_of(x), _rows_of(y)
+    (x_rows, x_stride), (y_rows, y_stride) = _rows_of(call, x), _rows_of(call, y)
     plan, extent = tile_plan("expert_rows", x.shape[1], device_props(x.device)), y.shape[0] * max(x_stride, y_stride)
-    tensors, numbers = (x_rows, contiguous(position), contiguous(absent), y_rows), (*x.shape, x_stride, y_stride)
+    tensors, numbers = (
+        (x_rows, call.contiguous(position), call.contiguous(absent), y_rows),
+        (*x.shape, x_stride, y_stride),
+    )
     constants = {"K": position.shape[1]}
-    _launch_tiles(_expert_permute_forward_kernel, tensors, numbers, x.shape, plan, extent, constants)
+    _launch_tiles(call, _expert_permute_forward_kernel, tensors, numbers, x.shape, plan, extent, constants)
 
 
 def launch_expert_sum(
-    x: Tensor, weights: Tensor | None, position: Tensor, absent: Tensor | None, y: Tensor, dtype: torch.dtype
+    call: Call,
+    x: Tensor,
+    weights: Tensor | None,
+    position: Tensor,
+    absent: Tensor | None,
+    y: Tensor,
+    dtype: torch.dtype,
 ) -> None:
     """Write ``y`` [M, N], for each token the sum of its rows in ``x`` [M K, N], times ``weights`` if given.
 
@@ -333,14 +344,15 @@ def launch_expert_sum(
     """
     if y.numel() == 0:
         return
-    (x_rows, x_stride), (y_rows, y_stride) = _rows_of(x), _rows_of(y)
+    (x_rows, x_stride), (y_rows, y_stride) = _rows_of(call, x), _rows_of(call, y)
     plan, extent = tile_plan("expert_rows", y.shape[1], device_props(x.device)), x.shape[0] * max(x_stride, y_stride)
-    tensors = x_rows, contiguous(weights), contiguous(position), contiguous(absent), y_rows
+    tensors = x_rows, call.contiguous(weights), call.contiguous(position), call.contiguous(absent), y_rows
     constants = {"K": position.shape[1], "DTYPE": TRITON_DTYPES[dtype]}
-    _launch_tiles(_expert_sum_kernel, tensors, (*y.shape, x_stride, y_stride), y.shape, plan, extent, constants)
+    _launch_tiles(call, _expert_sum_kernel, tensors, (*y.shape, x_stride, y_stride), y.shape, plan, extent, constants)
 
 
 def launch_expert_unpermute_backward(
+    call: Call,
     dy: Tensor,
     x: Tensor,
     weights: Tensor,
@@ -353,41 +365,42 @@ def launch_expert_unpermute_backward(
     if x.numel() == 0:
         return
     tokens, width = dy.shape
-    (dy_rows, dy_stride), (x_rows, x_stride) = _rows_of(dy), _rows_of(x)
+    (dy_rows, dy_stride), (x_rows, x_stride) = _rows_of(call, dy), _rows_of(call, x)
     plan = tile_plan("expert_products", width, device_props(dy.device))
     is_long = x.shape[0] * max(dy_stride, x_stride) >= INT32_LIMIT
     constants = {"N": width, "K": position.shape[1], "BLOCK": plan.block, "INT64": is_long}
-    read = dy_rows, None if dweights is None else x_rows, contiguous(weights), contiguous(position), contiguous(absent)
+    routing = call.contiguous(weights), call.contiguous(position), call.contiguous(absent)
+    read = dy_rows, None if dweights is None else x_rows, *routing
     tensors, numbers, kernel = (*read, dx, dweights), (dy_stride, x_stride, width), _expert_unpermute_backward_kernel
-    launch(kernel, (tokens, 1), tensors, numbers, constants, warps=plan.warps, fuse=False)
+    call.launch(kernel, (tokens, 1), tensors, numbers, constants, warps=plan.warps, fuse=False)
 
 
-def launch_expert_bias_forward(bias: Tensor, expert: Tensor, ends: Tensor, y: Tensor) -> None:
+def launch_expert_bias_forward(call: Call, bias: Tensor, expert: Tensor, ends: Tensor, y: Tensor) -> None:
     """Write ``y`` [M, N]: rows of ``bias`` [E, N] by ``expert`` [M], and zeros from the last of ``ends`` [E] on."""
     if y.numel() == 0:
         return
     rows, width = y.shape
-    (bias_rows, bias_stride), (y_rows, y_stride) = _rows_of(bias), _rows_of(y)
+    (bias_rows, bias_stride), (y_rows, y_stride) = _rows_of(call, bias), _rows_of(call, y)
     plan = tile_plan("expert_rows", width, device_props(y.device))
     extent = max(rows * y_stride, bias.shape[0] * bias_stride)
-    tensors = bias_rows, contiguous(expert), contiguous(ends), y_rows
+    tensors = bias_rows, call.contiguous(expert), call.contiguous(ends), y_rows
     numbers = rows, len(ends), width, bias_stride, y_stride
-    _launch_tiles(_expert_bias_forward_kernel, tensors, numbers, y.shape, plan, extent, {})
+    _launch_tiles(call, _expert_bias_forward_kernel, tensors, numbers, y.shape, plan, extent, {})
 
 
-def launch_expert_bias_backward(dy: Tensor, ends: Tensor, dbias: Tensor) -> None:
+def launch_expert_bias_backward(call: Call, dy: Tensor, ends: Tensor, dbias: Tensor) -> None:
     """Write ``dbias`` [E, N], contiguous: the sums over the rows of ``dy`` [M, N] up to each of ``ends`` [E]."""
     if dbias.numel() == 0:
         return
-    dy_rows, dy_stride = _rows_of(dy)
+    dy_rows, dy_stride = _rows_of(call, dy)
     constants = {"ROWS": 32, "BLOCK": 128, "INT64": dy.shape[0] * dy_stride >= INT32_LIMIT}
     grid = dbias.shape[0], -(-dbias.shape[1] // constants["BLOCK"])
-    tensors, numbers = (dy_rows, contiguous(ends), dbias), (dbias.shape[1], dy_stride)
-    launch(_expert_bias_backward_kernel, grid, tensors, numbers, constants, warps=4, fuse=False)
+    tensors, numbers = (dy_rows, call.contiguous(ends), dbias), (dbias.shape[1], dy_stride)
+    call.launch(_expert_bias_backward_kernel, grid, tensors, numbers, constants, warps=4, fuse=False)
 
 
-def _rows_of(x: Tensor) -> tuple[Tensor, int]:
+def _rows_of(call: Call, x: Tensor) -> tuple[Tensor, int]:
     """A matrix whose rows are contiguous, and its row stride."""
-    (rows,), (stride,) = as_strided_rows(x)
+    (rows,), (stride,) = call.as_strided_rows(x)
     assert rows is not None
     return rows, stride

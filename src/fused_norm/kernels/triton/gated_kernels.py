@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
+from .call import Call
 from .devices import device_props
 from .language import (
     copy_weight,
@@ -27,8 +28,7 @@ from .language import (
     rstd_from,
     store_tile,
 )
-from .launch import launch
-from .memory import INT32_LIMIT, as_strided_rows, bytes_of, contiguous
+from .memory import INT32_LIMIT, bytes_of
 from .weight_grad import empty_partials, reduce_partials
 
 
@@ -168,6 +168,7 @@ class Gating(NamedTuple):
 
 
 def launch_gated_forward(
+    call: Call,
     spec: NormSpec,
     x: Tensor,
     gate: Tensor,
@@ -180,15 +181,16 @@ def launch_gated_forward(
         return
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // gating.groups
     *outputs_of_rows, copy = outputs
-    (x, gate, y, rstd), spacing = as_strided_rows(x, gate, *outputs_of_rows)  # type: ignore[assignment]
+    (x, gate, y, rstd), spacing = call.as_strided_rows(x, gate, *outputs_of_rows)  # type: ignore[assignment]
     plan = forward_plan(width, device_props(x.device), None, "gated_forward")
     constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
     grid, numbers = (-(-rows // plan.rows), gating.groups), (rows, *spacing[:3], spec.eps)
-    tensors = x, gate, contiguous(weight), y, rstd, copy
-    launch(_gated_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps)
+    tensors = x, gate, call.contiguous(weight), y, rstd, copy
+    call.launch(_gated_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps)
 
 
 def launch_gated_backward(
+    call: Call,
     spec: NormSpec,
     dy: Tensor,
     x: Tensor,
@@ -205,19 +207,19 @@ def launch_gated_backward(
     dx, dgate, dw = gradients
     if x.numel() == 0:
         if dw is not None:
-            dw.zero_()
+            call.zero(dw)
         return
     groups, device = gating.groups, device_props(x.device)
     rows, width = x.numel() // x.shape[-1], x.shape[-1] // groups
-    (x, dy, gate, dx, dgate, rstd), spacing = as_strided_rows(x, dy, gate, dx, dgate, rstd)  # type: ignore[assignment]
-    read = dy, x, gate, contiguous(weight)
+    (x, dy, gate, dx, dgate, rstd), spacing = call.as_strided_rows(x, dy, gate, dx, dgate, rstd)  # type: ignore[assignment]
+    read = dy, x, gate, call.contiguous(weight)
     plan = backward_plan(width, bytes_of(*read), device, "gated_backward")
     constants = gating.constants(spec, plan, width, rows * max(spacing) >= INT32_LIMIT)
     constants |= {"STAGES": plan.stages, "RELOAD": plan.reload, "OVERLAPS": dw is not None and device.overlaps}
     programs, most = -(-rows // plan.rows), -(-plan.programs // groups)
     programs = programs if dw is None else min(programs, most)
-    partials = empty_partials(programs, dw)
+    partials = empty_partials(call, programs, dw)
     tensors, numbers = (*read, rstd, dx, dgate, partials), (rows, spacing[1], spacing[0], *spacing[2:5])
-    launch(_gated_backward_kernel, (programs, groups), tensors, numbers, constants, warps=plan.warps)
+    call.launch(_gated_backward_kernel, (programs, groups), tensors, numbers, constants, warps=plan.warps)
     if partials is not None:
-        reduce_partials(partials, dw, None, programs, most, device)
+        reduce_partials(call, partials, dw, None, programs, most, device)

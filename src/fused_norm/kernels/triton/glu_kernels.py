@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import glu_plan
+from .call import Call
 from .devices import device_props
 from .language import round_to, store_tile
-from .launch import launch
-from .memory import INT32_LIMIT, as_strided_rows
+from .memory import INT32_LIMIT
 
 
 @triton.jit
@@ -174,6 +174,7 @@ def _glu_backward_kernel(
 
 
 def launch_glu(
+    call: Call,
     tensors: tuple[Tensor, Tensor | None, Tensor, *tuple[Tensor | None, ...]],
     activation: str,
     *,
@@ -190,7 +191,7 @@ def launch_glu(
     if size == 0:
         return
     kernel: Any = _glu_backward_kernel if backward else _glu_forward_kernel
-    arranged, spacing = as_strided_rows(*tensors)
+    arranged, spacing = call.as_strided_rows(*tensors)
     rows, grain = size // width, 0
     if all(t is None or step == t.shape[-1] == width for t, step in zip(arranged, spacing, strict=True)):
         grain = math.gcd(width, 16)
@@ -202,4 +203,4 @@ def launch_glu(
         tiles, numbers = -(-size // plan.block), (size // grain, *(0,) * (1 + len(spacing)))
     else:
         tiles, numbers = -(-rows // plan.rows) * -(-width // plan.block), (rows, width, *spacing)
-    launch(kernel, (tiles, 1), tuple(arranged), numbers, constants, warps=plan.warps, fuse=False)
+    call.launch(kernel, (tiles, 1), tuple(arranged), numbers, constants, warps=plan.warps, fuse=False)

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import TilePlan, lora_plan, padded_rank
+from .call import Call
 from .devices import device_props
 from .language import interpreted, round_to, rows_of
-from .launch import launch
-from .memory import as_strided_rows, is_long
+from .memory import is_long
 
 HIGHEST_RANK = 256
 """The rank up to which tiles fit into registers and shared memory."""
@@ -233,6 +233,7 @@ def _sum(partials_ptr, at, size, programs, BLOCK: tl.constexpr):
 
 
 def launch_narrow(
+    call: Call,
     x: Tensor,
     w: Tensor,
     strides: Strides,
@@ -247,17 +248,18 @@ def launch_narrow(
     ``copy`` [r, K] gets w, rounded to h's dtype. ``mask``: of x's shape, bool, contiguous. ``kept`` [..., K] gets x
     times the scale and the mask, in h's dtype.
     """
-    (_, arranged), (_, stride) = as_strided_rows(h, x)
+    (_, arranged), (_, stride) = call.as_strided_rows(h, x)
     rows, rank, width = h.shape[:-1].numel(), h.shape[-1], x.shape[-1]
     plan = lora_plan("narrow", rows, rank, h.element_size(), x.element_size(), device_props(h.device))
     tile = _tile(plan, rank, arranged, h) | {"COPIED": _COPIED}
     numbers = rows, width, rank, stride, *strides, _factor(scale)
-    launch(
+    call.launch(
         _narrow_kernel, (-(-rows // plan.rows), 1), (arranged, w, h, copy, mask, kept), numbers, tile, warps=plan.warps
     )
 
 
 def launch_widen(
+    call: Call,
     h: Tensor,
     w: Tensor,
     strides: Strides,
@@ -271,16 +273,17 @@ def launch_widen(
 
     ``copy`` [N, r] gets w, rounded to h's dtype. ``mask``: of y's shape, bool, contiguous.
     """
-    (_, arranged), (_, base_stride) = as_strided_rows(h, base)
+    (_, arranged), (_, base_stride) = call.as_strided_rows(h, base)
     rows, rank, width = h.shape[:-1].numel(), h.shape[-1], y.shape[-1]
     plan = lora_plan("widen", rows, rank, h.element_size(), device=device_props(h.device))
     tile = _tile(plan, rank, arranged, y, h) | {"COPIED": _COPIED}
     numbers = rows, width, rank, *strides, base_stride, _factor(scale)
     grid = -(-rows // plan.rows), -(-width // plan.block)
-    launch(_widen_kernel, grid, (h, w, arranged, y, copy, mask), numbers, tile, warps=plan.warps)
+    call.launch(_widen_kernel, grid, (h, w, arranged, y, copy, mask), numbers, tile, warps=plan.warps)
 
 
 def launch_weights(
+    call: Call,
     h: Tensor,
     of_b: tuple[Tensor, Tensor | None],
     of_a: tuple[Tensor, Tensor | None, Tensor | None],
@@ -295,7 +298,7 @@ def launch_weights(
     multiplied by it.
     """
     (dy, db), (x, dh, da) = of_b, of_a
-    arranged, (_, dy_stride, x_stride) = as_strided_rows(h, None if db is None else dy, None if da is None else x)
+    arranged, (_, dy_stride, x_stride) = call.as_strided_rows(h, None if db is None else dy, None if da is None else x)
     _, dy_rows, x_rows = arranged
     rows, rank = h.shape[:-1].numel(), h.shape[-1]
     width, inputs = 0 if db is None else len(db), 0 if da is None else da.shape[1]
@@ -305,15 +308,15 @@ def launch_weights(
     share = plan.rows * -(-rows // (parts * plan.rows))
     programs = -(-rows // share)
     db_partials, da_partials = (
-        None if dw is None else h.new_empty((programs, dw.numel()), dtype=torch.float32) for dw in (db, da)
+        None if dw is None else call.empty(h, (programs, dw.numel()), dtype=torch.float32) for dw in (db, da)
     )
     numbers = rows, share, width, inputs, rank, dy_stride, x_stride, _factor(scale), _factor(x_scale)
     read = h, dy_rows, db_partials, None if da is None else dh, x_rows, da_partials, None if da is None else mask
     tile = _tile(plan, rank, dy_rows, x_rows, h)
-    launch(_partials_kernel, (programs, blocks), read, numbers, tile, warps=plan.warps)
+    call.launch(_partials_kernel, (programs, blocks), read, numbers, tile, warps=plan.warps)
     grid = -(-width * rank // _SUMMED) + -(-inputs * rank // _SUMMED), 1
     tensors, sizes = (h, db_partials, db, da_partials, da), (programs, width, inputs, rank)
-    launch(_sum_kernel, grid, tensors, sizes, {"BLOCK": _SUMMED}, warps=4)
+    call.launch(_sum_kernel, grid, tensors, sizes, {"BLOCK": _SUMMED}, warps=4)
 
 
 def _tile(plan: TilePlan, rank: int, *tensors: Tensor | None) -> dict[str, int]:

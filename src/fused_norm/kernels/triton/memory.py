@@ -1,4 +1,4 @@
-"""Tensors as evenly spaced rows in memory: new ones, and existing ones brought into one order."""
+"""How tensors lie in memory, as rows and as heads, and the dtypes of results."""
 
 from __future__ import annotations
 
@@ -10,64 +10,6 @@ from torch import Tensor
 from ...spec import NormSpec
 
 INT32_LIMIT = 2**31
-
-
-def empty_rows_like(x: Tensor, dtype: torch.dtype | None = None, width: int | None = None) -> Tensor:
-    """An empty tensor of x's shape, dense and in x's memory order, with every row (the last dimension) contiguous.
-
-    ``dtype`` and ``width``, the length of a row, are x's own unless given.
-    """
-    shape = x.shape if width is None else (*x.shape[:-1], width)
-    if x.is_contiguous():
-        return x.new_empty(shape, dtype=dtype)
-    return empty_in_order(memory_order(x), shape, x.dtype if dtype is None else dtype, x.device)
-
-
-def empty_in_order(order: Sequence[int], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty dense tensor, its leading dimensions from the slowest to the fastest in memory as ``order`` has them."""
-    strides = [1] * len(shape)
-    step = shape[-1]
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-def empty_weight_like(weight: Tensor | None, needed: bool, dtype: torch.dtype | None = None) -> Tensor | None:
-    """A weight's gradient or copy, not yet written, contiguous; None if it is not needed or there is no weight.
-
-    ``dtype`` is the weight's own unless given.
-    """
-    return weight.new_empty(weight.shape, dtype=dtype) if needed and weight is not None else None
-
-
-def as_strided_rows(lead: Tensor, *others: Tensor | None) -> tuple[list[Tensor | None], tuple[int, ...]]:
-    """Arrange tensors as evenly spaced rows, counted in one order; also return their row strides, in elements.
-
-    All have the leading dimensions of ``lead``; the length of a row may differ. Rows are independent of each other, so
-    any order will do: it is the order of ``lead`` in memory, which makes transposed heads as good as contiguous ones. A
-    tensor whose rows are not evenly spaced in that order is copied; one from ``empty_rows_like(lead)`` never is.
-    """
-    tensors = (lead, *others)
-    if all(t is None or t.is_contiguous() for t in tensors):
-        return list(tensors), tuple([0 if t is None else t.shape[-1] for t in tensors])
-    order = memory_order(lead)
-    arranged: list[Tensor | None] = []
-    strides: list[int] = []
-    for tensor in tensors:
-        stride = 0 if tensor is None else _row_stride(tensor, order)
-        if tensor is not None and stride is None:
-            tensor = empty_rows_like(lead, tensor.dtype, tensor.shape[-1]).copy_(tensor)
-            stride = _row_stride(tensor, order)
-        assert stride is not None, "a dense tensor in the lead's memory order has evenly spaced rows"
-        arranged.append(tensor)
-        strides.append(stride)
-    return arranged, tuple(strides)
-
-
-def contiguous(weight: Tensor | None) -> Tensor | None:
-    """The weight, copied if its elements do not follow each other."""
-    return weight if weight is None or weight.is_contiguous() else weight.contiguous()
 
 
 def bytes_of(*tensors: Tensor | None) -> int:
@@ -127,7 +69,7 @@ def is_long(tensors: Sequence[Tensor]) -> bool:
     return any(extent >= INT32_LIMIT for extent in extents)
 
 
-def _row_stride(tensor: Tensor, order: list[int]) -> int | None:
+def row_stride(tensor: Tensor, order: list[int]) -> int | None:
     """Elements from one row to the next when rows are counted in ``order``, or None if that is not one number."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         return None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import WIDEST_SANDWICH_BACKWARD, backward_plan
+from .call import Call
 from .devices import device_props
 from .language import (
     TRITON_DTYPES,
@@ -28,8 +29,7 @@ from .language import (
     rows_of,
     store_tile,
 )
-from .launch import launch
-from .memory import INT32_LIMIT, as_strided_rows, bytes_of, contiguous, empty_rows_like, norm_dtype
+from .memory import INT32_LIMIT, bytes_of, norm_dtype
 from .weight_grad import empty_partials, reduce_partials
 
 MOST_CONSUMERS = 6
@@ -289,28 +289,28 @@ class NormGradients(NamedTuple):
     dw_inner: Tensor | None = None  # [N], contiguous
 
 
-def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
+def launch_norm_backward(call: Call, spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
     """Write the ``gradients`` that are not None."""
     dx, dr, dw, dw_inner = gradients
     size, width, inner = saved.s.numel(), saved.s.shape[-1], saved.x is not None
     if size == 0:
         for gradient in (dw_inner, dw):
             if gradient is not None:
-                gradient.zero_()
+                call.zero(gradient)
         return
     if inner and width > WIDEST_SANDWICH_BACKWARD:
-        _launch_one_norm_at_a_time(spec, saved, gradients)
+        _launch_one_norm_at_a_time(call, spec, saved, gradients)
         return
     rows, device = size // width, device_props(saved.s.device)
     dy, *more = saved.dy if isinstance(saved.dy, tuple) else (saved.dy,)
     if more and not all(t.is_contiguous() for t in (saved.s, dy, *more)):  # the kernel has one row stride for all of dy
-        dy, *more = [empty_rows_like(saved.s, t.dtype).copy_(t) for t in (dy, *more)]
-    arranged, spacing = as_strided_rows(
+        dy, *more = [call.copied_like(saved.s, t) for t in (dy, *more)]
+    arranged, spacing = call.as_strided_rows(
         saved.s, dy, saved.ds, saved.x, dx, dr, saved.s_scale, saved.rstd, saved.inner_rstd
     )
     s, dy, ds, x, dx, dr, s_scale, rstd, inner_rstd = arranged  # type: ignore[assignment]
     dys = dy, *more, *[None] * (MOST_CONSUMERS - 1 - len(more))
-    weight, inner_weight = contiguous(saved.weight), contiguous(saved.inner_weight)
+    weight, inner_weight = call.contiguous(saved.weight), call.contiguous(saved.inner_weight)
     read = *dys, ds, s, x, inner_weight, weight
     # Scales of codes are one more tensor in flight, as a residual's gradient is.
     section = "norm_backward" if ds is None and s_scale is None else "add_backward"
@@ -319,7 +319,7 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     programs, most = -(-rows // plan.rows), -(-plan.programs // blocks)
     first, second = (dw, None) if dw_inner is None else (dw_inner, dw)
     programs = programs if first is None else min(programs, most)
-    partials = empty_partials(programs, first, second)
+    partials = empty_partials(call, programs, first, second)
     constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "STAGES": plan.stages}
     constants |= {"OVERLAPS": partials is not None and device.overlaps, "INT64": rows * max(spacing) >= INT32_LIMIT}
     constants["SPEC"] = spec.without_eps()
@@ -331,36 +331,36 @@ def launch_norm_backward(spec: NormSpec, saved: NormSaved, gradients: NormGradie
     tensors: tuple[Tensor | None, ...]
     numbers: tuple[float | None, ...]
     if plan.chunked:
-        correction = saved.s.new_empty((rows,), dtype=torch.float32)
+        correction = call.empty(saved.s, (rows,), dtype=torch.float32)
         if dx is not None or dr is not None:
             tensors, numbers = (*dys, s, weight, rstd, correction), (rows, strides[0], strides[2])
             # With gradients in two dtypes the larger block spills.
             block = (4 if len({grad.dtype for grad in (dy, *more)}) == 1 else 2) * plan.block
             wider = {name: constants[name] for name in ("N", "SPEC", "DY_DTYPE")} | {"BLOCK": block}
-            launch(_backward_correction_kernel, (rows, 1), tensors, numbers, wider, warps=plan.warps)
+            call.launch(_backward_correction_kernel, (rows, 1), tensors, numbers, wider, warps=plan.warps)
         tensors = *dys, ds, s, weight, rstd, correction, dx, dr, partials
         numbers = rows, *strides[:3], *strides[5:], scale
         grid = blocks, min(programs, _GRID_LIMIT)
-        launch(_backward_columns_kernel, grid, tensors, numbers, constants, warps=plan.warps)
+        call.launch(_backward_columns_kernel, grid, tensors, numbers, constants, warps=plan.warps)
     else:
         constants |= {"TAIL": plan.tail, "RELOAD": plan.reload or s_scale is not None}
         constants |= {"HAS_DW_INNER": dw_inner is not None, "HAS_DW": dw is not None}
         tensors = *dys, ds, s, s_scale, x, inner_weight, weight, inner_rstd, rstd, dx, dr, partials
-        launch(_backward_kernel, (programs, 1), tensors, (rows, *strides, scale), constants, warps=plan.warps)
+        call.launch(_backward_kernel, (programs, 1), tensors, (rows, *strides, scale), constants, warps=plan.warps)
     if partials is not None:
-        reduce_partials(partials, first, second, programs, most, device)
+        reduce_partials(call, partials, first, second, programs, most, device)
 
 
-def _launch_one_norm_at_a_time(spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
+def _launch_one_norm_at_a_time(call: Call, spec: NormSpec, saved: NormSaved, gradients: NormGradients) -> None:
     """The backward of a norm, an add and a norm whose rows are too wide to be held; ``g`` is the gradient of s."""
     dx, dr, dw, dw_inner = gradients
     g = None
     if dx is not None or dw_inner is not None:
-        g = dr if dr is not None and dr.dtype == saved.s.dtype else empty_rows_like(saved.s)
+        g = dr if dr is not None and dr.dtype == saved.s.dtype else call.empty_rows_like(saved.s)
     second = NormSaved(saved.dy, saved.ds, saved.s, saved.weight, saved.rstd)
-    launch_norm_backward(spec, second, NormGradients(None if g is dr else g, dr, dw))
+    launch_norm_backward(call, spec, second, NormGradients(None if g is dr else g, dr, dw))
     if g is not None:
         assert saved.x is not None
         assert saved.inner_rstd is not None
         first = NormSaved(g, None, saved.x, saved.inner_weight, saved.inner_rstd)
-        launch_norm_backward(spec, first, NormGradients(dx, None, dw_inner))
+        launch_norm_backward(call, spec, first, NormGradients(dx, None, dw_inner))

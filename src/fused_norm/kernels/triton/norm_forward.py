@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...spec import NormSpec
 from ..plans import WIDEST_SANDWICH_FORWARD, Mode, forward_plan, tile_plan
+from .call import Call
 from .devices import device_props
 from .language import (
     columns_of,
@@ -29,17 +30,8 @@ from .language import (
     square,
     store_tile,
 )
-from .launch import launch
-from .memory import (
-    INT32_LIMIT,
-    as_strided_rows,
-    contiguous,
-    empty_rows_like,
-    empty_weight_like,
-    norm_dtype,
-    out_dtype,
-    promoted,
-)
+from .memory import INT32_LIMIT, norm_dtype, out_dtype, promoted
+from .torch_calls import Sum
 
 
 @triton.jit
@@ -259,34 +251,38 @@ class NormOutputs(NamedTuple):
     narrow: Tensor | None = None  # x's shape: y in narrow_dtype
 
 
-def empty_norm(spec: NormSpec, inputs: NormInputs, training: bool, copied: Sequence[str] = ()) -> NormOutputs:
+def empty_norm(
+    call: Call, spec: NormSpec, inputs: NormInputs, training: bool, copied: Sequence[str] = ()
+) -> NormOutputs:
     """The outputs of a forward, not yet written; those that only a backward reads are there if ``training``.
 
     ``copied``: the weights, ``inner_weight`` and ``weight``, that are to be copied for the backward.
     """
     x, residual = inputs.x, inputs.residual
     branch_dtype = norm_dtype(spec, x.dtype, inputs.inner_weight) if inputs.inner else x.dtype
-    s = None if residual is None else empty_rows_like(x, promoted(residual.dtype, branch_dtype))
+    s = None if residual is None else call.empty_rows_like(x, promoted(residual.dtype, branch_dtype))
     needed = training and inputs.inner, training and inputs.normed
-    rstds = [empty_rows_like(x, torch.float32, width=1) if is_needed else None for is_needed in needed]
+    rstds = [call.empty_rows_like(x, torch.float32, width=1) if is_needed else None for is_needed in needed]
     y_dtype = out_dtype(norm_dtype(spec, branch_dtype if s is None else s.dtype, inputs.weight), inputs.dtype)
-    copies = [empty_weight_like(getattr(inputs, name), name in copied) for name in ("inner_weight", "weight")]
-    y = empty_rows_like(x, y_dtype) if inputs.normed else None
-    narrow = None if inputs.narrow_dtype is None else empty_rows_like(x, inputs.narrow_dtype)
+    copies = [call.empty_weight_like(getattr(inputs, name), name in copied) for name in ("inner_weight", "weight")]
+    y = call.empty_rows_like(x, y_dtype) if inputs.normed else None
+    narrow = None if inputs.narrow_dtype is None else call.empty_rows_like(x, inputs.narrow_dtype)
     return NormOutputs(y, s, *rstds, *copies)._replace(narrow=narrow)
 
 
-def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs, mode: Mode | None = None) -> None:
+def launch_norm_forward(
+    call: Call, spec: NormSpec, inputs: NormInputs, outputs: NormOutputs, mode: Mode | None = None
+) -> None:
     """Write the ``outputs`` of ``empty_norm``, in the best mode or, of one norm, in ``mode``."""
     x, weight, residual, scale, inner, inner_weight, *_ = inputs
     size, width = x.numel(), x.shape[-1]
     if size == 0:
         return
     if inner and width > WIDEST_SANDWICH_FORWARD:
-        _launch_one_norm_at_a_time(spec, inputs, outputs)
+        _launch_one_norm_at_a_time(call, spec, inputs, outputs)
         return
     rows = size // width
-    arranged, strides = as_strided_rows(x, residual, outputs.y, outputs.s, outputs.narrow)
+    arranged, strides = call.as_strided_rows(x, residual, outputs.y, outputs.s, outputs.narrow)
     x, residual, y, s, narrow = arranged  # type: ignore[assignment]
     strides = strides[:-1]  # the last is that of y
     long = rows * max(strides) >= INT32_LIMIT
@@ -300,34 +296,38 @@ def launch_norm_forward(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs
     if plan.mode == "multi_wave_reload":
         if s is None:
             s, numbers = x, (*numbers[:4], strides[0], *numbers[5:])
-        read = x, residual, contiguous(weight), y, narrow, s, outputs.rstd, outputs.weight_copy
-        launch(_forward_chunked_kernel, (rows, 1), read, numbers, constants, warps=plan.warps, fuse=fuse)
+        read = x, residual, call.contiguous(weight), y, narrow, s, outputs.rstd, outputs.weight_copy
+        call.launch(_forward_chunked_kernel, (rows, 1), read, numbers, constants, warps=plan.warps, fuse=fuse)
         return
     persistent = plan.mode == "static_persistent"
     constants |= {"ROWS": plan.rows, "PERSISTENT": persistent, "INT64": long, "INNER": inner}
     tiles = -(-rows // plan.rows)
     grid = min(tiles, plan.programs) if persistent else tiles, 1
-    weights, rstds = (contiguous(inner_weight), contiguous(weight)), (outputs.inner_rstd, outputs.rstd)
+    weights, rstds = (call.contiguous(inner_weight), call.contiguous(weight)), (outputs.inner_rstd, outputs.rstd)
     tensors = x, residual, *weights, y, narrow, s, *rstds, outputs.inner_weight_copy, outputs.weight_copy
-    launch(_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=fuse)
+    call.launch(_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=fuse)
 
 
-def _launch_one_norm_at_a_time(spec: NormSpec, inputs: NormInputs, outputs: NormOutputs) -> None:
+def _launch_one_norm_at_a_time(call: Call, spec: NormSpec, inputs: NormInputs, outputs: NormOutputs) -> None:
     """A norm, an add and a norm of rows that are too wide for one kernel."""
     first = NormInputs(inputs.x, inputs.inner_weight)
-    branch = empty_norm(spec, first, False).y
+    branch = empty_norm(call, spec, first, False).y
     assert branch is not None
     assert inputs.residual is not None
     first_outputs = NormOutputs(branch, None, None, outputs.inner_rstd, weight_copy=outputs.inner_weight_copy)
-    launch_norm_forward(spec, first, first_outputs)
+    launch_norm_forward(call, spec, first, first_outputs)
     if inputs.normed:
         second = NormInputs(branch, inputs.weight, inputs.residual, narrow_dtype=inputs.narrow_dtype)
-        launch_norm_forward(spec, second, outputs._replace(inner_rstd=None, inner_weight_copy=None))
+        launch_norm_forward(call, spec, second, outputs._replace(inner_rstd=None, inner_weight_copy=None))
     else:
-        torch.add(inputs.residual, branch, out=outputs.s)
+        assert inputs.residual is not None
+        assert outputs.s is not None
+        call.perform(Sum(inputs.residual, branch, outputs.s))
 
 
-def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, y: Tensor) -> None:
+def launch_norm_from_rstd(
+    call: Call, spec: NormSpec, x: Tensor, weight: Tensor | None, rstd: Tensor, y: Tensor
+) -> None:
     """Write the norm of x to ``y``, from the rstd that its forward saved: no row is summed.
 
     The formula is the forward's, element for element, so the bits do not depend on how a launch divides the work.
@@ -336,10 +336,10 @@ def launch_norm_from_rstd(spec: NormSpec, x: Tensor, weight: Tensor | None, rstd
     if size == 0:
         return
     rows = size // width
-    (x, rstd, y), (x_stride, _, y_stride) = as_strided_rows(x, rstd, y)  # type: ignore[assignment]
-    weight = contiguous(weight)
+    (x, rstd, y), (x_stride, _, y_stride) = call.as_strided_rows(x, rstd, y)  # type: ignore[assignment]
+    weight = call.contiguous(weight)
     long = rows * max(x_stride, y_stride) >= INT32_LIMIT
     plan = tile_plan("norm_from_rstd", width, device_props(x.device))
     grid, numbers = (-(-rows // plan.rows), -(-width // plan.block)), (rows, x_stride, y_stride)
     constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "INT64": long, "SPEC": spec.without_eps()}
-    launch(_from_rstd_kernel, grid, (x, weight, rstd, y), numbers, constants, warps=plan.warps)
+    call.launch(_from_rstd_kernel, grid, (x, weight, rstd, y), numbers, constants, warps=plan.warps)

@@ -12,19 +12,10 @@ from torch import Tensor
 
 from ...spec import NormSpec, RotaryLayout
 from ..plans import HeadsPlan, heads_backward_plan, heads_forward_plan
+from .call import Call
 from .devices import device_props
 from .language import TRITON_DTYPES
-from .launch import launch
-from .memory import (
-    angles_layout,
-    empty_rows_like,
-    heads_dim_of,
-    is_long,
-    memory_order,
-    norm_dtype,
-    out_dtype,
-    promoted,
-)
+from .memory import angles_layout, heads_dim_of, is_long, memory_order, norm_dtype, out_dtype, promoted
 from .qk_kernels import qk_backward_kernel, qk_forward_kernel
 from .weight_grad import reduce_partials
 
@@ -60,6 +51,7 @@ class _Layout(NamedTuple):
 
 
 def empty_heads(
+    call: Call,
     x: Tensor,
     dtype: torch.dtype,
     cos: Tensor | None,
@@ -74,14 +66,15 @@ def empty_heads(
     x, or of x itself without a norm.
     """
     if cos is None:
-        return empty_rows_like(x, out_dtype(dtype, narrow_dtype))
+        return call.empty_rows_like(x, out_dtype(dtype, narrow_dtype))
     dtype = out_dtype(dtype if single_rounding else promoted(dtype, cos.dtype), narrow_dtype)
     # Stock code concatenates what is rotated and what is not, or two halves, and the result of that is contiguous.
     concatenates = cos.shape[-1] != x.shape[-1] or layout == "deinterleaved"
-    return x.new_empty(x.shape, dtype=dtype) if concatenates else empty_rows_like(x, dtype)
+    return call.empty(x, x.shape, dtype=dtype) if concatenates else call.empty_rows_like(x, dtype)
 
 
 def launch_qk_forward(
+    call: Call,
     spec: NormSpec | None,
     inputs: QkTensors,
     outputs: Sides,
@@ -98,14 +91,14 @@ def launch_qk_forward(
     Without a ``spec`` they are rotated alone; then with ``single_rounding`` nothing but the result is rounded, and
     ``inverse`` turns the other way, with a single rounding. A ``layout`` other than ``half`` takes no norm.
     """
-    call = _Call(inputs, [(x,) for x in inputs[:2]], outputs, unsqueeze_dim, layout, angles_by_pair)
+    both = _Heads(call, inputs, [(x,) for x in inputs[:2]], outputs, unsqueeze_dim, layout, angles_by_pair)
     # Pairs of neighbours are loaded as halves are: two elements of a row, of those behind ``rotary`` too.
-    planned = call.rotary if layout == "half" else call.width
-    plan = heads_forward_plan(*call.heads, call.width, planned, device_props(inputs[0].device))
-    q_tiles, k_tiles = call.tiles(plan)
+    planned = both.rotary if layout == "half" else both.width
+    plan = heads_forward_plan(*both.heads, both.width, planned, device_props(inputs[0].device))
+    q_tiles, k_tiles = both.tiles(plan)
     if not q_tiles + k_tiles:
         return
-    numbers, constants = call.arguments(spec, plan, q_tiles)
+    numbers, constants = both.arguments(spec, plan, q_tiles)
     cos = inputs[4]
     for side, x, weight in zip("QK", inputs[:2], inputs[2:4], strict=True):
         normed = step = None  # the dtypes that normalised rows, and the products of their rotation, are rounded to
@@ -116,26 +109,26 @@ def launch_qk_forward(
                 step = TRITON_DTYPES[torch.float32 if single_rounding or inverse else promoted(dtype, cos.dtype)]
         constants |= {f"{side}_NORMED": normed, f"{side}_STEP": step}
     constants["INVERSE"] = inverse
-    ((q,), (k,)), grid = call.sides, (q_tiles + k_tiles, 1)
-    tensors = q, k, *call.shared, *outputs, *copies
-    launch(qk_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=not call.rotary)
+    ((q,), (k,)), grid = both.sides, (q_tiles + k_tiles, 1)
+    tensors = q, k, *both.shared, *outputs, *copies
+    call.launch(qk_forward_kernel, grid, tensors, numbers, constants, warps=plan.warps, fuse=not both.rotary)
 
 
 def launch_qk_backward(
-    spec: NormSpec, inputs: QkTensors, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
+    call: Call, spec: NormSpec, inputs: QkTensors, incoming: Sides, dx: Sides, dw: Sides, unsqueeze_dim: int
 ) -> None:
     """Write the gradients of q and k (``dx``, from ``empty_rows_like``) and of their weights (``dw``).
 
     An output that is None is skipped; a side without ``incoming`` gradient gets no gradient.
     """
-    call = _Call(inputs, list(zip(inputs[:2], incoming, strict=True)), dx, unsqueeze_dim)
-    (q, q_d), (k, k_d) = call.sides
+    both = _Heads(call, inputs, list(zip(inputs[:2], incoming, strict=True)), dx, unsqueeze_dim)
+    (q, q_d), (k, k_d) = both.sides
     cos, device = inputs[4], device_props(inputs[0].device)
-    loads = 2 if 0 < call.rotary < call.width else 1  # of d: partners are loaded by themselves
-    column_bytes = max(x.element_size() + loads * d.element_size() for x, d in call.sides if d is not None)
+    loads = 2 if 0 < both.rotary < both.width else 1  # of d: partners are loaded by themselves
+    column_bytes = max(x.element_size() + loads * d.element_size() for x, d in both.sides if d is not None)
     angle_bytes = 0 if cos is None else 2 * cos.element_size()
-    plan = heads_backward_plan(*call.heads, call.width, call.rotary, column_bytes, angle_bytes, device)
-    q_tiles, k_tiles = call.tiles(plan)
+    plan = heads_backward_plan(*both.heads, both.width, both.rotary, column_bytes, angle_bytes, device)
+    q_tiles, k_tiles = both.tiles(plan)
     q_programs, programs, shares = q_tiles, q_tiles + k_tiles, None
     if any(grad is not None for grad in dw):
         if programs > plan.programs:
@@ -143,18 +136,18 @@ def launch_qk_backward(
             most = plan.programs - min(1, k_tiles)
             q_programs = min(max(round(plan.programs * q_tiles / programs), min(1, q_tiles)), most)
             programs = plan.programs
-        shares = inputs[0].new_empty((programs, call.width), dtype=torch.float32)
+        shares = call.empty(inputs[0], (programs, both.width), dtype=torch.float32)
     if programs:
-        numbers, constants = call.arguments(spec, plan, q_programs)
+        numbers, constants = both.arguments(spec, plan, q_programs)
         constants |= {"STAGES": plan.stages, "OVERLAPS": shares is not None and device.overlaps}
         constants |= {"Q_HAS_DW": dw[0] is not None, "K_HAS_DW": dw[1] is not None}
-        tensors = q, k, *call.shared, q_d, k_d, *dx, shares
-        launch(qk_backward_kernel, (programs, 1), tensors, numbers, constants, warps=plan.warps)
-    if shares is not None and call.width:
-        reduce_partials(shares, *dw, q_programs, plan.programs, device)
+        tensors = q, k, *both.shared, q_d, k_d, *dx, shares
+        call.launch(qk_backward_kernel, (programs, 1), tensors, numbers, constants, warps=plan.warps)
+    if shares is not None and both.width:
+        reduce_partials(call, shares, *dw, q_programs, plan.programs, device)
 
 
-class _Call:
+class _Heads:
     """The rows of both sides, the weights and the angles, copied if kernels cannot read them in place.
 
     ``read`` are a side's tensors, x first; one with a None has no rows. ``written`` is as evenly spaced as x is.
@@ -162,6 +155,7 @@ class _Call:
 
     def __init__(
         self,
+        call: Call,
         inputs: QkTensors,
         read: Sequence[Any],
         written: Sides,
@@ -173,9 +167,9 @@ class _Call:
         self._pairs = layout, angles_by_pair
         self.width, self.rotary = inputs[0].shape[-1], 0 if cos is None else cos.shape[-1]
         self._heads_dim = None if cos is None else heads_dim_of(cos, unsqueeze_dim)
-        self.shared = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in inputs[2:]]
+        self.shared = [x if x is None or x.stride(-1) == 1 else call.contiguous(x) for x in inputs[2:]]
         """Weights, cos and sin."""
-        arranged = [self._arranged(*side) for side in zip(read, written, strict=True)]
+        arranged = [self._arranged(call, *side) for side in zip(read, written, strict=True)]
         self.sides, self._layouts = [side for side, _ in arranged], [layout for _, layout in arranged]
         self.heads = [layout.heads for layout in self._layouts]
         self._strides = [step for layout in self._layouts for step in layout.strides]
@@ -186,15 +180,15 @@ class _Call:
             layout.long for layout in self._layouts
         )
 
-    def _arranged(self, read: tuple[Any, ...], written: Tensor | None) -> tuple[tuple[Any, ...], _Layout]:
+    def _arranged(self, call: Call, read: tuple[Any, ...], written: Tensor | None) -> tuple[tuple[Any, ...], _Layout]:
         if any(x is None for x in read):
             return read, _Layout(0, 1, 1, (0,) * 3 * (1 + len(read)), False)
         arranged: list[Tensor] = []
         for x in read:
             lead = arranged[0] if arranged else x
             fits = _layout((*arranged, x), self._heads_dim)
-            arranged.append(x if fits else empty_rows_like(lead, x.dtype).copy_(x))
-        outputs = empty_rows_like(arranged[0]) if written is None else written
+            arranged.append(x if fits else call.copied_like(lead, x))
+        outputs = call.empty_rows_like(arranged[0]) if written is None else written
         layout = _layout((*arranged, outputs), self._heads_dim)
         assert layout is not None, "a tensor without a layout was copied before"
         return tuple(arranged), layout

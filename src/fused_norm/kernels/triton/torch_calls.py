@@ -1,7 +1,4 @@
-"""Steps of a program that PyTorch computes between its launches: products of matrices, and casts.
-
-An interceptor takes them as it takes launches, so a recorded call repeats them in their places.
-"""
+"""Steps of a call that PyTorch computes between its launches: products of matrices, copies, sums and zeros."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from .launch import launches
 
 
 class Product(NamedTuple):
@@ -45,8 +40,8 @@ class Product(NamedTuple):
         return f"addmm({name_of(self.bias)}, {x}, {w}, out={y})", {"addmm": torch.addmm}
 
 
-class Cast(NamedTuple):
-    """``y = x`` in y's dtype; both have one shape."""
+class Copy(NamedTuple):
+    """``y = x`` in y's dtype and layout; both have one shape."""
 
     x: Tensor
     y: Tensor
@@ -60,12 +55,34 @@ class Cast(NamedTuple):
         return f"{name_of(self.y)}.copy_({name_of(self.x)})", {}
 
 
-TorchCall = Product | Cast
+class Sum(NamedTuple):
+    """``out = x + y``, all of one shape, as PyTorch adds."""
+
+    x: Tensor
+    y: Tensor
+    out: Tensor
+
+    def run(self) -> None:
+        """Compute it."""
+        torch.add(self.x, self.y, out=self.out)
+
+    def line(self, name_of: Callable[[Tensor], str]) -> tuple[str, dict[str, Any]]:
+        """The line that computes it, of tensors by their names, and the global names that the line has."""
+        return f"add({name_of(self.x)}, {name_of(self.y)}, out={name_of(self.out)})", {"add": torch.add}
 
 
-def perform(step: TorchCall) -> None:
-    """Compute a step, or hand it to an interceptor."""
-    if launches.interceptor is None:
-        step.run()
-    else:
-        launches.interceptor.launched(step)
+class Zero(NamedTuple):
+    """``x = 0``."""
+
+    x: Tensor
+
+    def run(self) -> None:
+        """Compute it."""
+        self.x.zero_()
+
+    def line(self, name_of: Callable[[Tensor], str]) -> tuple[str, dict[str, Any]]:
+        """The line that computes it, of tensors by their names, and the global names that the line has."""
+        return f"{name_of(self.x)}.zero_()", {}
+
+
+TorchCall = Product | Copy | Sum | Zero

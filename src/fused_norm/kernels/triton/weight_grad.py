@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import Device, next_power_of_2
+from .call import Call
 from .language import await_previous, round_to
-from .launch import launch
 
 _COLUMNS = 16
 """Columns that one program sums, over all partials at once."""
@@ -45,14 +45,14 @@ def _sum_part(partials_ptr, dw_ptr, start, end, col, N: tl.constexpr, ROWS: tl.c
     tl.store(dw_ptr + col, round_to(tl.sum(partials, axis=0), dw_ptr.dtype.element_ty), mask=col < N)
 
 
-def empty_partials(programs: int, *weight_grads: Tensor | None) -> Tensor | None:
+def empty_partials(call: Call, programs: int, *weight_grads: Tensor | None) -> Tensor | None:
     """The partials of that many programs for each gradient that is not None, not yet written; None if there is none."""
     grads = [dw for dw in weight_grads if dw is not None]
-    return grads[0].new_empty((len(grads) * programs, len(grads[0])), dtype=torch.float32) if grads else None
+    return call.empty(grads[0], (len(grads) * programs, len(grads[0])), dtype=torch.float32) if grads else None
 
 
 def reduce_partials(
-    partials: Tensor, first: Tensor | None, second: Tensor | None, split: int, most: int, device: Device
+    call: Call, partials: Tensor, first: Tensor | None, second: Tensor | None, split: int, most: int, device: Device
 ) -> None:
     """Write the sum of ``partials`` [P, N] to ``first`` [N], up to row ``split``, and that of the rest to ``second``.
 
@@ -63,4 +63,4 @@ def reduce_partials(
     grid = -(-width // _COLUMNS), 1 if second is None else 2
     constants = {"N": width, "ROWS": rows, "BLOCK": _COLUMNS, "OVERLAPS": device.overlaps}
     warps, tensors = device.warps(max(1, min(16, rows // 64))), (partials, first, second)
-    launch(_reduce_kernel, grid, tensors, (split, end), constants, warps=warps, overlaps=device.overlaps)
+    call.launch(_reduce_kernel, grid, tensors, (split, end), constants, warps=warps, overlaps=device.overlaps)
