@@ -4,7 +4,7 @@ The two need not agree to the last bit: on a GPU a sum is taken in another order
 differ, but whether the fused step is further from the truth than the stock step is.
 
 In 16 bits a cast in another place, a gradient that is cut off or an output that is .3 % too large is no further from
-it. ``convergence`` sees these: it compares each call with the stock modules, bit by bit.
+it. ``against_stock`` sees these: it compares each call with the stock modules, bit by bit.
 """
 
 from __future__ import annotations

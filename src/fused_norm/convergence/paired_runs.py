@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..check.against_stock import CallRecord, calls_of_step, compare
 from ..check.distances import share_different
+from ..check.fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
 from ..check.log_prob_losses import log_prob_outputs
 from ..check.reordered_norms import reordered_norms
 from ..kernels.operator import force_fused_in_graphs
 from ..kernels.triton.devices import use_plans
 from ..patcher import PatchReport, Site, apply_fused_norm
 from ..spec import KINDS, NORM_KINDS, FusedNormError
-from .call_checks import CallRecord, calls_of_step, compare
 from .comparison import (
     GRAPHS,
     LOG_PROBS,
@@ -38,7 +39,6 @@ from .comparison import (
     Comparison,
     options_for_feature,
 )
-from .fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
 from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
 from .plan import Plan
 from .report_claims import claims_not_kept

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..check.fused_calls import FusedCall, is_call_of
 from ..model_configs import FAMILIES
 from ..patcher import disabled
 from ..patcher.adapters import FusedAdapter
 from ..patcher.fused_block import FusedBlock
 from ..patcher.hooks import is_idle_dropout
 from ..patcher.patch_report import Site
-from .fused_calls import FusedCall, is_call_of
 from .model_source import layers_of
 
 _WIDE_OUTPUT = "a norm wrote float32 for its linears, which read 16 bits under autocast"

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..check.distances import share_different
+from ..check.fused_calls import FusedCall, watched_calls
 from ..kernels.plans import PlanTable, Rule
 from ..options import RecomputeLevel
 from ..patcher import apply_fused_norm, disabled
 from ..patcher.patch_report import PatchReport
-from .fused_calls import FusedCall, watched_calls
 from .held_memory import LEVELS, held_memory, levels_not_kept
 from .model_source import layers_of
 from .training import LossOf, own_loss, snapshot

@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from .call_checks import CallRecord
+from ..check.against_stock import CallRecord
 from .comparison import FROZEN_NORMS, PRECISIONS, Comparison
 from .training import RunRecord
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
-from ..check.distances import share_different
 from ..kernels.autocast import autocast_dtype
 from ..kernels.operator import Operator, Recompute
 from ..patcher.adapters import FusedAdapter
@@ -30,6 +29,7 @@ from ..patcher.lazy_logits import CrossEntropy
 from ..patcher.linear_inputs import tensors_of
 from ..patcher.losses import FusedHead
 from ..patcher.patch_report import Site
+from .distances import share_different
 
 _IN_FLOAT32 = "float32"
 """Stands among operators for a LoRA layer that multiplies in float32, which is left to PyTorch."""

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..check.distances import (
+from ..kernels.vocabulary_head import IGNORED
+from ..patcher import disabled
+from .distances import (
     TURNED_ROWS,
     apart_by_roundings,
     distance,
@@ -27,8 +29,6 @@ from ..check.distances import (
     share_far_in_worst_row,
     slope_error,
 )
-from ..kernels.vocabulary_head import IGNORED
-from ..patcher import disabled
 from .fused_calls import (
     CONVOLUTION_METHODS,
     FusedCall,
