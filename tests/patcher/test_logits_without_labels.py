@@ -762,6 +762,8 @@ def wrapped(rank: int, world: int) -> list[dict[str, Any]]:
                 fully_shard(unit, mesh=mesh, reshard_after_forward=True)
             fused_norm.apply_fused_norm(model, modules="lm_head", strict=False)
             trained: Any = model
+            beside: Any = build("llama", seed=0).train()
+            fused_norm.apply_fused_norm(beside, modules="lm_head")
         else:
             trained = DistributedDataParallel(model, static_graph=wrapper == "static")
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -777,6 +779,7 @@ def wrapped(rank: int, world: int) -> list[dict[str, Any]]:
                 losses.append(loss.item())
         is_fused = "linear_log_probs" in called
         results.append({"wrapper": wrapper, "losses": losses, "lazy": is_lazy, "fused": is_fused})
+    results[-1]["lazy beside"] = type(beside(input_ids=tokens()).logits) is not Tensor
     return results
 
 
@@ -789,6 +792,7 @@ def test_two_ranks_train_as_stock_and_fsdp2_gets_real_logits(tmp_path: Path) -> 
             "stock": False, "ddp": True, "static": True, "fsdp2": False
         }  # fmt: skip
         assert not results[-1]["lazy"]
+        assert results[-1]["lazy beside"]
 
 
 def test_a_compiled_function_of_them_has_one_graph_and_is_logged(
