@@ -24,35 +24,12 @@ from torch.utils.checkpoint import checkpoint
 import fused_norm
 from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import fused_norm_module
-from fused_norm.patcher.lazy_logits import Projection
 
 from ..conftest import HAS_GPU
-from .models import losses_of, relative, slow_but, tokens, trainer_of
+from .models import ScaledGradient, losses_of, pair, relative, slow_but, tokens, trainer_of
 from .ranks import called_operators, on_two_ranks
 
 Formula = Callable[[Tensor, Tensor], Tensor]
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that grows by one item whenever real logits are made."""
-    calls: list[str] = []
-    compute = Projection.compute
-
-    def noted(projection: Projection) -> Tensor:
-        calls.append("read")
-        return compute(projection)
-
-    monkeypatch.setattr(Projection, "compute", noted)
-    return calls
-
-
-def pair(device: str, name: Any = "llama", **options: Any) -> tuple[Any, Any]:
-    """A stock model, and its twin with a fused head alone: the interpreter takes time for the rest."""
-    own = build(name, seed=0, device=device, **options).train()
-    fused = copy.deepcopy(own)
-    fused_norm.apply_fused_norm(fused, modules="lm_head")
-    return own, fused
 
 
 def ids(model: Any) -> Tensor:
@@ -374,18 +351,6 @@ def with_a_constant_partition(model: Any) -> list[Any]:
     with torch.no_grad():
         partition = logits.logsumexp(-1)
     return gradients(model, (logits.gather(-1, ids(model)[..., None]).squeeze(-1) - partition).sin().sum())
-
-
-class ScaledGradient(torch.autograd.Function):
-    """A function of somebody's, which scales gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        return logits * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 0.1
 
 
 def written(model: Any, write: Callable[[Tensor], Any], *, scaled: bool = False, no_grad: bool = False) -> list[Any]:
