@@ -150,10 +150,9 @@ def name_of_format(fp8_format: str | FP8Format) -> str:
     Raises:
         ValueError: for anything that is not in ``FORMATS``.
     """
-    if isinstance(fp8_format, FP8Format):
-        fp8_format = next((name for name, other in FORMATS.items() if other == fp8_format), fp8_format)
-    if isinstance(fp8_format, str) and fp8_format in FORMATS:
-        return fp8_format
+    for name, known in FORMATS.items():
+        if fp8_format == (known if isinstance(fp8_format, FP8Format) else name):
+            return name
     raise ValueError(f"fp8_format must be one of {', '.join(FORMATS)}, not {fp8_format!r}")
 
 
@@ -484,19 +483,12 @@ def _dequantize_kernel(
     codes_stride, scale_stride, numbers_stride,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of codes; programs are tiles of rows along the first axis of the grid, blocks of columns along the
-    second."""
-    row = rows_of(tl.program_id(0), ROWS, INT64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Codes times scales; programs are tiles of rows along the grid's first axis, blocks of columns along the other."""
+    row, block = rows_of(tl.program_id(0), ROWS, INT64), tl.program_id(1)
+    col = block * BLOCK + tl.arange(0, BLOCK)
     live = (row < M)[:, None] & (col < N)[None, :]
-    memory, scales = (codes_ptr, codes_stride), (scale_ptr, scale_stride)
-    store_tile(
-        (numbers_ptr, numbers_stride),
-        row,
-        col,
-        live,
-        load_input(memory, scales, row, col, live, tl.program_id(1), M, N),
-    )
+    numbers = load_input((codes_ptr, codes_stride), (scale_ptr, scale_stride), row, col, live, block, M, N)
+    store_tile((numbers_ptr, numbers_stride), row, col, live, numbers)
 
 
 def launch_dequantize(call: Call, codes: Tensor, scale: Tensor, numbers: Tensor) -> None:
@@ -558,6 +550,7 @@ def launch_norm_fp8(call: Call, arguments: Sequence[Any], outputs: Sequence[Any]
 
 @lru_cache(maxsize=64)
 def _casts_to_fp8(device: torch.device) -> bool:
+    """Return whether Triton casts to E4M3: on NVIDIA's GPUs from capability 8.9 on; it is not known to elsewhere."""
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
         return True
     if not torch.compiler.is_compiling():
@@ -594,13 +587,8 @@ class NormFP8(Operator):
         x, codes = arguments[0], arguments[3]
         if codes is not None and codes.dtype not in (FP8_DTYPE, torch.float8_e5m2):
             return Unsupported(f"the codes of x are {codes.dtype}")
-        if x.numel() == 0 or x.shape[-1] > WIDEST_FORWARD:
-            return Unsupported("no kernel takes rows of its width, or none at all")
-        return (
-            None
-            if x.device.type in ("cpu", "meta") or _casts_to_fp8(x.device)
-            else Unsupported("x is on a device that casts nothing to FP8")
-        )
+        casts = x.device.type in ("cpu", "meta") or _casts_to_fp8(x.device)
+        return None if casts and x.numel() > 0 and x.shape[-1] <= WIDEST_FORWARD else Unsupported("its rows are none of kernels")
 
     def reference(self, *arguments: Any) -> tuple[Any, ...]:
         x, residual, weight, codes, codes_scale, spec, scale, name = arguments
@@ -612,7 +600,7 @@ class NormFP8(Operator):
             s = total.contiguous()
         with torch.no_grad():
             q, scales = cast(y.detach(), FORMATS[name])
-            wide = total.detach().to(torch.promote_types(total.dtype, torch.float32))
+            wide = reference.widened(total.detach())
             rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps).to(torch.float32)
         return q, scales, _placeholder_of(y), s, rstd
 
@@ -663,11 +651,12 @@ def _check_codes(spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> Uns
     """Refuse codes, scales and a placeholder x that no norm can read."""
     if not codes.is_floating_point() or codes.dtype.itemsize != 1:
         return Unsupported(f"the codes of x must be FP8, not {codes.dtype}", TypeError)
-    if codes.dim() == 0 or codes.shape[-1] % input_group.value:
-        reason = f"the codes of x must have groups of {input_group.value}, not shape {tuple(codes.shape)}"
-    elif scale.shape != (*codes.shape[:-1], codes.shape[-1] // input_group.value) or scale.dtype not in KERNEL_DTYPES:
+    group = input_group.value
+    if codes.dim() == 0 or codes.shape[-1] % group:
+        reason = f"the codes of x must have groups of {group}, not shape {tuple(codes.shape)}"
+    elif scale.shape != (*codes.shape[:-1], codes.shape[-1] // group) or scale.dtype not in KERNEL_DTYPES:
         reason = (
-            f"the scales of x must be a number for each {input_group.value} columns of its codes, whose shape is"
+            f"the scales of x must be a number for each {group} columns of its codes, whose shape is"
             f" {tuple(codes.shape)}, not {tuple(scale.shape)} of {scale.dtype}"
         )
     elif x.shape != codes.shape or x.device != codes.device or scale.device != codes.device:
