@@ -588,11 +588,8 @@ class NormFP8(Operator):
         if codes is not None and codes.dtype not in (FP8_DTYPE, torch.float8_e5m2):
             return Unsupported(f"the codes of x are {codes.dtype}")
         casts = x.device.type in ("cpu", "meta") or _casts_to_fp8(x.device)
-        return (
-            None
-            if casts and x.numel() > 0 and x.shape[-1] <= WIDEST_FORWARD
-            else Unsupported("its rows are none of kernels")
-        )
+        fits = casts and x.numel() > 0 and x.shape[-1] <= WIDEST_FORWARD
+        return None if fits else Unsupported("its rows are none of kernels")
 
     def reference(self, *arguments: Any) -> tuple[Any, ...]:
         x, residual, weight, codes, codes_scale, spec, scale, name = arguments
