@@ -93,7 +93,7 @@ def test_all_that_can_be_measured_is_measured_for_everyone_and_rows_by_pattern_o
     assert len(calls[host]) == 1
     assert [[case.name for case in call.args[1]] for call in calls[trainers]] == [
         [case.name for case in trainers.CASES],
-        ["SFT Qwen3-0.6B lora 4x1024", "DPO tiny-llama lora padded 2x8"],
+        ["SFT Qwen3-0.6B lora 4x4096", "SFT Qwen3-0.6B lora 4x1024", "DPO tiny-llama lora padded 2x8"],
     ]
     assert {call.args[2] == [*trainers.DEFAULT] for call in calls[trainers]} == {True}
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ import triton
 from compiled_launches import TARGETS, Target, compiled, noted
 from numerics import GLU_ACTIVATIONS
 
-import fused_norm.kernels.fp8
 import fused_norm.kernels.linear_4bit  # noqa: F401 -- registers operators that no public function loads
+from fused_norm.kernels.fp8 import launch_dequantize
 from fused_norm.kernels.operator import OPERATORS, BackwardArguments, Operator
 from fused_norm.kernels.plans import TABLES
 from fused_norm.kernels.triton import devices
@@ -242,6 +243,11 @@ def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     codes, scales = torch.empty(256, width, dtype=torch.float8_e4m3fn), torch.empty(256, width // 16)
     for name in ("tensorwise", "rowwise", "block128", "mxfp8"):
         yield forward_backward("norm_fp8", name, x, None, w, codes, scales, 1.0, name)
+
+    def again(call: Call) -> None:
+        call.then(launch_dequantize, codes, scales, torch.empty(256, width))
+
+    yield "norm_fp8", "backward of codes", partial(Call.at_once, again)
 
 
 def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator[Called]:

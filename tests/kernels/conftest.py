@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import fused_norm.kernels.fp8  # noqa: F401 -- registers an operator that no other file loads
 from fused_norm.kernels import recording
 from fused_norm.kernels.operator import OPERATORS as ALL
 from fused_norm.kernels.plans import TABLES

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fused_norm.kernels.operator import Operator
 from fused_norm.patcher import recompute_linears
+from fused_norm.patcher.lazy_logits import Projection
 
 
 @pytest.fixture
@@ -65,3 +67,17 @@ def recomputed_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Operator, "results_of", noted)
     return names
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that grows by one item whenever logits are computed because somebody reads them."""
+    calls: list[str] = []
+    compute = Projection.compute
+
+    def noted(projection: Projection) -> Tensor:
+        calls.append("read")
+        return compute(projection)
+
+    monkeypatch.setattr(Projection, "compute", noted)
+    return calls

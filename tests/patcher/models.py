@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -235,3 +235,23 @@ def twins(config_or_type: Any, device: str, **kwargs) -> tuple[nn.Module, nn.Mod
     """Return a stock model and its fused copy."""
     stock = build(config_or_type, seed=0, device=device, **kwargs)
     return stock, fused_copy(stock)
+
+
+def pair(device: str, name: Any = "llama", **options: Any) -> tuple[Any, Any]:
+    """Return a stock model, and its twin with a fused head and loss alone: the interpreter takes time for the rest."""
+    own = build(name, seed=0, device=device, **options).train()
+    fused = copy.deepcopy(own)
+    fused_norm.apply_fused_norm(fused, modules="lm_head")
+    return own, fused
+
+
+class ScaledGradient(torch.autograd.Function):
+    """A function of somebody's, which scales gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0.1

@@ -22,7 +22,7 @@ import fused_norm
 from fused_norm.model_configs import build
 from fused_norm.patcher import fused_norm_module
 
-from .models import tokens
+from .models import ScaledGradient, tokens
 
 
 def batch(model: Any) -> Tensor:
@@ -42,18 +42,6 @@ def gradients(model: nn.Module, loss: Tensor, *leaves: Any) -> list[Any]:
     """The loss, and the gradients of it; None for a parameter without one."""
     loss.backward()
     return [loss.detach(), *(leaf.grad for leaf in leaves), *(parameter.grad for parameter in model.parameters())]
-
-
-class ScaledGradient(torch.autograd.Function):
-    """A function of somebody's, which scales gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        return logits * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 0.1
 
 
 def of_a_leaf(model: Any, make: Callable[[Tensor], Tensor], *, no_grad: bool = False) -> list[Any]:

@@ -24,35 +24,12 @@ from torch.utils.checkpoint import checkpoint
 import fused_norm
 from fused_norm.model_configs import build, tiny_config
 from fused_norm.patcher import fused_norm_module
-from fused_norm.patcher.lazy_logits import Projection
 
 from ..conftest import HAS_GPU
-from .models import losses_of, relative, slow_but, tokens, trainer_of
+from .models import ScaledGradient, losses_of, pair, relative, slow_but, tokens, trainer_of
 from .ranks import called_operators, on_two_ranks
 
 Formula = Callable[[Tensor, Tensor], Tensor]
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that grows by one item whenever real logits are made."""
-    calls: list[str] = []
-    compute = Projection.compute
-
-    def noted(projection: Projection) -> Tensor:
-        calls.append("read")
-        return compute(projection)
-
-    monkeypatch.setattr(Projection, "compute", noted)
-    return calls
-
-
-def pair(device: str, name: Any = "llama", **options: Any) -> tuple[Any, Any]:
-    """A stock model, and its twin with a fused head alone: the interpreter takes time for the rest."""
-    own = build(name, seed=0, device=device, **options).train()
-    fused = copy.deepcopy(own)
-    fused_norm.apply_fused_norm(fused, modules="lm_head")
-    return own, fused
 
 
 def ids(model: Any) -> Tensor:
@@ -374,18 +351,6 @@ def with_a_constant_partition(model: Any) -> list[Any]:
     with torch.no_grad():
         partition = logits.logsumexp(-1)
     return gradients(model, (logits.gather(-1, ids(model)[..., None]).squeeze(-1) - partition).sin().sum())
-
-
-class ScaledGradient(torch.autograd.Function):
-    """A function of somebody's, which scales gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        return logits * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 0.1
 
 
 def written(model: Any, write: Callable[[Tensor], Any], *, scaled: bool = False, no_grad: bool = False) -> list[Any]:
@@ -762,6 +727,8 @@ def wrapped(rank: int, world: int) -> list[dict[str, Any]]:
                 fully_shard(unit, mesh=mesh, reshard_after_forward=True)
             fused_norm.apply_fused_norm(model, modules="lm_head", strict=False)
             trained: Any = model
+            beside: Any = build("llama", seed=0).train()
+            fused_norm.apply_fused_norm(beside, modules="lm_head")
         else:
             trained = DistributedDataParallel(model, static_graph=wrapper == "static")
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -777,6 +744,7 @@ def wrapped(rank: int, world: int) -> list[dict[str, Any]]:
                 losses.append(loss.item())
         is_fused = "linear_log_probs" in called
         results.append({"wrapper": wrapper, "losses": losses, "lazy": is_lazy, "fused": is_fused})
+    results[-1]["lazy beside"] = type(beside(input_ids=tokens()).logits) is not Tensor
     return results
 
 
@@ -789,6 +757,7 @@ def test_two_ranks_train_as_stock_and_fsdp2_gets_real_logits(tmp_path: Path) -> 
             "stock": False, "ddp": True, "static": True, "fsdp2": False
         }  # fmt: skip
         assert not results[-1]["lazy"]
+        assert results[-1]["lazy beside"]
 
 
 def test_a_compiled_function_of_them_has_one_graph_and_is_logged(

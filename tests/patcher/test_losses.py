@@ -30,36 +30,24 @@ from transformers.models.llama import modeling_llama
 import fused_norm
 from fused_norm.check.against_float64 import check_step
 from fused_norm.model_configs import build, tiny_config
-from fused_norm.patcher.lazy_logits import CrossEntropy, Projection
+from fused_norm.patcher.lazy_logits import CrossEntropy
 
-from .models import Subclass, assert_gradients_near, gradients_of, losses_of, relative, slow_but, tokens, trainer_of
+from .models import (
+    Subclass,
+    assert_gradients_near,
+    gradients_of,
+    losses_of,
+    pair,
+    relative,
+    slow_but,
+    tokens,
+    trainer_of,
+)
 from .ranks import called_operators, on_two_ranks
 
 SOFTCAP = {"final_logit_softcapping": 3.0}
 MODELS: dict[str, dict[str, Any]] = {"qwen3": {}, "gemma2": SOFTCAP, "granite": {"logits_scaling": 4.0}}
 """Families, with the config of what they compute between head and loss."""
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that grows by one item whenever logits are computed because somebody reads them."""
-    calls: list[str] = []
-    compute = Projection.compute
-
-    def noted(projection: Projection) -> Tensor:
-        calls.append("read")
-        return compute(projection)
-
-    monkeypatch.setattr(Projection, "compute", noted)
-    return calls
-
-
-def pair(device: str, name: Any = "llama", **options: Any) -> tuple[Any, Any]:
-    """Return a stock model, and its twin with a fused head and loss alone: the interpreter takes time for the rest."""
-    own = build(name, seed=0, device=device, **options).train()
-    fused = copy.deepcopy(own)
-    fused_norm.apply_fused_norm(fused, modules="lm_head")
-    return own, fused
 
 
 def some_ignored(device: str, count: int = 4, length: int = 9) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+import fused_norm.kernels.fp8  # noqa: F401 -- registers an operator that no model calls
 from fused_norm.check import log_prob_losses
 from fused_norm.kernels.operator import OPERATORS, Recompute
 from fused_norm.kernels.switch import switch

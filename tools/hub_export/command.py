@@ -67,7 +67,7 @@ def export(folder: str | Path) -> Path:
         raise FileExistsError(f"{card} is there already, and was not written by an export: name another folder")
     build.mkdir(parents=True)
     package = build / "fused_norm"
-    shutil.copytree(_PACKAGE / "kernels", package / "kernels", ignore=shutil.ignore_patterns("fp8", "__pycache__"))
+    shutil.copytree(_PACKAGE / "kernels", package / "kernels", ignore=shutil.ignore_patterns("fp8.py", "__pycache__"))
     for name in _FILES:
         (package / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(_PACKAGE / name, package / name)

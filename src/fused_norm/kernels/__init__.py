@@ -1,9 +1,7 @@
 """The operators: fused Triton kernels, forward and backward, that any PyTorch code can call."""
 
-from . import fp8
 from .causal_conv1d import causal_conv1d
 from .experts import expert_bias, expert_gate, expert_permute, expert_unpermute
-from .fp8 import add_rms_norm_fp8, rms_norm_fp8
 from .gated_rms_norm import gated_rms_norm
 from .glu import glu
 from .linear_cross_entropy import linear_cross_entropy
@@ -17,13 +15,11 @@ __all__ = [
     "MODES",
     "LogProbs",
     "add_rms_norm",
-    "add_rms_norm_fp8",
     "causal_conv1d",
     "expert_bias",
     "expert_gate",
     "expert_permute",
     "expert_unpermute",
-    "fp8",
     "gated_rms_norm",
     "glu",
     "linear_cross_entropy",
@@ -34,6 +30,5 @@ __all__ = [
     "qk_norm",
     "qk_norm_rope",
     "rms_norm",
-    "rms_norm_fp8",
     "rope",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from .triton.call import Step
+from .triton.call import CallStep
 from .triton.devices import INTERPRETED
 from .triton.launch import Launch
 from .triton.memory import INT32_LIMIT
@@ -77,7 +77,7 @@ def generated_lines(
     inputs: Sequence[Tensor | None],
     arguments: Sequence[str],
     allocated: Sequence[Tensor],
-    steps: Sequence[tuple[Step, Any]],
+    steps: Sequence[tuple[CallStep, Any]],
     results: Any,
 ) -> tuple[list[str], dict[str, Any]]:
     """Lines that repeat a call, and their global names, to which the caller adds ``repeat``.

@@ -73,8 +73,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "forward": (
         Rule(512, 2048, 4, why="16 elements a lane, reductions inside a warp; 4096 elements are 1 to 3 % slower"),
         Rule(1024, 2048, 2),
-        Rule(5120, 2048, 4, why="8 warps at 2560 and 5120 wide: up to 3 % slower, FP8 15 % and more"),
-        Rule(8192, 2048, 8, why="16 warps are within 1 %, and 15 % slower if codes are written"),
+        Rule(5120, 2048, 4, why="8 warps at 2560 and 5120 wide: up to 3 % slower, of results in bytes 15 % and more"),
+        Rule(8192, 2048, 8, why="16 warps are within 1 %, and 15 % slower if bytes are written"),
         Rule(16384, 2048, 16),
         Rule(WIDEST_FORWARD, 2048, 32),
     ),
@@ -450,7 +450,6 @@ def conv_plan(channels: int, width: int, backward: bool = False, device: Device 
 
 TILES = {
     "norm_from_rstd": (2048, 2048),  # 16 elements a lane: no row is summed
-    "fp8_cast": (2048, 2048),  # as before
     "expert_gate": (1024, 256),  # narrow because experts are: of 768, 1408 and 2880 columns few lanes stay idle
     "expert_rows": (1024, 512),  # copies or sums the rows of each token's experts
     "expert_products": (1, 4096),  # a program sums over all columns of a row, in chunks

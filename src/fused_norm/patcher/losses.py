@@ -276,16 +276,27 @@ def _may_be_read_later(head: FusedHead, x: Tensor) -> bool:
     """Return whether logits of these hidden states are for training, and can be computed after the model's forward."""
     is_trained = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in head.parameters()))
     # A weight of torch.func.functional_call or FSDP1 is there for the call alone, and is no parameter.
-    is_kept = isinstance(head.weight, nn.Parameter) and not _is_sharded_by_fsdp2()
+    is_kept = isinstance(head.weight, nn.Parameter) and not _is_sharded_by_fsdp2(head)
     # In a CUDA graph the host cannot wait for the device.
     return is_trained and is_kept and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _is_sharded_by_fsdp2() -> bool:
-    """Return whether any module of this process is a unit of FSDP2, which may free weights once a forward returns."""
+def _is_sharded_by_fsdp2(head: nn.Module) -> bool:
+    """Return whether FSDP2 shards the weight of a head, and so may free it once a forward returns."""
     module = sys.modules.get("torch.distributed._composable_state")
-    states = getattr(module, "_module_state_mapping", {}).values()
-    return any(type(state()).__name__ == "FSDPState" for state in list(states))
+    states = [state() for state in getattr(module, "_module_state_mapping", {}).values()]
+    return any(_is_of_unit(head, state) for state in states if type(state).__name__ == "FSDPState")
+
+
+def _is_of_unit(head: nn.Module, state: Any) -> bool:
+    """Return whether a unit of FSDP2 has a head's weight, or cannot be asked."""
+    try:
+        # PyTorch 2.11 has one group of parameters in a unit.
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        infos = [parameter._module_info for group in groups if group is not None for parameter in group.fsdp_params]
+        return any(head is module for info in infos for module in (info.module, *info.shared_modules))
+    except AttributeError:
+        return True
 
 
 def why_functions_replaced() -> str | None:

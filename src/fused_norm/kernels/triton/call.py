@@ -12,7 +12,7 @@ from .launch import Launch
 from .memory import memory_order, row_stride
 from .torch_calls import Copy, TorchCall, Zero
 
-Step = Launch | TorchCall
+CallStep = Launch | TorchCall
 """What a call does to memory that it has allocated."""
 
 
@@ -31,7 +31,7 @@ class Call:
     def __init__(self) -> None:
         self.allocated: list[Tensor] = []
         self._launchers: list[tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]] = []
-        self._steps: list[Step] = []
+        self._steps: list[CallStep] = []
 
     @staticmethod
     def at_once(build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -45,7 +45,7 @@ class Call:
         """Note ``launcher(call, *arguments, **options)``; it runs with the call."""
         self._launchers.append((launcher, arguments, options))
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[CallStep]:
         """What the launchers launch, and what PyTorch computes between launches, in order."""
         assert not (self._steps and self._launchers), "only launchers launch"
         launchers, self._launchers = self._launchers, []
@@ -53,9 +53,9 @@ class Call:
             launcher(self, *arguments, **options)
         return self._steps
 
-    def run(self) -> list[tuple[Step, Any]]:
+    def run(self) -> list[tuple[CallStep, Any]]:
         """Take all steps, and return them with the kernels that were compiled for them."""
-        taken: list[tuple[Step, Any]] = []
+        taken: list[tuple[CallStep, Any]] = []
         for step in self.steps():  # a comprehension would be one more frame
             taken.append((step, step.run()))
         return taken

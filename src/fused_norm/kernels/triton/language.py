@@ -23,9 +23,6 @@ interpreted = tl.constexpr(INTERPRETED)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """The names of dtypes inside of kernels."""
 
-codes_group = tl.constexpr(16)
-"""Neighbours in a row that share a scale, if a norm reads FP8 codes."""
-
 
 @triton.jit
 def round_to(value, dtype: tl.constexpr):
@@ -142,7 +139,7 @@ def columns_of(BLOCK: tl.constexpr, dtype: tl.constexpr):
     """The column numbers of a tile whose rows are summed in ``dtype``; a lane holds 16 bytes of it side by side.
 
     By default the compiler gives a lane 16 bytes of the narrowest tensor. A row would then be added up in another
-    order if x or y is narrower than what is summed: in a norm with an add, or one that writes FP8.
+    order if x or y is narrower than what is summed: in a norm with an add, or one that writes single bytes.
     """
     return tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
 
@@ -152,40 +149,6 @@ def load_tile(memory, row, col, live):
     """Load the tile of rows ``row`` [ROWS] and columns ``col`` [columns] as fp32, zero where it is not live."""
     ptr, stride = memory
     return tl.load(ptr + row[:, None] * stride + col[None, :], mask=live, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def values_of(codes, dtype: tl.constexpr):
-    """The fp32 numbers of FP8 codes; Triton's interpreter, whose own cast knows no subnormal codes, sees fp16 ones."""
-    if interpreted:
-        code = codes.to(tl.uint8, bitcast=True).to(tl.int32)
-        bits = ((code & 0x80) << 8) | ((code & 0x7F) << (10 - dtype.fp_mantissa_width))
-        values = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 2.0 ** (15 - dtype.exponent_bias)
-        values = tl.where((code & 0x7F) == 0x7F, float("nan"), values)
-    else:
-        values = codes.to(tl.float32)
-    return values
-
-
-@triton.jit
-def load_input(memory, scales, row, col, live, block, M, N: tl.constexpr):
-    """A tile as ``load_tile`` gives it or, if there are ``scales``, of FP8 codes times scales.
-
-    ``block``: the number of the tile among those of its rows, from the left.
-    """
-    ptr, stride = memory
-    scale_ptr, scale_stride = scales
-    values = tl.load(ptr + row[:, None] * stride + col[None, :], mask=live, other=0.0)
-    if scale_ptr is None:
-        values = values.to(tl.float32)
-    else:
-        GROUPS: tl.constexpr = values.shape[1] // codes_group
-        group = block * GROUPS + tl.arange(0, GROUPS)
-        inside = (row < M)[:, None] & (group < N // codes_group)[None, :]
-        scale = tl.load(scale_ptr + row[:, None] * scale_stride + group[None, :], mask=inside, other=0.0)
-        grouped = tl.reshape(values_of(values, ptr.dtype.element_ty), [values.shape[0], GROUPS, codes_group])
-        values = tl.reshape(grouped * scale.to(tl.float32)[:, :, None], values.shape)
-    return values
 
 
 @triton.jit

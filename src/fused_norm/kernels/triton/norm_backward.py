@@ -23,7 +23,6 @@ from .language import (
     input_grad,
     let_next_begin,
     load_gamma,
-    load_input,
     load_tile,
     round_to,
     rows_of,
@@ -97,8 +96,7 @@ def _backward_kernel(
     dy_ptr,  # [M, N]
     dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr,  # [M, N] or None, all spaced as dy
     ds_ptr,  # [M, N] or None: what else flows into the sum
-    s_ptr,  # [M, N], or its FP8 codes
-    s_scale_ptr,  # [M, N / 16] if there are codes
+    s_ptr,  # [M, N]
     x_ptr,  # [M, N] if a norm comes before the add
     inner_ptr,  # [N] or None
     w_ptr,  # [N] or None
@@ -108,7 +106,7 @@ def _backward_kernel(
     dr_ptr,  # [M, N] or None
     partials_ptr,  # [1 or 2 times programs, N] fp32 or None: each program's partial dw_inner, then of dw
     M,
-    dy_stride, ds_stride, s_stride, s_scale_stride, x_stride, dx_stride, dr_stride,
+    dy_stride, ds_stride, s_stride, x_stride, dx_stride, dr_stride,
     scale,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TAIL: tl.constexpr,
     RELOAD: tl.constexpr, HAS_DW_INNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, INT64: tl.constexpr,
@@ -140,7 +138,7 @@ def _backward_kernel(
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = rows_of(tile, ROWS, INT64)
         live = in_row[None, :] if ONE_ROW else (row < M)[:, None] & in_row[None, :]
-        s = load_input((s_ptr, s_stride), (s_scale_ptr, s_scale_stride), row, col, live, 0, M, N)
+        s = load_tile((s_ptr, s_stride), row, col, live)
         dy = _load_dy(dys, dy_stride, row, col, live, DY_DTYPE)
         rstd = _load_rstd(rstd_ptr, row, M, ONE_ROW)
         if HAS_DW:
@@ -269,14 +267,13 @@ class NormSaved(NamedTuple):
 
     dy: Tensor | tuple[Tensor, ...]  # [..., N]; or those of up to MOST_CONSUMERS consumers, in the order of their sum
     ds: Tensor | None  # [..., N], what else flows into s
-    s: Tensor  # [..., N], the input of the norm, or its FP8 codes, at most plans.WIDEST_BACKWARD wide
+    s: Tensor  # [..., N], the input of the norm
     weight: Tensor | None  # [N]
     rstd: Tensor  # [..., 1] fp32
     x: Tensor | None = None  # [..., N], the input of the norm before the add
     inner_weight: Tensor | None = None  # [N], of that norm
     inner_rstd: Tensor | None = None  # [..., 1] fp32, of that norm
     scale: float = 1.0  # what the branch was multiplied by
-    s_scale: Tensor | None = None  # [..., N / 16] if s are codes; nothing but the norm's gradient flows into these
     round_before_add: bool = False  # round the norm's part of the gradient of s before ds is added: s is no new sum
 
 
@@ -305,15 +302,12 @@ def launch_norm_backward(call: Call, spec: NormSpec, saved: NormSaved, gradients
     dy, *more = saved.dy if isinstance(saved.dy, tuple) else (saved.dy,)
     if more and not all(t.is_contiguous() for t in (saved.s, dy, *more)):  # the kernel has one row stride for all of dy
         dy, *more = [call.copied_like(saved.s, t) for t in (dy, *more)]
-    arranged, spacing = call.as_strided_rows(
-        saved.s, dy, saved.ds, saved.x, dx, dr, saved.s_scale, saved.rstd, saved.inner_rstd
-    )
-    s, dy, ds, x, dx, dr, s_scale, rstd, inner_rstd = arranged  # type: ignore[assignment]
+    arranged, spacing = call.as_strided_rows(saved.s, dy, saved.ds, saved.x, dx, dr, saved.rstd, saved.inner_rstd)
+    s, dy, ds, x, dx, dr, rstd, inner_rstd = arranged  # type: ignore[assignment]
     dys = dy, *more, *[None] * (MOST_CONSUMERS - 1 - len(more))
     weight, inner_weight = call.contiguous(saved.weight), call.contiguous(saved.inner_weight)
     read = *dys, ds, s, x, inner_weight, weight
-    # Scales of codes are one more tensor in flight, as a residual's gradient is.
-    section = "norm_backward" if ds is None and s_scale is None else "add_backward"
+    section = "norm_backward" if ds is None else "add_backward"
     plan = backward_plan(width, bytes_of(*read), device, "sandwich_backward" if inner else section)
     blocks = -(-width // plan.columns) if plan.chunked else 1
     programs, most = -(-rows // plan.rows), -(-plan.programs // blocks)
@@ -325,8 +319,7 @@ def launch_norm_backward(call: Call, spec: NormSpec, saved: NormSaved, gradients
     constants["SPEC"] = spec.without_eps()
     constants["DY_DTYPE"] = TRITON_DTYPES[norm_dtype(spec, saved.s.dtype, weight)] if more else None
     constants["ROUND_BEFORE_ADD"] = TRITON_DTYPES[saved.s.dtype] if saved.round_before_add and ds is not None else None
-    scale_stride, x_stride = (spacing[6], None) if s_scale is not None else (None, spacing[3] if inner else None)
-    strides = *spacing[1:3], spacing[0], scale_stride, x_stride, *spacing[4:6]
+    strides = *spacing[1:3], spacing[0], spacing[3] if inner else None, *spacing[4:6]
     scale = None if saved.scale == 1.0 else float(saved.scale)
     tensors: tuple[Tensor | None, ...]
     numbers: tuple[float | None, ...]
@@ -339,13 +332,13 @@ def launch_norm_backward(call: Call, spec: NormSpec, saved: NormSaved, gradients
             wider = {name: constants[name] for name in ("N", "SPEC", "DY_DTYPE")} | {"BLOCK": block}
             call.launch(_backward_correction_kernel, (rows, 1), tensors, numbers, wider, warps=plan.warps)
         tensors = *dys, ds, s, weight, rstd, correction, dx, dr, partials
-        numbers = rows, *strides[:3], *strides[5:], scale
+        numbers = rows, *strides[:3], *strides[4:], scale
         grid = blocks, min(programs, _GRID_LIMIT)
         call.launch(_backward_columns_kernel, grid, tensors, numbers, constants, warps=plan.warps)
     else:
-        constants |= {"TAIL": plan.tail, "RELOAD": plan.reload or s_scale is not None}
+        constants |= {"TAIL": plan.tail, "RELOAD": plan.reload}
         constants |= {"HAS_DW_INNER": dw_inner is not None, "HAS_DW": dw is not None}
-        tensors = *dys, ds, s, s_scale, x, inner_weight, weight, inner_rstd, rstd, dx, dr, partials
+        tensors = *dys, ds, s, x, inner_weight, weight, inner_rstd, rstd, dx, dr, partials
         call.launch(_backward_kernel, (programs, 1), tensors, (rows, *strides, scale), constants, warps=plan.warps)
     if partials is not None:
         reduce_partials(call, partials, first, second, programs, most, device)
