@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from .results import Result, Results
+from .results import RefusedError, Result, Results
 from .samples import Timing, in_turns
 from .timing import Sampler, copy_sampler, own_stream
 
@@ -145,10 +145,6 @@ class BenchmarkRun:
             sampler = copy_sampler(int(row), self.device)
             timing = Timing.of([sampler.take() for _ in range(2 if self.quick else 10)], sampler.method)
         self.results.rows.append(Result("copy", row, "copy", bytes=int(row), timing=timing))
-
-
-class RefusedError(Exception):
-    """An implementation does not take a case, or a variant does not exist for a model or a step."""
 
 
 def attempt(result: Result, measure: Callable[[Result], Result]) -> Result:

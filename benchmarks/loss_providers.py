@@ -16,9 +16,9 @@ from torch.nn import functional
 from fused_norm import kernels
 from fused_norm.kernels.vocabulary_head import IGNORED
 
-from .benchmark_run import RefusedError
 from .loss_cases import CROSS_ENTROPY, LOG_PROBS, LossCase, LossInputs, capped
 from .providers import FUSED, Provider
+from .results import RefusedError
 
 LossFunction = Callable[[LossInputs], Tensor]
 LossCall = Callable[[LossInputs], tuple[Tensor, ...]]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fused_norm.check.distances import distance
-from fused_norm.convergence.model_source import quantise
 from fused_norm.kernels.vocabulary_head import IGNORED
+from fused_norm.model_configs.layers import quantise
 from fused_norm.patcher import apply_fused_norm, remove_fused_norm
 from fused_norm.spec import GatedNormSpec, NormSpec
 

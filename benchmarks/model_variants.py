@@ -20,9 +20,9 @@ from torch._inductor import compile_fx
 from fused_norm.patcher import PatchReport, apply_fused_norm, remove_fused_norm
 from fused_norm.spec import NormSpec
 
-from .benchmark_run import RefusedError
 from .model_steps import BenchmarkedModel, Generation, body_of
 from .providers import PROVIDERS, Norm, liger_norm, torch_norm
+from .results import RefusedError
 
 
 @dataclass(frozen=True)

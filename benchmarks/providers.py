@@ -18,8 +18,8 @@ from fused_norm import kernels
 from fused_norm.kernels import fp8
 from fused_norm.spec import NormSpec
 
-from .benchmark_run import RefusedError
 from .operator_cases import OPERATORS, OperatorCase, OperatorFunction, eager_parts, fused
+from .results import RefusedError
 
 Norm = Callable[[Tensor, Tensor], Tensor]
 """From x and w to y."""

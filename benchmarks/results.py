@@ -19,6 +19,10 @@ implementation does not take this case. ``failed``: it raised any other error.""
 _VALUES: dict[str, Any] = {"timing": Timing, "host": Timing, "ratio": PairedRatio}
 
 
+class RefusedError(Exception):
+    """An implementation does not take a case, or a variant does not exist for a model or a step."""
+
+
 @dataclass(frozen=True)
 class Result:
     """One thing that was measured: a cell of a table.

@@ -33,15 +33,13 @@ COMMANDS_AND_PLUGINS = (
 
 REASONS: dict[str, str] = {
     "fused_norm.check.against_float64.budget": "computes a bound whose luck no run shows",
+    "fused_norm.check.against_stock.CallRecord": "sets the numbers of a verdict one by one",
     "fused_norm.check.distances.distances": "measures what every verdict is made of, on numbers worked out by hand",
     "fused_norm.check.distances.share_different": "counts what a planted fault has changed",
     "fused_norm.check.distances.slope_errors": "measures what every verdict is made of, on numbers worked out by hand",
+    "fused_norm.check.fused_calls.sites_not_compiled": "reads graphs that no compiler makes on demand",
+    "fused_norm.check.fused_calls.sites_not_seen": ("is asked about sites without a call, which no model of tests has"),
     "fused_norm.check.log_prob_losses": "gets planted faults in what losses of log-probabilities are made of",
-    "fused_norm.convergence.call_checks.CallRecord": "sets the numbers of a verdict one by one",
-    "fused_norm.convergence.fused_calls.sites_not_compiled": "reads graphs that no compiler makes on demand",
-    "fused_norm.convergence.fused_calls.sites_not_seen": (
-        "is asked about sites without a call, which no model of tests has"
-    ),
     "fused_norm.convergence.plan.code_digest": "reads the code on disk, which a test does not change",
     "fused_norm.convergence.suite.PairedRuns": "is replaced by records, so that the command judges without training",
     "fused_norm.convergence.suite.fused_for": "is where faults are planted in the model that the command trains",

@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,15 @@ import pytest
 import fused_norm
 
 PACKAGE = Path(fused_norm.__file__).parent
+ROOT = Path(__file__).parents[1]
 MEASURING = ("check", "cli", "convergence")
 """Packages that only commands import."""
 PEERS = ("benchmarks", "liger_kernel", "matplotlib", "quack", "tools")
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Return the full names that a file imports anywhere."""
-    package = ("fused_norm", *path.relative_to(PACKAGE).parent.parts)
+def imported(path: Path, root: Path = PACKAGE.parent) -> Iterator[str]:
+    """Return the full names that a file of a package, which lies in ``root``, imports anywhere."""
+    package = path.relative_to(root).parent.parts
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -39,6 +41,19 @@ def test_what_everyone_imports_knows_neither_measurements_nor_peers():
         if any(f"{name}.".startswith(f"{package}.") for package in away)
     }
     assert imports == {("__main__.py", "fused_norm.cli.main")}
+
+
+@pytest.mark.parametrize("folder", ["src/fused_norm/check", "src/fused_norm/convergence", "benchmarks"])
+def test_modules_of_a_folder_import_in_one_direction(folder):
+    root, folder = (ROOT / "src" if folder.startswith("src/") else ROOT), ROOT / folder
+    package = ".".join(folder.relative_to(root).parts)
+    modules = {path.stem: set(imported(path, root)) for path in folder.glob("*.py")}
+    graph = {
+        name: {other for other in modules if any(f"{each}.".startswith(f"{package}.{other}.") for each in imports)}
+        for name, imports in modules.items()
+    }
+    assert any(graph.values())
+    assert TopologicalSorter(graph).prepare() is None  # raises CycleError, which names the circle
 
 
 def test_no_two_classes_or_types_have_one_name():
@@ -67,7 +82,7 @@ def test_the_version_is_that_of_what_is_installed(monkeypatch):
 
 def test_links_of_a_readme_are_addresses_of_the_repository_that_builds(tmp_path, monkeypatch):
     pytest.importorskip("hatchling")
-    spec = importlib.util.spec_from_file_location("hatch_build", Path(__file__).parents[1] / "hatch_build.py")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
     text = "![a\nchart](results/a.png) [how](docs/how.md#so) [here](#here) [there](https://example.org/x.md)\n"

@@ -7,12 +7,11 @@ import torch
 from torch.nn import functional
 
 from benchmarks import losses
-from benchmarks.benchmark_run import RefusedError
 from benchmarks.loss_cases import LossCase, float64_results, relative_errors
 from benchmarks.loss_providers import FLOORS, LOSS_PROVIDERS, with_backward
 from benchmarks.operator_cases import tolerance
 from benchmarks.providers import Provider
-from benchmarks.results import Results
+from benchmarks.results import RefusedError, Results
 
 from .tiny_cases import LOSS_CASES
 

@@ -8,10 +8,10 @@ import torch
 from torch._inductor import compile_fx
 
 from benchmarks import model_variants
-from benchmarks.benchmark_run import RefusedError
 from benchmarks.model_cases import ModelCase
 from benchmarks.model_steps import prepare, relative_error
 from benchmarks.model_variants import FLOAT8, OURS, VARIANTS, float8_linears_alone
+from benchmarks.results import RefusedError
 
 from ..conftest import HAS_GPU, slow
 from ..patcher.models import is_fused, snapshot

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from benchmarks import models
-from benchmarks.benchmark_run import RefusedError
 from benchmarks.model_cases import ModelCase
 from benchmarks.model_steps import ALLOWED_ERROR, BenchmarkedModel
 from benchmarks.model_variants import FEATURES, VARIANTS, Patched, float8_linears_alone
-from benchmarks.results import Results
+from benchmarks.results import RefusedError, Results
 from benchmarks.samples import PairedRatio
 
 from .tiny_cases import MODEL_CASES

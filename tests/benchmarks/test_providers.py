@@ -6,10 +6,10 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from benchmarks.benchmark_run import RefusedError
 from benchmarks.kernels import operator_calls, repeatable_backwards
 from benchmarks.operator_cases import OperatorCase, float64_results, tolerance, worst_error
 from benchmarks.providers import EVERY, PROVIDERS
+from benchmarks.results import RefusedError
 from benchmarks.timing import own_stream
 
 from ..conftest import slow

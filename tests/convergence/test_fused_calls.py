@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fused_norm.convergence.fused_calls import sites_not_compiled, sites_not_seen
+from fused_norm.check.fused_calls import sites_not_compiled, sites_not_seen
 from fused_norm.patcher import Site
 
 from ..patcher.models import EXPERTS_ARE_MLPS

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fused_norm.convergence.call_checks import CallRecord
+from fused_norm.check.against_stock import CallRecord
 from fused_norm.convergence.training import RunRecord
 from fused_norm.convergence.verdict import MEASURES, judge
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import peft
@@ -88,6 +90,33 @@ def test_every_level_has_the_bits_of_the_one_before_and_keeps_less(
     if (model_type, device) == ("qwen3", "cpu"):  # other attention keeps copies of what it reads
         assert counts[3] == LINEARS * layers
         assert kept[2] > kept[3]
+
+
+def bytes_held_by(forward: Callable[[], Tensor], device: str) -> int:
+    """Return the bytes that are allocated after a forward, whose result lives, and were not before it."""
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        before = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
+        _result = forward()
+        gc.collect()  # Triton's interpreter leaves cycles with tensors in them
+        after = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
+    events = profile.profiler.kineto_results.events()
+    return after - before if device == "cuda" else sum(it.nbytes() for it in events if it.name() == "[memory]")
+
+
+@pytest.mark.parametrize("lora", [None, slow(LORA)])
+def test_every_level_holds_fewer_bytes_than_the_one_before(lora: Any, device: str) -> None:
+    """What is recomputed is freed, whoever else might hold it."""
+    held = []
+    for level in LEVELS:
+        model = stock("llama", device, lora=lora)
+        fused_norm.apply_fused_norm(model, recompute=level)
+        for _ in range(2):  # what a first call keeps for later ones does not count
+            with torch.autocast(device, BF16):
+                nbytes = bytes_held_by(lambda model=model: loss_of(model, tokens(device)), device)
+        held.append(nbytes)
+    levels = held if device == "cpu" else held[:3]  # other attention keeps copies of what it reads
+    assert all(more > less > 0 for more, less in pairwise(levels)), held
 
 
 @pytest.mark.parametrize("rows", [6, slow(1)])

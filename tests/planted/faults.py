@@ -59,7 +59,8 @@ class Fault:
         where: what runs it: ``eager`` for single calls of operators, ``sites`` for whole models that run eagerly,
             ``consumers`` for a step of a model whose norms know their consumers, ``fp8`` for
             operators of FP8 codes, which no model calls, ``linear_log_probs`` for that operator, which ``log-probs``
-            calls, too, or the name of another execution of the suite.
+            calls, too, ``unit`` for unit tests, as no number shows the fault, or the name of another execution of the
+            suite.
     """
 
     name: str
@@ -277,6 +278,7 @@ def _in_operators() -> Iterator[Fault]:
     yield Fault("rms_norm-compiled-dw", in_compiled_backward(OPERATORS["rms_norm"]), "compile")
 
 
+UNIT = "unit"
 _PASSTHROUGH = FusedBlock, "fused_norm_passthrough"
 _IN_ANY_MODEL = ("rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "qk_norm", "rope", "glu")
 _ONE_ROW = falls_back(
@@ -291,9 +293,6 @@ _IN_MODELS: Mapping[str, tuple[tuple[Any, ...], ...]] = {
         ("fallback-one-row", _ONE_ROW),  # runs stock code for one sequence with gradients
         # The loss of a step with counted labels reads logits.
         ("fallback-counted", replaced_by(LossCall, "_loss", _loss_of_real_logits)),
-        # Norms write float32 for linears that read 16 bits.
-        ("consumers-wide", never_answers(linear_inputs, "_wide_consumers")),
-        ("attention-wide", never_answers(FusedBlock, "fused_norm_read_dtype")),  # queries are written in float32
         ("num-items-unheeded", _num_items_unheeded),  # the number of labels in a step is ignored
         ("left-stock", left_stock),  # one block has its stock class, and the report says fused
     ),
@@ -313,14 +312,7 @@ _IN_MODELS: Mapping[str, tuple[tuple[Any, ...], ...]] = {
     ),
     "recompute": (
         ("recomputed-size", replaced_by(Recompute, "outputs", _times_1_003)),  # what is recomputed is .3 % too large
-        # Attention silently keeps the outputs of its linears.
-        (
-            "recomputed-attention",
-            with_changed_table(recompute, "_CONSUMERS_OF_LINEARS", lambda right: right | {"attention": right["mlp"]}),
-        ),
         ("recomputed-one-layer", replaced_by(fused_classes, "call_recomputing", _not_in_the_first_layer)),  # keeps all
-        # Outputs that are recomputed are held as well.
-        ("recomputed-held", replaced_by(_Recomputable, "recipe_for_view", _held_for_ever)),
     ),
     "log-probs": (
         # Log-probabilities are those of the labels before.
@@ -334,7 +326,17 @@ _IN_MODELS: Mapping[str, tuple[tuple[Any, ...], ...]] = {
         # The log-probabilities of the reference are at the policy's temperature: if both are one model, the policy's.
         ("log-probs-reference", _in_log_probs("reference_log_probs", _at_the_temperature_of_the_policy)),
     ),
-    "lora-recompute": (
+    UNIT: (
+        # Norms write float32 for linears that read 16 bits.
+        ("consumers-wide", never_answers(linear_inputs, "_wide_consumers")),
+        ("attention-wide", never_answers(FusedBlock, "fused_norm_read_dtype")),  # queries are written in float32
+        # Attention silently keeps the outputs of its linears.
+        (
+            "recomputed-attention",
+            with_changed_table(recompute, "_CONSUMERS_OF_LINEARS", lambda right: right | {"attention": right["mlp"]}),
+        ),
+        # Outputs that are recomputed are held as well.
+        ("recomputed-held", replaced_by(_Recomputable, "recipe_for_view", _held_for_ever)),
         # Outputs of adapters are kept, silently.
         ("recomputed-adapters", with_changed_table(LinearOutputs, "_READ", lambda nodes: nodes | _OF_LORA)),
     ),

@@ -1,6 +1,7 @@
 """A planted fault changes what its operator computes while it is planted, and leaves nothing behind."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from fused_norm.kernels.fp8 import dequantize, rms_norm_fp8
 from fused_norm.kernels.operator import OPERATORS
 from fused_norm.model_configs import build
 
-from .faults import FAULTS
+from ..patcher import test_attention_functions, test_consumers, test_recompute_levels
+from .faults import FAULTS, UNIT
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +99,34 @@ def test_a_fault_in_log_probabilities_is_caught_beside_float64(name, log_probs_s
     assert planted is None or (planted.calls == 1 and planted.share > 0.01)
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
     assert (max(errors) > 0.1) == (name is not None), errors
+
+
+HOLDS_FEWER_BYTES = test_recompute_levels.test_every_level_holds_fewer_bytes_than_the_one_before
+UNIT_TESTS = {
+    "consumers-wide": (
+        test_consumers.test_linears_read_the_dtype_that_autocast_casts_to_unless_it_is_switched_off_or_removed
+    ),
+    "attention-wide": partial(
+        test_attention_functions.test_every_bit_is_that_of_q_and_k_in_their_own_dtype, "llama", "plain"
+    ),
+    "recomputed-attention": partial(HOLDS_FEWER_BYTES, None),
+    "recomputed-held": partial(HOLDS_FEWER_BYTES, None),
+    "recomputed-adapters": partial(HOLDS_FEWER_BYTES, test_recompute_levels.LORA),
+}
+"""The tests of what no number shows: a dtype that is cast again, bytes that are held."""
+QUICK = ("consumers-wide", "recomputed-held")
+
+
+def test_every_fault_that_no_number_shows_has_its_test():
+    assert UNIT_TESTS.keys() == {name for name, fault in FAULTS.items() if fault.where == UNIT}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in UNIT_TESTS]
+)
+def test_a_fault_that_no_number_shows_fails_the_test_that_holds_it(name, device):
+    if (name, device) == ("recomputed-attention", "cuda"):
+        pytest.skip("attention keeps copies of what it reads on a GPU")
+    with FAULTS[name].planted(torch.nn.Module()) as planted, pytest.raises(AssertionError):
+        UNIT_TESTS[name](device=device)
+    assert planted.calls > 0

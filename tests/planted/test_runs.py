@@ -35,7 +35,7 @@ EAGER = [name for name in faults_where("eager") if name not in (*CONSUMERS, OF_A
             pytest.param(*case, marks=pytest.mark.release)
             for case in (
                 ("llama", "fp32", "compile", faults_where("compile")),
-                ("llama", "mixed", "lora-recompute", faults_where("lora-recompute")),
+                ("llama", "mixed", "lora-recompute", ["recomputed-size"]),
                 ("llama", "mixed", "lora", faults_where("lora")),
                 ("llama", "mixed", "qlora-qv", faults_where("qlora-qv")),
             )

@@ -4,7 +4,7 @@ The two need not agree to the last bit: on a GPU a sum is taken in another order
 differ, but whether the fused step is further from the truth than the stock step is.
 
 In 16 bits a cast in another place, a gradient that is cut off or an output that is .3 % too large is no further from
-it. ``convergence`` sees these: it compares each call with the stock modules, bit by bit.
+it. ``against_stock`` sees these: it compares each call with the stock modules, bit by bit.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from ..kernels.vocabulary_head import IGNORED
 from ..patcher import FuseOptions, PatchReport, apply_fused_norm, remove_fused_norm
 from ..patcher.survey import survey
 from ..spec import FusedNormError
-from .distances import distance, distances, ratio, share_different
+from .distances import distance, distances, ratio
 from .log_prob_losses import log_prob_outputs
 from .model_copies import deep_copy
 from .reordered_norms import reordered_norms
+from .same_bits import other_bits
 
 SLACK = 0.25
 """The share by which the fused error may exceed the stock error, in a result with very many independent errors."""
@@ -362,12 +363,9 @@ def _check_replay(model: nn.Module, outputs_of: OutputsOf, options: FuseOptions)
             _step(model, outputs_of)
         before = copy.deepcopy(report.replays)
         replayed = _step(model, outputs_of)
-    repeated = [name for name, value in eager.items() if not share_different(again[name], value)]
-    return ReplayCheck(
-        why_not=report.why_not_replayed(before),
-        compared=len(repeated),
-        differing=tuple(name for name in repeated if share_different(replayed[name], eager[name])),
-    )
+    shares = other_bits(replayed, eager, again)
+    differing = tuple(name for name, share in shares.items() if share)
+    return ReplayCheck(why_not=report.why_not_replayed(before), compared=len(shares), differing=differing)
 
 
 def _checkable_dtype(

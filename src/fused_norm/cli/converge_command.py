@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..convergence.comparison import EXECUTIONS, FEATURES, GRAPHS, LORA, PRECISIONS, QLORA, Progress, by_baseline
+from ..convergence.comparison import EXECUTIONS, FEATURES, GRAPHS, LORA, PRECISIONS, QLORA, by_baseline
+from ..convergence.progress import Progress
 from ..convergence.tiers import TIERS
 from ..model_configs import FAMILIES
 from . import STOPPED

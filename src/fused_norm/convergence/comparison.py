@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..model_configs import FAMILIES
 from ..spec import KINDS, Kind
-
-if TYPE_CHECKING:
-    from .verdict import ComparisonResult
 
 
 @dataclass(frozen=True)
@@ -146,17 +143,6 @@ class Comparison:
     def baseline(self) -> Comparison:
         """The comparison whose stock and control runs this one shares with others."""
         return replace(self, feature="all", execution=FUSED_ALONE.get(self.execution, self.execution))
-
-
-class Progress:
-    """Is told of every run and every result while a plan runs; this one ignores them."""
-
-    def run(self, name: str) -> Callable[[int, float], object]:
-        """Called when a training run begins; returns what is to be called after each step with its index and loss."""
-        return lambda step, loss: None
-
-    def done(self, result: ComparisonResult, *, kept: bool) -> None:
-        """Called when a comparison has its result: from this run, or ``kept`` from an earlier one."""
 
 
 def options_for_feature(feature: str) -> dict[str, Any]:

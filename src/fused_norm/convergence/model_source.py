@@ -14,6 +14,7 @@ from torch import nn
 
 from .. import model_configs
 from ..check.against_float64 import dropouts_of
+from ..model_configs.layers import BLOCK_SIZE, quantise
 from ..patcher import apply_fused_norm
 from .comparison import (
     FROZEN_NORMS,
@@ -28,9 +29,6 @@ from .comparison import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_TOGETHER = 64
-"""Weights of 4 bits that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ class ModelSource:
         config: Any = copy.deepcopy(self.config)
         for name in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
             if size := getattr(config, name, None):
-                setattr(config, name, -(-size // _TOGETHER) * _TOGETHER)
-        share = _TOGETHER // math.gcd(_TOGETHER, config.num_attention_heads)
+                setattr(config, name, -(-size // BLOCK_SIZE) * BLOCK_SIZE)
+        share = BLOCK_SIZE // math.gcd(BLOCK_SIZE, config.num_attention_heads)
         if size := getattr(config, "head_dim", None):
             config.head_dim = -(-size // share) * share
         return replace(self, config=config)
@@ -148,33 +146,3 @@ def add_adapters(model: Any, comparison: Comparison) -> None:
     for parameter in () if is_quantised else model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen)
-
-
-def quantise(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Pack the linears of a model's layers, in place, into nf4 with double quantisation; all else is frozen, in fp32.
-
-    ``dtype``: of the linears' products.
-    """
-    from bitsandbytes.nn import Linear4bit, Params4bit
-    from peft import prepare_model_for_kbit_training
-
-    for layer in layers_of(model).values():
-        for path, linear in list(layer.named_modules()):
-            if type(linear) is nn.Linear:
-                weight, sizes = linear.weight, (linear.in_features, linear.out_features, linear.bias is not None)
-                # Without weights first: they are packed when they are moved to the device that they are on.
-                packed = Linear4bit(*sizes, dtype, device="meta")
-                packed.weight = Params4bit(weight.detach(), False, quant_type="nf4", blocksize=_TOGETHER, module=packed)
-                packed.bias = linear.bias
-                layer.set_submodule(path, packed.to(weight.device))
-    model.is_loaded_in_4bit = True
-    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-
-
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The members of the outermost ``ModuleList`` of each branch of ``model``, by path, in the order they run in."""
-    layers: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not path.startswith(tuple(f"{layer}." for layer in layers)):
-            layers |= {f"{path}.{name}".removeprefix("."): layer for name, layer in module.named_children()}
-    return layers

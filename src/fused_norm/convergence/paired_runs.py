@@ -18,14 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..check.against_stock import CallRecord, check_calls
 from ..check.distances import share_different
+from ..check.fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
+from ..check.layer_tensors import layer_tensors, snapshot
 from ..check.log_prob_losses import log_prob_outputs
 from ..check.reordered_norms import reordered_norms
+from ..check.same_bits import changed_bits, loss_of_read_logits, same_plans
 from ..kernels.operator import force_fused_in_graphs
 from ..kernels.triton.devices import use_plans
+from ..model_configs.layers import layers_of
 from ..patcher import PatchReport, Site, apply_fused_norm
 from ..spec import KINDS, NORM_KINDS, FusedNormError
-from .call_checks import CallRecord, calls_of_step, compare
 from .comparison import (
     GRAPHS,
     LOG_PROBS,
@@ -38,18 +42,8 @@ from .comparison import (
     Comparison,
     options_for_feature,
 )
-from .fused_calls import FusedCall, observed, sites_not_compiled, sites_not_seen
-from .model_source import ModelSource, add_adapters, layers_of, set_up_execution
+from .model_source import ModelSource, add_adapters, set_up_execution
 from .plan import Plan
-from .report_claims import claims_not_kept
-from .step_checks import (
-    changed_bits,
-    check_levels,
-    layer_tensors,
-    loss_of_read_logits,
-    other_dtypes,
-    same_plans,
-)
 from .tiers import TrainingOptions
 from .training import (
     LossOf,
@@ -57,7 +51,6 @@ from .training import (
     accelerator_for,
     masked_labels,
     own_loss,
-    snapshot,
     takes_number_of_labels,
     train,
     trained_parameters,
@@ -127,44 +120,36 @@ class PairedRuns:
         Run eagerly, also with adapters, its calls are held to the stock modules, and the step to one whose linears read
         one output of a norm; with masked labels, a step that reads logits is held to one whose head returns them. If
         an execution computes values a second time, the step is held to one that keeps them; with ``recompute`` at each
-        level, which has to hold fewer bytes than the one below. Training whose layers are replayed as CUDA graphs is
-        held to the same training whose layers are not. None for compiled code, which has no calls, and for losses
-        of log-probabilities, whose calls are those of ``eager``.
+        level. Training whose layers are replayed as CUDA graphs is held to the same training whose layers are not. None
+        for compiled code, which has no calls, and for losses of log-probabilities, whose calls are those of ``eager``.
 
         ``in_half``: a model in bf16 is checked in fp16 as well, in which it is not trained.
         """
         if self.comparison.execution == GRAPHS:
             return self.check_replays(fused)
         model, tokens, mixed = self.checked_model()
-        not_done: dict[str, list[str]] = {}
         if self.comparison.execution in SECOND_RUNS:
             calls: list[FusedCall] = []
+            changes: dict[str, Callable[[nn.Module], object]]
+            changes = {"": partial(set_up_execution, comparison=self.comparison, compile_backend="")}
+            if self.comparison.execution in RECOMPUTE:
+                options = options_for_feature(self.comparison.feature)
+                changes = {
+                    f", recompute={level!r}": partial(apply_fused_norm, recompute=level, **options)
+                    for level in (True, "mlp", "attention")
+                }
             with fused(model) as sites:
-                if self.comparison.execution in RECOMPUTE:
-                    options = options_for_feature(self.comparison.feature)
-                    bits, not_done = check_levels(model, tokens[:1], options, calls=calls, mixed=mixed)
-                else:
-                    set_up = partial(set_up_execution, comparison=self.comparison, compile_backend="")
-                    bits = changed_bits(model, tokens[:1], set_up, mixed=mixed, calls=calls)
-            return CallRecord(bits=bits, not_seen=sites_not_seen(sites, calls, may_be_idle=True), not_done=not_done)
+                bits = changed_bits(model, tokens[:1], changes, loss_of=own_loss, mixed=mixed, calls=calls)
+            return CallRecord(bits=bits, not_seen=sites_not_seen(sites, calls, may_be_idle=True))
         if self.comparison.execution in ("compile", LOG_PROBS):
             return None
         bits = self.check_bits(fused, consumers=False)  # all linears that read a norm read one output
         if self.comparison.execution == "loss":
             shares = self.check_bits(fused, loss_of_read_logits, loss=False)  # the head returns logits
             bits |= {f"{name}, of logits that are read": share for name, share in shares.items()}
-        record, not_seen = CallRecord(bits=bits), list[str]()
         in_half &= self.comparison.execution == "eager" and PRECISIONS[self.comparison.precision].weights == "bfloat16"
         with fused(model) as sites:
-            for where in ("", " (fp16)") if in_half else ("",):
-                calls = calls_of_step(model.half() if where else model, tokens, mixed=mixed)
-                compare(record, model, calls, mixed=mixed, where=where)
-                not_seen += sites_not_seen(sites, calls)
-                not_done |= claims_not_kept(model, sites, calls, tokens, mixed=mixed)
-            if self.comparison.execution in QLORA:
-                adapted = [site.path for site in sites if site.kind == "adapter"]
-                not_done |= other_dtypes(model, adapted, tokens[:1], mixed=mixed)
-        return replace(record, not_seen=tuple(dict.fromkeys(not_seen)), not_done=not_done)
+            return replace(check_calls(model, tokens, sites, mixed=mixed, in_half=in_half), bits=bits)
 
     def check_replays(self, fused: ModelChange) -> CallRecord:
         """Hold losses, first gradients and final weights of replayed training to the bits of eager training.
@@ -206,9 +191,8 @@ class PairedRuns:
             return {}
         apply_fused_norm(model, **options_for_feature(self.comparison.feature) | without)
         with contextlib.ExitStack() as stack, use_plans(same_plans(model)):
-            return changed_bits(
-                model, tokens[:1], lambda model: stack.enter_context(fused(model)), mixed=mixed, loss_of=loss_of
-            )
+            changes = {"": lambda model: stack.enter_context(fused(model))}
+            return changed_bits(model, tokens[:1], changes, loss_of=loss_of, mixed=mixed)
 
     def checked_model(self) -> tuple[nn.Module, Tensor, bool]:
         """The stock model at its initial weights, the tokens of its steps, and whether they run under autocast."""

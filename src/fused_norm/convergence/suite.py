@@ -21,12 +21,13 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
+from ..check.against_stock import CallRecord
 from ..spec import FusedNormError
-from .call_checks import CallRecord
-from .comparison import PRECISIONS, Comparison, Progress, by_baseline
+from .comparison import PRECISIONS, Comparison, by_baseline
 from .near_ties import noted_choices
 from .paired_runs import ModelChange, PairedRuns, fused_for
 from .plan import Plan
+from .progress import Progress
 from .training import RunRecord, RunTensors, record_run
 from .verdict import ComparisonResult
 

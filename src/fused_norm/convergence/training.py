@@ -23,7 +23,7 @@ from transformers import get_constant_schedule_with_warmup
 
 from ..check.distances import distances, ratio, slope_errors
 from ..kernels.vocabulary_head import IGNORED
-from .model_source import layers_of
+from ..model_configs.layers import layers_of
 from .tiers import TrainingOptions
 
 LossOf = Callable[..., Tensor]
@@ -324,9 +324,3 @@ def trained_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name.removeprefix("module."), parameter
-
-
-def snapshot(tensor: Tensor) -> Tensor:
-    """A copy on the CPU in fp32, of the whole of a sharded tensor; every process has to ask for it."""
-    whole = getattr(tensor, "full_tensor", lambda: tensor)()
-    return whole.detach().to("cpu", torch.float32, copy=True)

@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from .call_checks import CallRecord
+from ..check.against_stock import CALL_LIMITS, CallRecord
 from .comparison import FROZEN_NORMS, PRECISIONS, Comparison
 from .training import RunRecord
 
@@ -52,16 +52,16 @@ class Measure:
         head: of its column in tables, and of its row in charts.
         what: it is, in words.
         bar: what it may be, whatever the controls do; None for one that is held to the noise.
+        why: that bar, or that floor.
         floor: what is granted besides ``MULTIPLE`` times the noise, in roundings (half an eps) of the precision.
-        why: that much, or the bar.
     """
 
     name: str
     head: str
     what: str
     bar: float | None = None
-    floor: float = 0.0
     why: str = ""
+    floor: float = 0.0
 
 
 def _to_a_last_place(name: str, head: str, what: str) -> Measure:
@@ -69,66 +69,17 @@ def _to_a_last_place(name: str, head: str, what: str) -> Measure:
     return Measure(name, head, what, floor=2, why=why)
 
 
-_OUTPUTS = (
-    "Calls: sums in another order turn fewer than two roundings in a thousand (3.5 if an fp32 stream takes up a "
-    "16-bit branch), a cast in the wrong place one in four; a wrong row is far off in most places."
-)
-_GRADIENTS = (
-    "Gradients of calls: if nothing was wrong they were 2.4 last places off at most, and slopes took .6 of what "
-    "chance explains."
-)
+def _of_call(name: str) -> Measure:
+    return Measure(f"call_{name}", *CALL_LIMITS[name])
+
 
 # In the order in which a step computes them, which is that in which a divergence spreads.
 MEASURES: tuple[Measure, ...] = (
     Measure("first_losses", "first losses", f"largest relative gap of the first {FIRST_STEPS} losses"),
     _to_a_last_place("outputs", "layer", "output of a layer at the initial weights, relative distance"),
-    Measure(
-        "call_outputs",
-        "call",
-        "share of a fused call's outputs that are not the stock modules' on equal inputs",
-        bar=0.01,
-        why=_OUTPUTS,
-    ),
-    Measure("call_rows", "row of a call", "share of a fused call's worst row that is far off", bar=0.05, why=_OUTPUTS),
-    Measure(
-        "call_losses",
-        "call, loss",
-        "gap of the loss of a head's call, over what its roundings explain",
-        bar=1.0,
-        why="Losses of calls: a last place of the logit in one row of 64, and four of an fp32.",
-    ),
-    Measure("call_changes", "in place", "share of what a fused call was handed that it changed", bar=0.0),
-    Measure(
-        "call_bits",
-        "same bits",
-        "share of a parameter's gradient that is another if values of the forward are computed a second time, "
-        "linears that read a norm have an output of it each, logits are computed when they are read, or layers are "
-        "replayed as CUDA graphs, which must not change a loss or a weight either",
-        bar=0.0,
-    ),
+    *map(_of_call, ("outputs", "rows", "losses", "changes", "bits")),
     _to_a_last_place("output_gradients", "layer, grad", "gradient of a layer's output, relative distance"),
-    Measure(
-        "call_gradients",
-        "call, grad",
-        "gradient of a fused call, last places from the stock modules' on equal inputs",
-        bar=3.0,
-        why=_GRADIENTS,
-    ),
-    Measure(
-        "call_slopes",
-        "call, slope",
-        "slope of a fused call's gradient over the stock modules', off by as many chances",
-        bar=2.0,
-        why=_GRADIENTS,
-    ),
-    Measure(
-        "call_turned",
-        "call, turned",
-        "share of the gradients of a head, or of a 4-bit linear's input, that are rounded otherwise than the stock "
-        "modules' on equal inputs",
-        bar=0.05,
-        why="Turned: a logit that is rounded the other way, in a row of some hundreds, turns one in fifty of the row.",
-    ),
+    *map(_of_call, ("gradients", "slopes", "turned")),
     _to_a_last_place(
         "output_gradient_slopes", "layer, slope", "slope of a layer's output gradient over stock's, less one"
     ),

@@ -58,10 +58,6 @@ class Family:
             these; None if nothing is.
         variant: attributes of a config that must be set, or not, as in the tiny model's. Models of other configs have
             other sites, of which the table says nothing.
-        joins_residual: the gradient of the residual connection around the attention is added in the backward of a
-            layer's first norm. It is not if that norm is behind the attention, nor if the layer writes in place.
-        attention_reads_rotated: attention reads queries and keys as they are rotated, in the dtype that it reads. It
-            does not if queries are scaled after that, or if queries and keys are rotated one at a time.
         decoder_norms: the number of norms of a decoder besides those of its layers.
     """
 
@@ -75,8 +71,6 @@ class Family:
     layers_of_type: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     last_layers: tuple[str, Mapping[str, Any]] | None = None
     variant: tuple[str, ...] = ()
-    joins_residual: bool = True
-    attention_reads_rotated: bool = True
     decoder_norms: int = 1
 
     def describes(self, config: Any) -> bool:
@@ -136,7 +130,6 @@ _OLMO: Mapping[str, Any] = MappingProxyType(
         "spec": NormSpec("gemma", eps=1e-6, casts_weight=False),
         # It normalises only what its attention and its MLP return.
         "layer_sites": {**_QK_NORMS, "norm": 2, "rope": 1, "sandwich": 2, "mlp": 1},
-        "joins_residual": False,
     }
 )
 _OLMO_SIZES: Mapping[str, Any] = MappingProxyType(
@@ -294,8 +287,6 @@ _FAMILIES = (
         layer_sites={**_GEMMA_4_LAYER, "norm": 6, "qk": 2, "rope": 2},
         last_layers=("num_kv_shared_layers", {"layer_sites": _GEMMA_4_LAYER}),  # they take keys and values of others
         variant=("hidden_size_per_layer_input", "enable_moe_block"),
-        joins_residual=False,  # its layers scale what they return in place
-        attention_reads_rotated=False,
         decoder_norms=2,
         tiny=_tiny(
             num_hidden_layers=4,
@@ -331,7 +322,6 @@ _FAMILIES = (
     Family(
         model_type="ministral3",
         spec=NormSpec("llama", eps=1e-5),
-        attention_reads_rotated=False,
         tiny=_tiny(head_dim=20, intermediate_size=136, tie_word_embeddings=False),
     ),
     Family(

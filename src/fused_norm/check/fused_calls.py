@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
-from ..check.distances import share_different
 from ..kernels.autocast import autocast_dtype
 from ..kernels.operator import Operator, Recompute
 from ..patcher.adapters import FusedAdapter
@@ -30,6 +29,7 @@ from ..patcher.lazy_logits import CrossEntropy
 from ..patcher.linear_inputs import tensors_of
 from ..patcher.losses import FusedHead
 from ..patcher.patch_report import Site
+from .distances import share_different
 
 _IN_FLOAT32 = "float32"
 """Stands among operators for a LoRA layer that multiplies in float32, which is left to PyTorch."""
@@ -98,7 +98,6 @@ class FusedCall:
         changed: share of the numbers among its arguments that it changed.
         gradients: of the tensors it returned, in order; None for one that nothing depends on.
         dtypes: of these tensors.
-        is_one_node: the first two tensors that it returned are outputs of one node of the graph.
     """
 
     path: str
@@ -109,7 +108,6 @@ class FusedCall:
     changed: float = 0.0
     gradients: list[Tensor | None] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
-    is_one_node: bool = False
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -229,8 +227,6 @@ class _Watch:
                 is_wide = any(weight.dtype == torch.float32 for weight in layer.lora_A.parameters())
                 call.operators += [_IN_FLOAT32] if is_wide else []
             call.dtypes = [tensor.dtype for tensor in tensors]
-            if isinstance(outputs, tuple) and len(pair := tensors_in(outputs[:2])) > 1:
-                call.is_one_node = pair[0].grad_fn is not None and pair[0].grad_fn is pair[1].grad_fn
             if self._with_tensors:
                 call.changed = share_changed(bound, kept)
                 call.gradients = [None] * len(tensors)
@@ -253,7 +249,7 @@ def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall], *, may_be_
     Those without a call are among them; if they ``may_be_idle``, as experts are without tokens, only if no site of
     their kind has one.
     """
-    calls_of = [(site, [c for c in calls if is_call_of(site, c)]) for site in sites]
+    calls_of = [(site, [c for c in calls if _is_call_of(site, c)]) for site in sites]
     idle_kinds = {site.kind for site, mine in calls_of if mine} if may_be_idle else set()
     return tuple(
         f"{site.path} ({site.kind})"
@@ -263,7 +259,7 @@ def sites_not_seen(sites: Iterable[Site], calls: Sequence[FusedCall], *, may_be_
     )
 
 
-def is_call_of(site: Site, call: FusedCall) -> bool:
+def _is_call_of(site: Site, call: FusedCall) -> bool:
     """Return whether a call is one of a site's."""
     methods = _KINDS[site.kind].methods
     return site.path in call.weighted if not methods else call.path == site.path and call.method.__name__ in methods

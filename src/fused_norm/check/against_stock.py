@@ -11,14 +11,16 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..check.distances import (
+from ..kernels.vocabulary_head import IGNORED
+from ..patcher import Site, disabled
+from .distances import (
     TURNED_ROWS,
     apart_by_roundings,
     distance,
@@ -27,8 +29,6 @@ from ..check.distances import (
     share_far_in_worst_row,
     slope_error,
 )
-from ..kernels.vocabulary_head import IGNORED
-from ..patcher import disabled
 from .fused_calls import (
     CONVOLUTION_METHODS,
     FusedCall,
@@ -38,6 +38,7 @@ from .fused_calls import (
     named_leaves,
     returned,
     share_changed,
+    sites_not_seen,
     tensors_in,
     watched_calls,
     with_arguments,
@@ -96,17 +97,111 @@ class CallRecord:
     not_done: dict[str, list[str]] = field(default_factory=dict)
 
 
-def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> list[FusedCall]:
+class CallLimit(NamedTuple):
+    """What the numbers in a field of ``CallRecord`` may be at most.
+
+    Attributes:
+        head: of their column in tables, and of their row in charts.
+        what: they are, in words.
+        bar: what each may be.
+        why: that much.
+    """
+
+    head: str
+    what: str
+    bar: float
+    why: str = ""
+
+
+_OUTPUTS = (
+    "Calls: sums in another order turn fewer than two roundings in a thousand (3.5 if an fp32 stream takes up a "
+    "16-bit branch), a cast in the wrong place one in four; a wrong row is far off in most places."
+)
+_GRADIENTS = (
+    "Gradients of calls: if nothing was wrong they were 2.4 last places off at most, and slopes took .6 of what "
+    "chance explains."
+)
+
+CALL_LIMITS: Mapping[str, CallLimit] = {
+    "outputs": CallLimit(
+        "call",
+        "share of a fused call's outputs that are not the stock modules' on equal inputs",
+        bar=0.01,
+        why=_OUTPUTS,
+    ),
+    "rows": CallLimit(
+        "row of a call",
+        "share of a fused call's worst row that is far off",
+        bar=0.05,
+        why=_OUTPUTS,
+    ),
+    "losses": CallLimit(
+        "call, loss",
+        "gap of the loss of a head's call, over what its roundings explain",
+        bar=1.0,
+        why="Losses of calls: a last place of the logit in one row of 64, and four of an fp32.",
+    ),
+    "changes": CallLimit(
+        "in place",
+        "share of what a fused call was handed that it changed",
+        bar=0.0,
+    ),
+    "bits": CallLimit(
+        "same bits",
+        "share of a parameter's gradient that is another if values of the forward are computed a second time, "
+        "linears that read a norm have an output of it each, logits are computed when they are read, or layers are "
+        "replayed as CUDA graphs, which must not change a loss or a weight either",
+        bar=0.0,
+    ),
+    "gradients": CallLimit(
+        "call, grad",
+        "gradient of a fused call, last places from the stock modules' on equal inputs",
+        bar=3.0,
+        why=_GRADIENTS,
+    ),
+    "slopes": CallLimit(
+        "call, slope",
+        "slope of a fused call's gradient over the stock modules', off by as many chances",
+        bar=2.0,
+        why=_GRADIENTS,
+    ),
+    "turned": CallLimit(
+        "call, turned",
+        "share of the gradients of a head, or of a 4-bit linear's input, that are rounded otherwise than the stock "
+        "modules' on equal inputs",
+        bar=0.05,
+        why="Turned: a logit that is rounded the other way, in a row of some hundreds, turns one in fifty of the row.",
+    ),
+}
+"""By the name of the field."""
+
+
+def check_calls(
+    model: nn.Module, tokens: Tensor, sites: Sequence[Site], *, mixed: bool = False, in_half: bool = False
+) -> CallRecord:
+    """Compare every fused call of a micro-batch with the stock modules, and name the sites that did not run fused.
+
+    Args:
+        model: fused; a causal language model, neither wrapped nor sharded. It is left without gradients.
+        tokens: [batch, sequence] of token ids, on the model's device.
+        sites: that are fused.
+        mixed: under bf16 autocast.
+        in_half: compare calls in fp16 as well, in which the model is left.
+    """
+    record, not_seen = CallRecord(), list[str]()
+    for where in ("", " (fp16)") if in_half else ("",):
+        calls = _calls_of_step(model.half() if where else model, tokens, mixed=mixed)
+        _compare(record, model, calls, mixed=mixed, where=where)
+        not_seen += sites_not_seen(sites, calls)
+    return replace(record, not_seen=tuple(dict.fromkeys(not_seen)))
+
+
+def _calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool) -> list[FusedCall]:
     """The fused calls of a micro-batch; the model is left without gradients.
 
     Every position has a gradient, the last one too, which has no label in training. The second one has none here
     either, as a mean over a power of two has no roundings. The logits of positions without a label are read for a loss
     of their own. The loss is scaled, as it is if fp16 is trained.
-
-    Args:
-        model: a causal language model, neither wrapped nor sharded.
-        tokens: [batch, sequence] of token ids, on the model's device.
-        mixed: under bf16 autocast.
     """
     with watched_calls(model) as calls:
         following = tokens.roll(-1, 1)
@@ -122,9 +217,7 @@ def calls_of_step(model: nn.Module, tokens: Tensor, *, mixed: bool = False) -> l
     return calls
 
 
-def compare(
-    record: CallRecord, model: nn.Module, calls: Iterable[FusedCall], *, mixed: bool = False, where: str = ""
-) -> None:
+def _compare(record: CallRecord, model: nn.Module, calls: Iterable[FusedCall], *, mixed: bool, where: str) -> None:
     """Repeat fused calls of a model, fused and by the stock modules, and add their distances to a record.
 
     The first call of each kind is also repeated with frozen norms, without gradients, on the beginning of the first
