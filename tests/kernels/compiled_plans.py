@@ -26,7 +26,7 @@ from numerics import GLU_ACTIVATIONS
 
 import fused_norm.kernels.linear_4bit  # noqa: F401 -- registers operators that no public function loads
 from fused_norm.kernels.fp8 import launch_dequantize
-from fused_norm.kernels.operator import OPERATORS, BackwardArguments, Operator
+from fused_norm.kernels.operator import OPERATORS, BackwardArguments, KernelBackward, Operator
 from fused_norm.kernels.plans import TABLES
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.call import Call
@@ -244,10 +244,16 @@ def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     for name in ("tensorwise", "rowwise", "block128", "mxfp8"):
         yield forward_backward("norm_fp8", name, x, None, w, codes, scales, 1.0, name)
 
-    def again(call: Call) -> None:
+    def backward(call: Call) -> None:
+        saved, facts = (codes, scales, w, torch.empty(256, 1)), (LLAMA, dtype, dtype, 1.0, False)
+        given = BackwardArguments((None, None, x, None, None), saved, facts, (True, False, True))
+        OPERATORS["norm_fp8"].compute_grads(KernelBackward(call), given)
+
+    def numbers(call: Call) -> None:
         call.then(launch_dequantize, codes, scales, torch.empty(256, width))
 
-    yield "norm_fp8", "backward of codes", partial(Call.at_once, again)
+    yield "norm_fp8", "backward of codes", partial(Call.at_once, backward)
+    yield "norm_fp8", "numbers of codes, for rows too wide", partial(Call.at_once, numbers)
 
 
 def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator[Called]:
