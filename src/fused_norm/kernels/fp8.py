@@ -571,7 +571,7 @@ def _codes_backward_kernel(
     dx_ptr,  # [M, N] or None
     partials_ptr,  # [programs, N] fp32 or None: each program's partial dw
     M,
-    dy_stride, codes_stride, scale_stride, dx_stride,
+    dy_stride, dx_stride, codes_stride, scale_stride,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
     INT64: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
@@ -620,7 +620,7 @@ def launch_codes_backward(
     constants |= {"OVERLAPS": partials is not None and device.overlaps, "INT64": rows * max(spacing) >= INT32_LIMIT}
     constants["SPEC"] = spec.without_eps()
     tensors = in_dy, codes, codes_scale, weight, rstd, dx, partials
-    numbers = rows, spacing[1], spacing[0], spacing[2], spacing[4]
+    numbers = rows, spacing[1], spacing[4], spacing[0], spacing[2]
     call.launch(_codes_backward_kernel, (programs, 1), tensors, numbers, constants, warps=plan.warps)
     if partials is not None:
         reduce_partials(call, partials, dw, None, programs, plan.programs, device)
