@@ -571,7 +571,7 @@ def _codes_backward_kernel(
     dx_ptr,  # [M, N] or None
     partials_ptr,  # [programs, N] fp32 or None: each program's partial dw
     M,
-    dy_stride, dx_stride, codes_stride, scale_stride,
+    dy_stride, dx_stride, codes_stride, scale_stride,  # in another order 16384 columns spill more
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
     INT64: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
