@@ -24,9 +24,9 @@ import triton
 from compiled_launches import TARGETS, Target, compiled, noted
 from numerics import GLU_ACTIVATIONS
 
+import fused_norm.kernels.fp8
 import fused_norm.kernels.linear_4bit  # noqa: F401 -- registers operators that no public function loads
-from fused_norm.kernels.fp8 import launch_dequantize
-from fused_norm.kernels.operator import OPERATORS, BackwardArguments, Operator
+from fused_norm.kernels.operator import OPERATORS, BackwardArguments, KernelBackward, Operator
 from fused_norm.kernels.plans import TABLES
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.call import Call
@@ -244,10 +244,17 @@ def fp8_calls(width: int, dtype: torch.dtype) -> Iterator[Called]:
     for name in ("tensorwise", "rowwise", "block128", "mxfp8"):
         yield forward_backward("norm_fp8", name, x, None, w, codes, scales, 1.0, name)
 
-    def again(call: Call) -> None:
-        call.then(launch_dequantize, codes, scales, torch.empty(256, width))
+    for columns in (width, WIDEST_FP8):  # the widest codes become numbers first
+        yield "norm_fp8", f"backward of {columns} codes", partial(Call.at_once, codes_backward, columns, dtype)
 
-    yield "norm_fp8", "backward of codes", partial(Call.at_once, again)
+
+def codes_backward(call: Call, width: int, dtype: torch.dtype) -> None:
+    """Build the backward of a norm of codes, which is no launch of its operator's own."""
+    dy, w = torch.empty(256, width, dtype=dtype), torch.empty(width, dtype=dtype)
+    codes, scales = torch.empty(256, width, dtype=torch.float8_e4m3fn), torch.empty(256, width // 16)
+    saved, facts = (codes, scales, w, torch.empty(256, 1)), (LLAMA, dtype, dtype, 1.0, False)
+    given = BackwardArguments((None, None, dy, None, None), saved, facts, (True, False, True))
+    OPERATORS["norm_fp8"].compute_grads(KernelBackward(call), given)
 
 
 def calls(target: Target, widths: Sequence[int], dtype: torch.dtype) -> Iterator[Called]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, rms_norm_fp8
-from fused_norm.kernels.operator import BackwardArguments
+from fused_norm.kernels.operator import BackwardArguments, KernelBackward
 from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton.call import Call as BuiltCall
 from fused_norm.kernels.triton.launch import Launch
@@ -152,6 +152,21 @@ def test_offsets_into_codes_are_64_bits_wide_if_32_do_not_reach(name: str, on: C
     far = [launch for launch in launched if any(map(is_far, launch.tensors))]
     assert far
     assert all(launch.constants["INT64"] for launch in far)
+
+
+@pytest.mark.parametrize("width", [128, 16_400])
+def test_offsets_into_codes_are_as_wide_in_their_backward(width: int, on: Callable[[Device], None]) -> None:
+    on(Device())
+    rows = FAR // width + 1
+    codes, scales = expanded(rows, width, dtype=torch.float8_e4m3fn), expanded(rows, width // 16)
+    saved = codes, scales, torch.empty(width, device="meta"), torch.empty(rows, 1, device="meta")
+    incoming, facts = (None, None, expanded(rows, width), None, None), (LLAMA, BF16, BF16, 1.0, False)
+    given = BackwardArguments(incoming, saved, facts, (True, False, True))
+    norm = ALL["norm_fp8"]
+    launched = launches_of(lambda: BuiltCall.at_once(lambda call: norm.compute_grads(KernelBackward(call), given)))
+    far = [launch for launch in launched if any(map(is_far, launch.tensors))]
+    assert far
+    assert all(launch.constants.get("INT64", True) for launch in far)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ casts are the truth in tests, and the path of tensors that no kernel runs on.
 
 The first kernel reads whole rows, normalises them and writes their codes. If the tensor has one scale, it can only look
 for the largest magnitude of all: the second kernel then computes tiles of the norm once more, from the rstd of its
-rows, and casts these. Norms of codes keep the codes: for the backward, which is that of other norms, a third kernel
-makes numbers of them.
+rows, and casts these. Norms of codes keep the codes, which their backward reads; rows that are too wide for its kernel
+become numbers first, whose backward is that of other norms.
 
 To the alphabet of ``triton.language`` come ``q`` (codes), ``bits`` (the bits of an fp32 magnitude: as integers they are
 ordered as the magnitudes are, and a NaN is above all of them), ``factor`` (what values are multiplied by to become
@@ -33,14 +33,26 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import KERNEL_DTYPES, Unsupported, check_rows, check_scale, check_tensor
 from .norm import ADD_RMS_NORM
-from .operator import BackwardArguments, BackwardImpl, KernelBackward, Operator, Results, Scalars, Tensors, norm_spec
-from .plans import WIDEST_FORWARD, forward_plan, tile_plan
+from .operator import (
+    BackwardArguments,
+    BackwardImpl,
+    Grads,
+    KernelBackward,
+    Operator,
+    Results,
+    Scalars,
+    Tensors,
+    norm_spec,
+)
+from .plans import WIDEST_BACKWARD, WIDEST_FORWARD, backward_plan, forward_plan, next_power_of_2, tile_plan
 from .triton.call import Call
 from .triton.devices import device_props, is_transformed
 from .triton.language import (
     TRITON_DTYPES,
     columns_of,
+    input_grad,
     interpreted,
+    let_next_begin,
     load_gamma,
     load_tile,
     normalised,
@@ -49,8 +61,9 @@ from .triton.language import (
     rstd_of,
     store_tile,
 )
-from .triton.memory import INT32_LIMIT, norm_dtype, promoted
+from .triton.memory import INT32_LIMIT, bytes_of, norm_dtype, promoted
 from .triton.norm_forward import add_rounded
+from .triton.weight_grad import empty_partials, reduce_partials
 
 __all__ = ["FORMATS", "FP8Format", "Quantized", "add_rms_norm_fp8", "dequantize", "quantize", "rms_norm_fp8"]
 
@@ -548,6 +561,71 @@ def launch_norm_fp8(call: Call, arguments: Sequence[Any], outputs: Sequence[Any]
         call.launch(_cast_kernel, grid, tensors, numbers, constants | tiles, warps=tile.warps)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _codes_backward_kernel(
+    dy_ptr,  # [M, N]
+    codes_ptr,  # [M, N]
+    scale_ptr,  # [M, N / 16]
+    w_ptr,  # [N] or None
+    rstd_ptr,  # [M] fp32
+    dx_ptr,  # [M, N] or None
+    partials_ptr,  # [programs, N] fp32 or None: each program's partial dw
+    M,
+    dy_stride, dx_stride, codes_stride, scale_stride,  # in another order 16384 columns spill more
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    INT64: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """The backward of a norm of codes: that of a norm of their numbers, which are not in memory."""
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK)
+    in_row = col < N
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = rows_of(tile, ROWS, INT64)
+        live = (row < M)[:, None] & in_row[None, :]
+        s = load_input((codes_ptr, codes_stride), (scale_ptr, scale_stride), row, col, live, 0, M, N)
+        dy = load_tile((dy_ptr, dy_stride), row, col, live)
+        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+        if partials_ptr is not None:
+            dw += dy * (s * rstd)
+        if dx_ptr is not None:
+            g = dy
+            if w_ptr is not None:
+                g = dy * load_gamma(w_ptr, col, in_row, SPEC)
+            store_tile((dx_ptr, dx_stride), row, col, live, input_grad(g, s, rstd, N))
+    let_next_begin(OVERLAPS)
+    if partials_ptr is not None:
+        tl.store(partials_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=in_row)
+
+
+def launch_codes_backward(
+    call: Call, spec: NormSpec, saved: Sequence[Any], dy: Tensor, dx: Tensor | None, dw: Tensor | None
+) -> None:
+    """Write dx and dw, if they are not None, for rows of up to ``plans.WIDEST_BACKWARD`` elements.
+
+    ``saved``: codes, their scales, the weight or None, and rstd, as the operator saves them.
+    """
+    codes, codes_scale, weight, rstd = saved
+    rows, width, device = rstd.numel(), codes.shape[-1], device_props(codes.device)
+    arranged, spacing = call.as_strided_rows(codes, dy, codes_scale, rstd, dx)
+    codes, in_dy, codes_scale, rstd, dx = arranged
+    weight = call.contiguous(weight)
+    # Scales are one more tensor in flight, as the gradient of a residual is.
+    plan = backward_plan(width, bytes_of(codes, in_dy, weight), device, "add_backward")
+    programs = -(-rows // plan.rows)
+    programs = programs if dw is None else min(programs, plan.programs)
+    partials = empty_partials(call, programs, dw)
+    constants: dict[str, Any] = {"N": width, "ROWS": plan.rows, "STAGES": plan.stages}
+    constants["BLOCK"] = next_power_of_2(width)  # one piece, also if the plan has two
+    constants |= {"OVERLAPS": partials is not None and device.overlaps, "INT64": rows * max(spacing) >= INT32_LIMIT}
+    constants["SPEC"] = spec.without_eps()
+    tensors = in_dy, codes, codes_scale, weight, rstd, dx, partials
+    numbers = rows, spacing[1], spacing[4], spacing[0], spacing[2]
+    call.launch(_codes_backward_kernel, (programs, 1), tensors, numbers, constants, warps=plan.warps)
+    if partials is not None:
+        reduce_partials(call, partials, dw, None, programs, plan.programs, device)
+
+
 @lru_cache(maxsize=64)
 def _casts_to_fp8(device: torch.device) -> bool:
     """Return whether Triton casts to E4M3: on NVIDIA's GPUs from capability 8.9 on; it is not known to elsewhere."""
@@ -634,10 +712,12 @@ class NormFP8(Operator):
         s = "s" if residual is not None else "x" if codes is None else "codes"
         return name == s or super().saves_input(name, tensors)
 
-    def compute_grads(self, impl: BackwardImpl, given: BackwardArguments) -> tuple[Tensor | None, ...]:
+    def compute_grads(self, impl: BackwardImpl, given: BackwardArguments) -> Grads:
         """The gradients of ``add_rms_norm``; of codes, those at their numbers."""
         (s, codes_scale, weight, rstd), (*scalars, added) = given.saved, given.saved_scalars
         if codes_scale is not None and isinstance(impl, KernelBackward):
+            if s.shape[-1] <= WIDEST_BACKWARD:
+                return _codes_backward(impl.call, given)
             codes, s = s, impl.call.empty_rows_like(s, torch.float32)
             impl.call.then(launch_dequantize, codes, codes_scale, s)
         elif codes_scale is not None:
@@ -646,6 +726,16 @@ class NormFP8(Operator):
         incoming = given.incoming[2], given.incoming[3] if added else None
         given = given._replace(incoming=incoming, saved=(s, weight, rstd), saved_scalars=tuple(scalars))
         return ADD_RMS_NORM.compute_grads(impl, given)
+
+
+def _codes_backward(call: Call, given: BackwardArguments) -> Grads:
+    """Allocate the gradients of a norm of codes that are needed; ``call`` launches what writes them."""
+    spec, x_dtype, *_ = given.saved_scalars
+    need_dx, _, need_dw = given.needed
+    dx = call.empty_rows_like(given.saved[0], x_dtype) if need_dx else None
+    dw = call.empty_weight_like(given.saved[2], need_dw)
+    call.then(launch_codes_backward, spec, given.saved, given.incoming[2], dx, dw)
+    return dx, None, dw
 
 
 def _check_codes(spec: NormSpec, x: Tensor, codes: Tensor, scale: Tensor) -> Unsupported | None:
