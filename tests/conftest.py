@@ -127,6 +127,17 @@ def _in_full_precision():
             backend.fp32_precision = precision
 
 
+@pytest.fixture(autouse=True)
+def _with_the_precision_of_the_launcher():
+    """Restore the environment's mixed precision: transformers 4 writes that of each Trainer there."""
+    before = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    yield
+    if before is None:
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+    else:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = before
+
+
 @pytest.fixture
 def large_graphs():
     """Keep operators in compiled graphs, under autocast too and for tensors as small as those of tests.
