@@ -120,7 +120,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class ReplayCheck:
-    """Whether a step whose layers are replayed as CUDA graphs has the bits of the eager step of the same fused model.
+    """The comparison of a step that is replayed as CUDA graphs with the same step run eager, bit by bit.
 
     Attributes:
         why_not: why the step replayed no layer, so that it proves nothing; None if it did.

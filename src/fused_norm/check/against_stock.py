@@ -98,7 +98,7 @@ class CallRecord:
 
 
 class CallLimit(NamedTuple):
-    """What the numbers in a field of ``CallRecord`` may be at most.
+    """The largest values that a field of ``CallRecord`` may have, and its names in tables and charts.
 
     Attributes:
         head: of their column in tables, and of their row in charts.

@@ -1,4 +1,4 @@
-"""What the layers of a model compute in a step: their outputs, and the gradients of these.
+"""Records the outputs of a model's layers in a step, and the gradients of these outputs.
 
 A loss tells late that something is wrong; they tell where.
 """

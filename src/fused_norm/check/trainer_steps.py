@@ -26,7 +26,7 @@ from .against_float64 import StepCheck, UncheckableError, compare_steps, trainin
 from .model_copies import deep_copy
 
 _PREPARED = "forward", "_original_forward", "_is_accelerate_prepared"
-"""What accelerate sets on a model whose forward runs under autocast."""
+"""The attributes that accelerate sets on a model whose forward runs under autocast."""
 
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -191,7 +191,7 @@ def _prepared(accelerator: Any, model: nn.Module) -> Iterator[None]:
 
 
 def _predictions(inputs: Any) -> int:
-    """How many tokens the loss of a batch is of, as far as its tensors tell."""
+    """Return the number of tokens that the loss of a batch is computed of, as far as its tensors tell."""
     named = inputs if isinstance(inputs, Mapping) else {}
     labels = named.get("labels")
     if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():

@@ -23,7 +23,7 @@ class Choices:
     """The choices of a run's calls of ``torch.topk``.
 
     Attributes:
-        indices: of each call by itself, in order.
+        indices: the indices that each call chose, in order.
         rows: in which a call was made to choose as the stock run did.
     """
 

@@ -1,4 +1,5 @@
-"""What is told of every run and result while a plan runs. Commands derive from it, so without torch."""
+"""The base class of progress reports: it is told of every run and result of a plan. Commands derive from it, so it
+imports no torch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks
 
 
 class LogProbs(NamedTuple):
-    """What ``linear_log_probs`` returns: float32 in the shape of the target, 0 if a row has no label.
+    """The results of ``linear_log_probs``: float32, in the shape of the target, 0 for a row without a label.
 
     Attributes:
         log_probs: the log of the probability of each label.
@@ -188,7 +188,7 @@ def _scaled(
 
 
 def _are_uniform(factors: Tensor, factor: Tensor, has_label: Tensor) -> Tensor:
-    """Whether rows with a label have one gradient, as a tensor."""
+    """Return, as a tensor, whether all rows with a label have the same gradient."""
     return ((factors == factor) | (factors.isnan() & factor.isnan()) | ~has_label).all()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -214,21 +214,7 @@ def _gather(lead: LazyLogits, dim: Any = None, index: Any = None) -> Tensor | No
     return ended(lead, _Ending(lambda log_p: log_p.gather(-1, index)), of_rows)
 
 
-def _nll_loss(
-    lead: LazyLogits,
-    target: Any = None,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor | None:
-    if lead.summary != "log_softmax" or not (weight is size_average is reduce is None):
-        return None
-    return _loss(lead, target, ignore_index, reduction, 0.0, functional.nll_loss)
-
-
-def _cross_entropy(
+def _loss(
     lead: LazyLogits,
     target: Any = None,
     weight: Any = None,
@@ -237,17 +223,15 @@ def _cross_entropy(
     reduce: Any = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    *,
+    function: Any,
 ) -> Tensor | None:
-    if lead.summary is not None or not (weight is size_average is reduce is None):
+    """The loss of labels by ``function``: ``nll_loss`` of log-softmax, or ``cross_entropy`` of logits."""
+    is_summary_right = lead.summary == ("log_softmax" if function is functional.nll_loss else None)
+    if not is_summary_right or not (weight is size_average is reduce is None):
         return None
-    return _loss(lead, target, ignore_index, reduction, float(label_smoothing), functional.cross_entropy)
-
-
-def _loss(
-    lead: LazyLogits, target: Any, ignore_index: int, reduction: str, smoothing: float, function: Any
-) -> Tensor | None:
-    """The loss of labels by ``function``, of logits or log-softmax."""
-    dtype, options = lead.dtype, {"ignore_index": ignore_index, "reduction": reduction}
+    dtype, smoothing = lead.dtype, float(label_smoothing)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
     if lead.dim() != 2 or not _is_index(target, tuple(lead.shape[:1]), lead) or type(ignore_index) is not int:
         return None
     if not _is_in_fp32(lead) and autocast_dtype(lead) is not None:
@@ -390,15 +374,16 @@ def _argmax(lead: LazyLogits, dim: Any = None, keepdim: bool = False) -> Tensor 
     return largest.view(*lead.shape[:-1], *([1] if keepdim else []))
 
 
+_LOSS_PARAMETERS = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+
 _OPERATIONS = {
     "log_softmax": _Operation(_log_softmax, ("dim",), ("dtype", "_stacklevel")),
     "softmax": _Operation(_softmax, ("dim",), ("dtype", "_stacklevel")),
     "gather": _Operation(_gather, ("dim", "index")),
     "logsumexp": _Operation(_logsumexp, ("dim", "keepdim")),
-    "nll_loss": _Operation(_nll_loss, ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")),
+    "nll_loss": _Operation(partial(_loss, function=functional.nll_loss), _LOSS_PARAMETERS),
     "cross_entropy": _Operation(
-        _cross_entropy,
-        ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
+        partial(_loss, function=functional.cross_entropy), (*_LOSS_PARAMETERS, "label_smoothing")
     ),
     "argmax": _Operation(_argmax, ("dim", "keepdim")),
     "exp": _Operation(_exp, ()),
