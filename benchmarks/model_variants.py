@@ -83,16 +83,21 @@ _WARM_UP = 4
 """Steps after which layers are replayed: the first runs eager, and two captures may fail."""
 
 
-def _replayed(step: BenchmarkedModel, **options: Any) -> Patched:
-    """Replay the layers as CUDA graphs; refused if none of them is after a warm-up."""
+def _replayed(step: BenchmarkedModel, *, warms_up: bool = True, **options: Any) -> Patched:
+    """Replay the layers as CUDA graphs; refused if none of them is after a warm-up.
+
+    ``warms_up=False``: the caller's steps differ from these, whose captures would be held beside those of its own; it
+    asks ``refuse_if_eager`` after its first.
+    """
     if isinstance(step, Generation):
         raise RefusedError("measured for training steps: a generation has another length for every token")
     if not step.shares_weights:
         raise RefusedError("FSDP gives its parameters other memory in each step")
     report = apply_fused_norm(step.model, cuda_graphs=True, **options)
-    for _ in range(_WARM_UP):
-        step.step()
-    refuse_if_eager(report)
+    if warms_up:
+        for _ in range(_WARM_UP):
+            step.step()
+        refuse_if_eager(report)
     return Patched(step.model, report=report)
 
 

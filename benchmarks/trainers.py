@@ -25,7 +25,7 @@ from torch import Tensor
 from .benchmark_run import BenchmarkRun, attempt, in_a_line
 from .model_cases import ModelCase
 from .model_steps import ALLOWED_ERROR, BenchmarkedModel, prepare, relative_error, release_memory, why_not_here
-from .model_variants import COMPILED, VARIANTS, missing, refuse_if_eager
+from .model_variants import COMPILED, GRAPHS, VARIANTS, missing, refuse_if_eager
 from .models import many_graphs
 from .results import Result
 from .samples import Timing
@@ -164,8 +164,11 @@ def _checked(run: BenchmarkRun, case: TrainerCase, row: _Row, folder: Path, resu
     steps = _QUICK if run.quick else _STEPS
     trainer, clock = _trainer(case, twin.model, run.device, folder, *steps)
     # After the trainer is made, which adds adapters and replaces the forward of the head.
-    # TRL's head in place of Liger's loss, as TRL has it with ``use_liger_kernel``.
-    options = {"fused_linear_cross_entropy": False} if result.by == "liger" else {}
+    options: dict[str, Any] = {}
+    if result.by == "liger":  # TRL's head in place of Liger's loss, as TRL has it with ``use_liger_kernel``.
+        options["fused_linear_cross_entropy"] = False
+    if result.by in GRAPHS:  # The trainer's steps run under autocast, and are captured in its first ones.
+        options["warms_up"] = False
     patched = VARIANTS[result.by](replace(twin, model=trainer.model), **options)
 
     def sample() -> tuple[float, float]:
