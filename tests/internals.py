@@ -72,7 +72,6 @@ REASONS: dict[str, str] = {
     "fused_norm.kernels.recording.forget_all": "makes calls first calls again: a test starts without recordings",
     "fused_norm.kernels.switch.switch": "tells a planted fault to leave the stock step right",
     "fused_norm.kernels.triton.call.Call": "counts kernels of a step, and is built by forwards with planted faults",
-    "fused_norm.kernels.triton.conv_kernels": "changes plans: small tensors reach what large ones would",
     "fused_norm.kernels.triton.cross_entropy_kernels.launch_multiply": "compiles a kernel that no call launches alone",
     "fused_norm.kernels.triton.devices": "answers for GPUs that no test has",
     "fused_norm.kernels.triton.devices._hardware_of": "reads the facts of GPUs that no test has",

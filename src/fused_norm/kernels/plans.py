@@ -54,19 +54,14 @@ class Rule:
     why: str = ""  # what was measured, and what else was tried
 
 
-_CONV_ROWS = {False: 64, True: 128}
-"""Rows that a program of a convolution walks through, forward and backward; the three before them are read twice."""
-
 FEW_LORA_ROWS = 4096
 """Up to so many rows tiles of products with an adapter's factors have fewer of them: more programs run at once."""
 
 _TWO_LORA_TILES = 96 * 1024
 """Bytes of two tiles of x and of a factor in fp32: while one is multiplied, the next is loaded."""
 
-_MOST_CONV_PROGRAMS = 512
-"""Programs of a convolution's backward along the rows: the sum over them holds all in one tile."""
 
-_ANY = 2**62
+ANY_WIDTH = 2**62
 """Wider than any row."""
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -81,7 +76,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "chunked_forward": (
         Rule(8192, 16384, 8),
         Rule(32768, 16384, 16),
-        Rule(_ANY, 32768, 32, why="reads less twice: at 65536 wide 12 % faster than 16384, and that 9 % than 8192"),
+        Rule(
+            ANY_WIDTH, 32768, 32, why="reads less twice: at 65536 wide 12 % faster than 16384, and that 9 % than 8192"
+        ),
     ),
     "sandwich_forward": (
         Rule(512, 2048, 4),
@@ -102,7 +99,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(8192, 4096, 8, 1, why="one program fills a processor with the weight in registers"),
         Rule(12288, 4096, 16, 1, why="unused lanes leave room for more rows in flight: 6 % faster at 4096x12288"),
         Rule(WIDEST_BACKWARD, 4096, 16, 1, stages=1, reload=True),
-        Rule(_ANY, 4096, 4, 4, stages=2, why="in chunks of two rows: x and dy are read twice, dw stays in registers"),
+        Rule(
+            ANY_WIDTH, 4096, 4, 4, stages=2, why="in chunks of two rows: x and dy are read twice, dw stays in registers"
+        ),
     ),
     "add_backward": (
         Rule(512, 4096, 4, 2),
@@ -111,7 +110,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(4096, 4096, 4, 2),
         Rule(8192, 4096, 8, 1, why="with a residual's gradient enough is in flight without a second piece"),
         Rule(WIDEST_BACKWARD, 4096, 32, 1, stages=1, reload=True),
-        Rule(_ANY, 4096, 4, 4, stages=2, why="as without a residual"),
+        Rule(ANY_WIDTH, 4096, 4, 4, stages=2, why="as without a residual"),
     ),
     "sandwich_backward": (
         # Rows of 1024 and less were not measured; compiled for sm_90 and sm_120 they spill up to 56 bytes.
@@ -140,32 +139,31 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "heads_forward": (
         Rule(1024, 1024, 2, why="16 elements a lane; 4 warps are up to 2 % slower"),
         Rule(4096, 1024, 4),
-        Rule(_ANY, 1024, 16),
+        Rule(ANY_WIDTH, 1024, 16),
     ),
     "rotated_heads_forward": (
         Rule(128, 1024, 2, why="eight rows share a token's cos and sin in cache: .92 of a copy's bandwidth"),
         Rule(1024, 2048, 2, why=".89 at 256 wide; tiles of 4096 in 8 warps reached .86 at 128 and .84 at 256"),
         Rule(4096, 2048, 4),
-        Rule(_ANY, 2048, 16),
+        Rule(ANY_WIDTH, 2048, 16),
     ),
     "qk_backward": (
         Rule(4096, 4096, 4, 2, why=".95 of a copy's bandwidth at 128 wide, with a third program a processor .84"),
-        Rule(_ANY, 4096, 16, 2),
+        Rule(ANY_WIDTH, 4096, 16, 2),
     ),
     "qk_rope_backward": (
         Rule(4096, 2048, 4, 3, why="smaller, for cos and sin: three programs fit, .93 at 128 wide, .86 at 256"),
-        Rule(_ANY, 2048, 16, 3),
+        Rule(ANY_WIDTH, 2048, 16, 3),
     ),
     # 8 elements a lane and tensor are one load of 16 bytes in bf16; the forward takes two. Both directions reach .97 to
     # 1.02 of a copy's bandwidth if all rows follow each other; otherwise they were not measured.
-    "glu_forward": (Rule(_ANY, 2048, 4),),
-    "glu_backward": (Rule(_ANY, 1024, 4),),
-    # Four taps, bf16, 4x4096 rows of 6144 channels: .132 ms forward and .260 backward, where a copy takes .102. Of 128,
-    # 256 and 512 channels by 1, 2 and 4 warps in pieces of 32, 64 and 128 rows none is faster; 512 by 1 spills.
-    "conv_forward": (Rule(_ANY, 128, 1),),
-    "conv_backward": (Rule(_ANY, 128, 1, 16),),
+    "glu_forward": (Rule(ANY_WIDTH, 2048, 4),),
+    "glu_backward": (Rule(ANY_WIDTH, 1024, 4),),
 }
-"""The rules of each section, the narrowest rows first; a section is a kind of kernels that has rules of its own."""
+"""The rules of each section, the narrowest rows first; a section is a kind of kernels that has rules of its own.
+
+They stand in the file of these kernels; importing it adds them.
+"""
 
 _ROWS_OF = {"sandwich_forward": "forward", "rotated_heads_forward": "heads_forward"}
 """The sections for which rows of another one are measured: so a norm has the same bits alone and fused."""
@@ -432,20 +430,6 @@ def glu_plan(width: int | None, backward: bool = False, device: Device = Device(
     rule = device.rule("glu_backward" if backward else "glu_forward", 0)
     block = rule.elements if width is None else min(rule.elements, next_power_of_2(width))
     return TilePlan(rule.elements // block, block, device.warps(rule.warps))
-
-
-@lru_cache(maxsize=1024)
-def conv_plan(channels: int, width: int, backward: bool = False, device: Device = Device()) -> TilePlan:
-    """The launch of a causal convolution with ``width`` taps.
-
-    A program walks through ``rows`` of a sequence, in ``block`` of its channels; with the rows that a backward reads
-    behind them these are a multiple of four.
-    """
-    rule = device.rule("conv_backward" if backward else "conv_forward", 0)
-    block = min(rule.elements, next_power_of_2(channels))
-    programs = rule.programs * device.processors // -(-channels // block)
-    rows = _CONV_ROWS[backward] - (width - 1) * backward
-    return TilePlan(rows, block, device.warps(rule.warps), max(1, min(programs, _MOST_CONV_PROGRAMS)))
 
 
 TILES = {

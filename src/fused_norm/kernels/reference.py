@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..spec import NormSpec, RotaryLayout
@@ -20,16 +19,16 @@ from .autocast import set_autocast
 from .triton.memory import out_dtype
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
 def widened(x: Tensor | None) -> Any:
     """Numbers of 16 bits in float32; any other tensor as it is."""
-    return x.to(_wide(x.dtype)) if x is not None and x.is_floating_point() else x
+    return x.to(wide_dtype(x.dtype)) if x is not None and x.is_floating_point() else x
 
 
-def _silu(x: Tensor) -> Tensor:
+def silu(x: Tensor) -> Tensor:
     """SiLU in two steps, because the gradient of PyTorch's own has no forward-mode derivative."""
     return x * torch.sigmoid(x)
 
@@ -60,7 +59,7 @@ class NormFunctions(NamedTuple):
 
     root: Callable[[Tensor], Tensor] = torch.rsqrt  # ``v ** -0.5``, or ``v ** 0.5`` if x is divided by it
     apply_root: Callable[[Tensor, Tensor], Tensor] = torch.mul  # computes the normalised row from x and the root
-    silu: Callable[[Tensor], Tensor] = _silu  # the activation of a gate
+    silu: Callable[[Tensor], Tensor] = silu  # the activation of a gate
 
 
 _DEFAULTS = NormFunctions()
@@ -82,7 +81,7 @@ def rms_norm(
     if spec.casting == "none":
         return _uncast(spec, x, weight, root)
     dtype = dtype or x.dtype
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     x_wide = x.to(wide)
     rstd = root(x_wide.pow(2).mean(-1, keepdim=True) + spec.eps)
     x_hat = x_wide * rstd.to(dtype).to(wide) if spec.casting == "rounded_rstd" else apply_root(x_wide, rstd)
@@ -161,7 +160,7 @@ def rope(
         firsts = [angles[..., : rotary // 2] for angles in (cos, sin)]
         cos, sin = (_join_pairs(first, first, side_by_side=side_by_side) for first in firsts)
     if single_rounding:
-        wide = _wide(dtype)
+        wide = wide_dtype(dtype)
         x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
     front = x[..., :rotary]
     a, b = _split_pairs(front, side_by_side=layout != "half")
@@ -204,7 +203,7 @@ def gated_rms_norm(
     functions: NormFunctions = _DEFAULTS,
 ) -> Tensor:
     """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, each group of columns normalised separately."""
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     gate = (functions.silu if activation == "silu" else torch.sigmoid)(gate.to(wide))
     total, dtype = x, x.dtype
     if not norm_before_gate:
@@ -293,22 +292,8 @@ def glu(gate: Tensor, up: Tensor | None, activation: ActivationName) -> Tensor:
     """``act(gate) * up``, the activation rounded first; without ``up`` gate has both."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     if activation == "silu":
-        return _silu(gate.to(_wide(gate.dtype))).to(gate.dtype) * up
+        return silu(gate.to(wide_dtype(gate.dtype))).to(gate.dtype) * up
     return ACTIVATIONS[activation](gate) * up
-
-
-def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """The depthwise convolution of x [batch, length, channels] as an ``nn.Conv1d`` computes it, then the activation."""
-    width, length = weight.shape[1], x.shape[1]
-    padded = torch.nn.functional.conv1d(
-        x.transpose(1, 2), weight.unsqueeze(1), bias, padding=width - 1, groups=len(weight)
-    )
-    y = padded[..., :length]
-    if activation is not None:
-        # PyTorch's own, whose bits stock code has, has no derivative of its gradient in forward mode.
-        is_dual = forward_ad._current_level >= 0
-        y = _silu(y.to(_wide(y.dtype))).to(y.dtype) if is_dual else torch.nn.functional.silu(y)
-    return y.transpose(1, 2)
 
 
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
@@ -318,7 +303,7 @@ def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
 
 def _uncast(spec: NormSpec, x: Tensor, weight: Tensor | None, inverse_root: Callable[[Tensor], Tensor]) -> Tensor:
     """RMSNorm with every step rounded to x's dtype, but for fp16 squares that would overflow: those stay in fp32."""
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     x_wide = x.to(wide)
     mean = _round_in_range(_round_in_range(x_wide * x_wide, x.dtype).mean(-1, keepdim=True), x.dtype)
     shifted = _round_in_range(mean + spec.eps, x.dtype)
@@ -351,7 +336,7 @@ def _read_by_adapter(x: Tensor, mask: Tensor | None, drop_factor: float, dtype: 
 
 def dropped(x: Tensor, mask: Tensor, factor: float) -> Tensor:
     """``x * mask * factor`` in float32, rounded to x's dtype."""
-    return (x.to(_wide(x.dtype)) * mask * factor).to(x.dtype)
+    return (x.to(wide_dtype(x.dtype)) * mask * factor).to(x.dtype)
 
 
 def _head_logits(
@@ -365,7 +350,7 @@ def _head_logits(
 ) -> Tensor:
     """The logits of a head, [rows, V], at least in fp32."""
     logits = torch.nn.functional.linear(x, weight, bias)
-    wide = _wide(logits.dtype)
+    wide = wide_dtype(logits.dtype)
     logits = logits.to(wide) if in_fp32 else logits
     logits = logits if scale is None else logits * scale
     logits = logits if cap is None else torch.tanh(logits / cap) * cap

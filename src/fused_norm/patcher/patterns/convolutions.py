@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels import reference
 from ...kernels.autocast import autocast_dtype
 from ...kernels.causal_conv1d import CAUSAL_CONV1D
 from ..activation_recognition import recognise_activation
@@ -208,7 +207,7 @@ def _formula(
     cast = x.to(weight.dtype)
     if dtype is not None:
         cast, weight, bias = cast.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    y = reference.causal_conv1d(cast.transpose(1, 2), weight, bias, activation)
+    y = CAUSAL_CONV1D.reference(cast.transpose(1, 2), weight, bias, activation)
     return y.transpose(1, 2).to(x.dtype)
 
 
