@@ -155,10 +155,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(4096, 2048, 4, 3, why="smaller, for cos and sin: three programs fit, .93 at 128 wide, .86 at 256"),
         Rule(ANY_WIDTH, 2048, 16, 3),
     ),
-    # 8 elements a lane and tensor are one load of 16 bytes in bf16; the forward takes two. Both directions reach .97 to
-    # 1.02 of a copy's bandwidth if all rows follow each other; otherwise they were not measured.
-    "glu_forward": (Rule(ANY_WIDTH, 2048, 4),),
-    "glu_backward": (Rule(ANY_WIDTH, 1024, 4),),
 }
 """The rules of each section, the narrowest rows first; a section is a kind of kernels that has rules of its own.
 
@@ -422,14 +418,6 @@ class TilePlan:
     block: int
     warps: int  # of a program
     programs: int = 0  # at most, along the rows, if partial sums over rows are written
-
-
-@lru_cache(maxsize=1024)
-def glu_plan(width: int | None, backward: bool = False, device: Device = Device()) -> TilePlan:
-    """The launch for rows of ``width`` elements; ``width`` is None if all rows follow each other in memory."""
-    rule = device.rule("glu_backward" if backward else "glu_forward", 0)
-    block = rule.elements if width is None else min(rule.elements, next_power_of_2(width))
-    return TilePlan(rule.elements // block, block, device.warps(rule.warps))
 
 
 TILES = {

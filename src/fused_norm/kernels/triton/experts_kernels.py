@@ -19,7 +19,7 @@ from torch import Tensor
 from ..plans import TilePlan, tile_plan
 from .call import Call
 from .devices import device_props
-from .glu_kernels import _share, _slope
+from ..glu import _share, _slope
 from .language import TRITON_DTYPES, as_mask, load_tile, round_to, rows_of, store_tile
 from .memory import INT32_LIMIT
 
