@@ -62,7 +62,7 @@ from .triton.language import (
     store_tile,
 )
 from .triton.memory import INT32_LIMIT, bytes_of, norm_dtype, promoted
-from .triton.norm_forward import add_rounded
+from .triton.norm_forward import FROM_RSTD_TILE, add_rounded
 from .triton.weight_grad import empty_partials, reduce_partials
 
 __all__ = ["FORMATS", "FP8Format", "Quantized", "add_rms_norm_fp8", "dequantize", "quantize", "rms_norm_fp8"]
@@ -510,7 +510,7 @@ def launch_dequantize(call: Call, codes: Tensor, scale: Tensor, numbers: Tensor)
     if codes.numel() == 0:
         return
     tensors, strides = call.as_strided_rows(codes, scale, numbers)
-    plan = tile_plan("norm_from_rstd", width, device_props(codes.device))
+    plan = tile_plan(FROM_RSTD_TILE, width, device_props(codes.device))
     constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "INT64": rows * max(strides) >= INT32_LIMIT}
     grid = -(-rows // plan.rows), -(-width // plan.block)
     call.launch(_dequantize_kernel, grid, tuple(tensors), (rows, *strides), constants, warps=plan.warps)
@@ -553,7 +553,7 @@ def launch_norm_fp8(call: Call, arguments: Sequence[Any], outputs: Sequence[Any]
     if amax is not None:
         total, stride = (x, spacing[1]) if s is None else (s, spacing[4])
         tensors = total, codes_scale, weight, rstd if used is None else used, amax, q, scales
-        tile = tile_plan("norm_from_rstd", width, device)
+        tile = tile_plan(FROM_RSTD_TILE, width, device)
         blocks = -(-width // tile.block)
         tiles = {"ROWS": tile.rows, "BLOCK": tile.block, "BLOCKS": blocks}
         tiles["INT64"] = rows * max(stride, spacing[2], width) >= INT32_LIMIT

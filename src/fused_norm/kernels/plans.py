@@ -420,19 +420,10 @@ class TilePlan:
     programs: int = 0  # at most, along the rows, if partial sums over rows are written
 
 
-TILES = {
-    "norm_from_rstd": (2048, 2048),  # 16 elements a lane: no row is summed
-    "expert_gate": (1024, 256),  # narrow because experts are: of 768, 1408 and 2880 columns few lanes stay idle
-    "expert_rows": (1024, 512),  # copies or sums the rows of each token's experts
-    "expert_products": (1, 4096),  # a program sums over all columns of a row, in chunks
-}
-"""Elements of a tile, and its columns at most, of kernels that have one way for all widths."""
-
-
 @lru_cache(maxsize=1024)
-def tile_plan(kind: str, width: int, device: Device = Device()) -> TilePlan:
-    """The launch of a kind of ``TILES`` over rows of ``width`` elements."""
-    elements, widest = TILES[kind]
+def tile_plan(tile: tuple[int, int], width: int, device: Device) -> TilePlan:
+    """The launch over rows of ``width`` elements; ``tile`` has its elements, and its columns at most."""
+    elements, widest = tile
     block = min(widest, next_power_of_2(width))
     return TilePlan(max(1, elements // block), block, device.warps(4))
 

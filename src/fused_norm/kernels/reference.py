@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..spec import NormSpec, RotaryLayout
 from .autocast import set_autocast
@@ -163,7 +162,7 @@ def rope(
         wide = wide_dtype(dtype)
         x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
     front = x[..., :rotary]
-    a, b = _split_pairs(front, side_by_side=layout != "half")
+    a, b = split_pairs(front, side_by_side=layout != "half")
     if layout == "deinterleaved":
         front = torch.cat((a, b), dim=-1)
     rotated = front * cos + _join_pairs(-b, a, side_by_side=side_by_side) * sin
@@ -172,14 +171,14 @@ def rope(
 
 
 def _join_pairs(a: Tensor, b: Tensor, *, side_by_side: bool) -> Tensor:
-    """The tensor whose ``_split_pairs`` are a and b."""
+    """The tensor whose ``split_pairs`` are a and b."""
     if side_by_side:
         # Not by `flatten`, which gradients in batches do not know.
         return torch.stack((a, b), dim=-1).reshape(*a.shape[:-1], 2 * a.shape[-1])
     return torch.cat((a, b), dim=-1)
 
 
-def _split_pairs(x: Tensor, *, side_by_side: bool) -> tuple[Tensor, Tensor]:
+def split_pairs(x: Tensor, *, side_by_side: bool) -> tuple[Tensor, Tensor]:
     """The first and the second elements of pairs, which lie side by side, or in the two halves of x."""
     if side_by_side:
         return x[..., ::2], x[..., 1::2]
@@ -286,14 +285,6 @@ def rms_norm_backward(
     dx, dw = gradients_of(partial(rms_norm, spec), (widened(x), weight), (dy,), (True, weight is not None))
     assert dx is not None
     return dx if ds is None else dx + ds.to(dx.dtype), dw
-
-
-def glu(gate: Tensor, up: Tensor | None, activation: ActivationName) -> Tensor:
-    """``act(gate) * up``, the activation rounded first; without ``up`` gate has both."""
-    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    if activation == "silu":
-        return silu(gate.to(wide_dtype(gate.dtype))).to(gate.dtype) * up
-    return ACTIVATIONS[activation](gate) * up
 
 
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:
@@ -442,59 +433,3 @@ def lora_summands_4bit(adapter_x: Tensor, x: Tensor, a: Tensor, b: Tensor, *rest
 def lora_linear_4bit(*arguments: Any) -> Tensor:
     base, added = lora_summands_4bit(*arguments)
     return base.to(arguments[-2]) + added
-
-
-def _clamp_has_gradient_at_limit() -> bool:
-    """Return whether ``clamp`` gives a gradient to a number that is the limit itself: until PyTorch 2.14 it does."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones((), device="cpu", requires_grad=True)
-        (dx,) = torch.autograd.grad(x.clamp(max=1.0), x)
-    return bool(dx)
-
-
-CLAMP_HAS_GRADIENT_AT_LIMIT = _clamp_has_gradient_at_limit()
-
-
-def expert_gate(
-    x: Tensor,
-    absent: Tensor | None,
-    activation: ActivationName,
-    interleaved: bool,
-    limit: float | None,
-    alpha: float | None,
-    *,
-    act: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """The gate between the products of experts, as transformers writes it; rows that are ``absent`` are zeros.
-
-    ``act``: the activation as a function, in place of the one of that name.
-    """
-    gate, up = _split_pairs(present_rows(x, absent), side_by_side=interleaved)
-    if limit is not None:
-        gate, up = gate.clamp(min=None, max=limit), up.clamp(min=-limit, max=limit)
-    if alpha is None:
-        return glu(gate, up, activation) if act is None else act(gate) * up
-    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
-
-
-def expert_permute(x: Tensor, position: Tensor, absent: Tensor | None) -> Tensor:
-    """Rows of tokens in the order of experts; those whose expert is ``absent`` are zeros."""
-    order = torch.empty_like(position).view(-1)
-    order[position.view(-1)] = torch.arange(position.numel(), device=position.device)
-    return present_rows(x[order // position.shape[1]], absent)
-
-
-def expert_bias(bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
-    """The bias of each row's expert; rows after the last of ``ends`` are zeros."""
-    is_after = torch.arange(len(expert), device=ends.device) >= ends[-1:]
-    return present_rows(bias[expert], is_after)
-
-
-def expert_unpermute(x: Tensor, weights: Tensor, position: Tensor, absent: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weighted sum of each token's rows: every product, the sum and the result are rounded."""
-    weighted = present_rows(x, absent)[position.view(-1)] * weights.reshape(-1, 1)
-    return weighted.view(*position.shape, x.shape[-1]).sum(dim=1).to(dtype)
-
-
-def present_rows(x: Tensor, absent: Tensor | None) -> Tensor:
-    return x if absent is None else x.masked_fill(absent.unsqueeze(-1), 0.0)

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..kernels import reference
 from ..kernels.autocast import autocast_dtype
 from ..kernels.experts import EXPERT_ACTIVATIONS, EXPERT_BIAS, EXPERT_GATE, EXPERT_PERMUTE, EXPERT_UNPERMUTE
 from ..kernels.operator import Operator
+from ..kernels.reference import ACTIVATIONS
 from ..kernels.switch import switch
 from .activation_recognition import Activation, ActivationName, recognise_activation
 from .class_swap import why_class_overridden
@@ -215,11 +215,11 @@ def _run(experts: Any, hidden: Any, index: Any, weights: Any) -> tuple[Any, str 
 
     def unpermute(x: Tensor, weights: Tensor, *rest: Any) -> Tensor:
         if autocast_dtype(x) is not None and hidden.dtype != torch.promote_types(x.dtype, weights.dtype):
-            return reference.expert_unpermute(x, weights, *rest)  # autocast may sum in float32
-        return fused(EXPERT_UNPERMUTE, reference.expert_unpermute, x, weights, *rest)
+            return EXPERT_UNPERMUTE.reference(x, weights, *rest)  # autocast may sum in float32
+        return fused(EXPERT_UNPERMUTE, EXPERT_UNPERMUTE.reference, x, weights, *rest)
 
     gate: GateOfExperts = experts.fused_norm_gate
-    permute, bias = partial(fused, EXPERT_PERMUTE, None), partial(fused, EXPERT_BIAS, reference.expert_bias)
+    permute, bias = partial(fused, EXPERT_PERMUTE, None), partial(fused, EXPERT_BIAS, EXPERT_BIAS.reference)
     steps = permute, bias, partial(fused, EXPERT_GATE, gated), unpermute
     try:
         y = outputs(experts, gate.function, steps, gate.options_of(experts) or (), hidden, index, weights)
@@ -341,7 +341,7 @@ def _options(replica: Any, activation: ActivationName, interleaved: bool, *names
 
 
 def _gate_formula(x: Tensor, absent: Tensor | None, activation: ActivationName, *options: Any) -> Tensor:
-    return reference.expert_gate(x, absent, activation, *options, act=reference.ACTIVATIONS[activation])
+    return EXPERT_GATE.reference(x, absent, activation, *options, act=ACTIVATIONS[activation])
 
 
 def _is_gate(replica: Any, activation: ActivationName, interleaved: bool, *names: str | None) -> bool:
@@ -366,7 +366,7 @@ def _is_gate(replica: Any, activation: ActivationName, interleaved: bool, *names
 
 def _agrees(replica: Any, function: Any, gate: tuple[ActivationName, bool, str | None, str | None]) -> bool:
     """Return whether a replica's outputs and all gradients have the bits of the formula, with absent experts too."""
-    steps = reference.expert_permute, reference.expert_bias, _gate_formula, reference.expert_unpermute
+    steps = EXPERT_PERMUTE.reference, EXPERT_BIAS.reference, _gate_formula, EXPERT_UNPERMUTE.reference
     formula = partial(outputs, replica, function, steps, _options(replica, *gate))
     generator = torch.Generator().manual_seed(0)
 

@@ -33,6 +33,9 @@ from .language import (
 from .memory import INT32_LIMIT, norm_dtype, out_dtype, promoted
 from .torch_calls import Sum
 
+FROM_RSTD_TILE = 2048, 2048
+"""A tile of a norm from its rstd, which sums no row: 16 elements a lane."""
+
 
 @triton.jit
 def add_rounded(x, r, scale, x_dtype: tl.constexpr, s_dtype: tl.constexpr):
@@ -339,7 +342,7 @@ def launch_norm_from_rstd(
     (x, rstd, y), (x_stride, _, y_stride) = call.as_strided_rows(x, rstd, y)  # type: ignore[assignment]
     weight = call.contiguous(weight)
     long = rows * max(x_stride, y_stride) >= INT32_LIMIT
-    plan = tile_plan("norm_from_rstd", width, device_props(x.device))
+    plan = tile_plan(FROM_RSTD_TILE, width, device_props(x.device))
     grid, numbers = (-(-rows // plan.rows), -(-width // plan.block)), (rows, x_stride, y_stride)
     constants = {"N": width, "ROWS": plan.rows, "BLOCK": plan.block, "INT64": long, "SPEC": spec.without_eps()}
     call.launch(_from_rstd_kernel, grid, (x, weight, rstd, y), numbers, constants, warps=plan.warps)
