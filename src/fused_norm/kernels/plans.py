@@ -33,8 +33,6 @@ WIDEST_SANDWICH_FORWARD = 16384
 WIDEST_SANDWICH_BACKWARD = 8192
 """Elements of a row that the backward of these can hold; rows of 16384 spill 200 bytes and more in 16 and 32 warps."""
 
-WIDEST_GATED = 8192
-"""Elements of a row, or of a group of one, that a program of a gated norm can hold in either direction."""
 
 _OTHER_SHARED_BYTES = 10_240
 """Shared memory set aside for what is not a tile in flight: sums exchanged between warps, conversions of layout."""
@@ -125,16 +123,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(2048, 4096, 4, 2, reload=True),
         Rule(4096, 4096, 8, 2, reload=True, why="16 elements a lane, 128 registers"),
         Rule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True),
-    ),
-    "gated_forward": (
-        Rule(4096, 2048, 4, why=".95 and more of a copy's bandwidth; in 2 warps the same or up to 3 % slower"),
-        Rule(WIDEST_GATED, 2048, 8, why="16 elements a lane: .87 to .91 at 8192, with twice as many .79 to .83"),
-    ),
-    "gated_backward": (
-        Rule(512, 2048, 4, 3, why="twice as many elements a lane are 4 to 24 % slower at 128 wide"),
-        Rule(1024, 4096, 4, 2, why="half as many elements a lane are 12 % slower"),
-        Rule(2048, 2048, 4, 3, why="reading the weight again is up to 8 % slower"),
-        Rule(WIDEST_GATED, 4096, 16, 1, why="8 warps: up to 8 % slower; two programs of 8: 11 % faster or 8 % slower"),
     ),
     "heads_forward": (
         Rule(1024, 1024, 2, why="16 elements a lane; 4 warps are up to 2 % slower"),

@@ -191,34 +191,6 @@ def cast_output(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x.to(out_dtype(x.dtype, dtype))
 
 
-def gated_rms_norm(
-    spec: NormSpec,
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    activation: str,
-    norm_before_gate: bool,
-    groups: int,
-    functions: NormFunctions = _DEFAULTS,
-) -> Tensor:
-    """``norm(x) * act(gate)``, or ``norm(x * act(gate))``, each group of columns normalised separately."""
-    wide = wide_dtype(x.dtype)
-    gate = (functions.silu if activation == "silu" else torch.sigmoid)(gate.to(wide))
-    total, dtype = x, x.dtype
-    if not norm_before_gate:
-        total = x.to(wide) * gate
-    elif spec.casting == "gemma":
-        total, dtype = x.to(wide), wide
-    weight = None if weight is None else _grouped(weight, groups)
-    y = rms_norm(spec, _grouped(total, groups), weight, functions=functions, dtype=dtype).reshape(x.shape)
-    return (y * gate).to(x.dtype) if norm_before_gate else y
-
-
-def _grouped(rows: Tensor, groups: int) -> Tensor:
-    """Rows [..., N] as [..., groups, N / groups]."""
-    return rows.reshape(*rows.shape[:-1], groups, rows.shape[-1] // groups)
-
-
 def gradients_of(
     function: Callable[..., Any],
     tensors: Sequence[Tensor | None],

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..kernels import reference
 from ..kernels.arguments import GATES
+from ..kernels.gated_rms_norm import GATED_RMS_NORM
 from ..kernels.reference import NormFunctions
 from ..spec import CASTINGS, Casting, GatedNormSpec, NormSpec
 from .probe import (
@@ -282,7 +283,8 @@ def _formula(meaning: tuple[NormSpec, NormFunctions], weight: Tensor | None, eps
     if not isinstance(spec, GatedNormSpec):
         return reference.rms_norm(spec, inputs[0], weight, functions=variant)
     x, gate = inputs
-    return reference.gated_rms_norm(spec, x, gate, weight, spec.activation, spec.norm_before_gate, spec.groups, variant)
+    how = spec.activation, spec.norm_before_gate, spec.groups
+    return GATED_RMS_NORM.reference(x, gate, weight, spec, *how, functions=variant)
 
 
 def _call(replica: nn.Module, usual_dim: int, *inputs: Tensor) -> Tensor:
