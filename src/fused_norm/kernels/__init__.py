@@ -6,7 +6,7 @@ from .gated_rms_norm import gated_rms_norm
 from .glu import glu
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_log_probs import LogProbs, linear_log_probs
-from .lora_add import lora_add
+from .lora import lora_add
 from .norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from .plans import MODES
 from .qk_norm_rope import qk_norm, qk_norm_rope, rope

@@ -1,19 +1,102 @@
-"""Linears whose weight has 4 bits, alone or with a LoRA adapter, each as one operator."""
+"""Linears whose weight has 4 bits, as bitsandbytes packs them, alone or with a LoRA adapter, each as one operator.
+
+A byte holds two codes, that of the first weight in its high half. A code is an index into 16 values (nf4 or fp4), and
+``BLOCK`` weights side by side share a scale, the largest magnitude among them. With double quantisation a scale is an
+index into 256 values, which 256 scales multiply by a number of their own, and to which one offset is added.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from . import reference
 from .arguments import Unsupported
-from .lora_linear import LoraLinear, Options, cast, product, why_copied_first, why_dtype_unsupported
+from .lora import LoraLinear, Options, cast, product, why_copied_first, why_dtype_unsupported
 from .operator import BackwardArguments, BackwardImpl, Operator, Results, Tensors
 from .triton.call import Call
-from .triton.dequantize_kernels import PackedWeight, launch_dequantize
+from .triton.language import round_to
+from .triton.memory import is_long
+
+
+@triton.jit(do_not_specialize=["n"])
+def _dequantize_kernel(
+    code_ptr,  # [16] fp32
+    packed_ptr,  # [ceil(n / 2)] uint8
+    scale_ptr,  # [blocks] fp32; with double quantisation uint8
+    scale_code_ptr,  # [256] fp32, or None without double quantisation
+    outer_scale_ptr,  # [ceil(blocks / 256)] fp32, or None
+    offset_ptr,  # one fp32, or None
+    w_ptr,  # [n]
+    n,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """``w = code[packed] * scale``, each scale in fp32, the product rounded to w's dtype.
+
+    WHOLE: the last block is complete. Its mask is then the same for a whole block, so that loads and stores are wide.
+    """
+    HALF: tl.constexpr = BLOCK // 2
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    if LONG:
+        block = block.to(tl.int64)
+    live = block * BLOCK < n
+    scale = tl.load(scale_ptr + block, mask=live, other=0)
+    if scale_code_ptr is not None:
+        outer = tl.load(outer_scale_ptr + block // TOGETHER, mask=live, other=0.0)
+        scale = tl.load(scale_code_ptr + scale.to(tl.int32)) * outer + tl.load(offset_ptr)
+    at = block[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    packed_live, place_live = (live[:, None], live[:, None]) if WHOLE else (at * 2 < n, place < n)
+    packed = tl.load(packed_ptr + at, mask=packed_live, other=0).to(tl.int32)
+    first = tl.load(code_ptr + (packed >> 4)) * scale[:, None]
+    second = tl.load(code_ptr + (packed & 15)) * scale[:, None]
+    tl.store(w_ptr + place, round_to(tl.interleave(first, second), w_ptr.dtype.element_ty), mask=place_live)
+
+
+SCALES_TOGETHER = 256
+"""Scales that share a number in double quantisation; bitsandbytes knows no other count."""
+
+_TILE = 2048
+"""Weights that a program writes, if a block has no more of them."""
+
+
+class PackedWeight(NamedTuple):
+    """The tensors of a weight [N, K] of 4 bits, all contiguous; the last three with double quantisation alone."""
+
+    code: Tensor  # [16] fp32
+    packed: Tensor  # [ceil(N K / 2)] uint8, of any shape
+    scale: Tensor  # [blocks], fp32 or uint8
+    scale_code: Tensor | None = None  # [256] fp32
+    outer_scale: Tensor | None = None  # [ceil(blocks / 256)] fp32
+    offset: Tensor | None = None  # [] fp32
+
+
+def launch_dequantize(call: Call, weight: PackedWeight, block: int, w: Tensor) -> None:
+    """Write the weight, contiguous, in w's dtype; ``block``: the weights that share a scale, a power of 2."""
+    n = w.numel()
+    tile = {"BLOCK": block, "BLOCKS": max(1, _TILE // block), "TOGETHER": SCALES_TOGETHER, "LONG": is_long([w])}
+    tile["WHOLE"] = n % block == 0
+    grid = -(-n // (block * tile["BLOCKS"])), 1
+    call.launch(
+        _dequantize_kernel, grid, (*weight, w), (n,), tile, warps=2, fuse=False
+    )  # scales are rounded, then added
+
+
+def _reference_matrix(weight: Any, block: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """A weight of 4 bits, by the tensors of a ``PackedWeight`` and the number of weights that share a scale."""
+    code, packed, scale, scale_code, outer_scale, offset = weight
+    if scale_code is not None:
+        outer = outer_scale.repeat_interleave(256)[: scale.numel()]
+        scale = scale_code[scale.long()] * outer + offset
+    count, bytes_ = shape[0] * shape[1], packed.reshape(-1).long()
+    values = code[torch.stack([bytes_ >> 4, bytes_ & 15], dim=1).view(-1)[:count]]
+    dequantized: Tensor = (values * scale.repeat_interleave(block)[:count]).to(dtype).view(shape)
+    return dequantized
+
 
 WEIGHT = ("code", "packed", "scale", "scale_code", "outer_scale", "offset")
 """The tensors of a ``PackedWeight``."""
@@ -56,6 +139,11 @@ class Linear4bit(Operator):
     def why_unlike_eager(self, *arguments: Any) -> str | None:
         return why_copied_first([("x", arguments[0])])
 
+    def reference(self, *arguments: Any) -> Tensor:
+        x, *weight, bias, features, block, dtype, y_dtype = arguments
+        w = _reference_matrix(weight, block, (features, x.shape[-1]), dtype)
+        return torch.nn.functional.linear(x.to(dtype), w, bias).to(y_dtype)
+
     def forward(self, call: Call, *arguments: Any, training: bool) -> Results:
         x, *weight, bias, features, block, dtype, y_dtype = arguments
         narrow = cast(call, x, dtype)
@@ -85,7 +173,7 @@ class Linear4bit(Operator):
     def reference_backward(self, given: BackwardArguments) -> tuple[Tensor | None, ...]:
         (dy,), (*weight, _), (features, block, dtype, x_dtype) = given.incoming, given.saved, given.saved_scalars
         width = 2 * _count(weight) // features
-        return ((dy.to(dtype) @ reference.dequantize(weight, block, (features, width), dtype)).to(x_dtype),)
+        return ((dy.to(dtype) @ _reference_matrix(weight, block, (features, width), dtype)).to(x_dtype),)
 
 
 class LoraLinear4bit(LoraLinear):
@@ -114,7 +202,7 @@ class LoraLinear4bit(LoraLinear):
         return _dequantized(call, weight, block, shape, like)
 
     def reference_matrix(self, weight: Tensors, block: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return reference.dequantize(weight, block, shape, dtype)
+        return _reference_matrix(weight, block, shape, dtype)
 
 
 class LoraSummands4bit(LoraLinear4bit):

@@ -52,13 +52,6 @@ class Rule:
     why: str = ""  # what was measured, and what else was tried
 
 
-FEW_LORA_ROWS = 4096
-"""Up to so many rows tiles of products with an adapter's factors have fewer of them: more programs run at once."""
-
-_TWO_LORA_TILES = 96 * 1024
-"""Bytes of two tiles of x and of a factor in fp32: while one is multiplied, the next is loaded."""
-
-
 ANY_WIDTH = 2**62
 """Wider than any row."""
 
@@ -414,44 +407,6 @@ def tile_plan(tile: tuple[int, int], width: int, device: Device) -> TilePlan:
     elements, widest = tile
     block = min(widest, next_power_of_2(width))
     return TilePlan(max(1, elements // block), block, device.warps(4))
-
-
-LoraProduct = Literal["narrow", "widen", "gradients"]
-"""The products of an adapter: to rows of its rank, from these to rows of outputs, and the gradients of its factors."""
-
-
-def padded_rank(rank: int) -> int:
-    """The rank of tiles that hold ``rank``."""
-    return max(16, next_power_of_2(rank))
-
-
-def lora_plan(
-    product: LoraProduct, rows: int, rank: int, h_bytes: int, x_bytes: int = 2, device: Device = Device()
-) -> TilePlan:
-    """The launch of a product of ``rows`` rows; ``h_bytes`` and ``x_bytes`` are those of an element of h and of x.
-
-    The other side of a tile of ``block`` columns is the rank; rows are cut into parts for about ``programs`` programs.
-
-    GPUs for data centres multiply 16 bits from shared memory, of which they have more than 200 KiB, and keep their
-    registers for large tiles: on an H200 rank 128 at 16384 x 4096 takes 70 us instead of 138, the gradients of rank 256
-    take 175 instead of 272. On other GPUs such tiles spill.
-    """
-    padded = padded_rank(rank)
-    is_large = h_bytes == 2 and device.shared_memory > 200 * 1024
-    if product == "narrow" and is_large:
-        tile_rows = 32 if rows <= FEW_LORA_ROWS else 64 if rows <= 2 * FEW_LORA_ROWS or rank <= 32 else 128
-        widest = 256 if rows <= 2 * FEW_LORA_ROWS else 128
-        fitting = _TWO_LORA_TILES // (2 * (tile_rows * x_bytes + padded * 4))
-        block = max(16, min(widest, next_power_of_2(fitting + 1) // 2))
-        return TilePlan(tile_rows, block, 8 if tile_rows == 128 or tile_rows * padded > 8192 else 4)
-    if product == "narrow":
-        return TilePlan(64 if rows > FEW_LORA_ROWS else 16, min(128, max(16, 2048 // padded)), 4)
-    if product == "widen":
-        block = 128 if rank <= 64 else 64
-        return TilePlan(128, block, 8) if rank > 64 and is_large else TilePlan(64, block, 4)
-    if rank > 32 and is_large:
-        return TilePlan(64, 128, 8, programs=256)
-    return TilePlan(max(16, min(64, 4096 // padded)), 64, 4, programs=1024)
 
 
 def next_power_of_2(value: int) -> int:

@@ -281,27 +281,6 @@ def _round_in_range(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(rounded.isinf(), value, rounded)
 
 
-def lora_add(base: Tensor | None, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The output of an adapter, added to ``base`` if there is one."""
-    added = (x @ a.to(x.dtype).t()) @ b.to(x.dtype).t() * scale
-    return added if base is None else base + added
-
-
-def lora_linear(adapter_x: Tensor, x: Tensor, a: Tensor, b: Tensor, w: Tensor, *rest: Any) -> Tensor:
-    bias, mask, factor, drop_factor, _, dtype = rest
-    base = torch.nn.functional.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
-    return lora_add(base, _read_by_adapter(adapter_x, mask, drop_factor, dtype), a, b, factor)
-
-
-def _read_by_adapter(x: Tensor, mask: Tensor | None, drop_factor: float, dtype: torch.dtype) -> Tensor:
-    return (x if mask is None else dropped(x, mask, drop_factor)).to(dtype)
-
-
-def dropped(x: Tensor, mask: Tensor, factor: float) -> Tensor:
-    """``x * mask * factor`` in float32, rounded to x's dtype."""
-    return (x.to(wide_dtype(x.dtype)) * mask * factor).to(x.dtype)
-
-
 def _head_logits(
     x: Tensor,
     weight: Tensor,
@@ -375,33 +354,3 @@ def linear_log_probs(
     for want, compute in zip(wanted, statistics, strict=True):
         outputs.append(compute().masked_fill(~has_label, 0.0).view(target.shape) if want else None)
     return tuple(outputs)
-
-
-def dequantize(weight: Any, block: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """A weight of 4 bits, by the tensors of a ``PackedWeight`` and the number of weights that share a scale."""
-    code, packed, scale, scale_code, outer_scale, offset = weight
-    if scale_code is not None:
-        outer = outer_scale.repeat_interleave(256)[: scale.numel()]
-        scale = scale_code[scale.long()] * outer + offset
-    count, bytes_ = shape[0] * shape[1], packed.reshape(-1).long()
-    values = code[torch.stack([bytes_ >> 4, bytes_ & 15], dim=1).view(-1)[:count]]
-    dequantized: Tensor = (values * scale.repeat_interleave(block)[:count]).to(dtype).view(shape)
-    return dequantized
-
-
-def linear_4bit(x: Tensor, *rest: Any) -> Tensor:
-    *weight, bias, features, block, dtype, y_dtype = rest
-    w = dequantize(weight, block, (features, x.shape[-1]), dtype)
-    return torch.nn.functional.linear(x.to(dtype), w, bias).to(y_dtype)
-
-
-def lora_summands_4bit(adapter_x: Tensor, x: Tensor, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *weight, bias, mask, factor, drop_factor, _, dtype, _, block = rest
-    w = dequantize(weight, block, (len(b), a.shape[1]), dtype)
-    read = _read_by_adapter(adapter_x, mask, drop_factor, dtype)
-    return torch.nn.functional.linear(x.to(dtype), w, bias), lora_add(None, read, a, b, factor)
-
-
-def lora_linear_4bit(*arguments: Any) -> Tensor:
-    base, added = lora_summands_4bit(*arguments)
-    return base.to(arguments[-2]) + added

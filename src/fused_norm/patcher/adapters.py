@@ -16,15 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..kernels import reference
 from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
-from ..kernels.lora_add import LORA_ADD
-from ..kernels.lora_linear import LORA_LINEAR
+from ..kernels.lora import HIGHEST_RANK, LORA_ADD, LORA_LINEAR, apply_dropout
 from ..kernels.operator import Operator, dispatch_modes
 from ..kernels.switch import switch
 from ..kernels.triton.devices import is_transformed
-from ..kernels.triton.lora_kernels import HIGHEST_RANK
 from .four_bit import (
     AdapterInput,
     FusedLinear4bit,
@@ -139,7 +136,7 @@ class FusedAdapter(Fused):
             if y is not None:
                 return Summands(*y) if operator is LORA_SUMMANDS_4BIT else y
             if mask is not None:
-                dropped = reference.dropped(own, mask, factors[0])
+                dropped = apply_dropout(own, mask, factors[0])
         base = linear(x)
         if adapter_input is not None and self.fused_norm_is_quantised:
             base = base.to(adapter_input.y_dtype or adapter_input.dtype or base.dtype)

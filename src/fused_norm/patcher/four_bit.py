@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.autocast import autocast_dtype
-from ..kernels.linear_4bit import LINEAR_4BIT
+from ..kernels.linear_4bit import LINEAR_4BIT, SCALES_TOGETHER, PackedWeight
 from ..kernels.switch import switch
-from ..kernels.triton.dequantize_kernels import SCALES_TOGETHER, PackedWeight
 from .fused_norm_module import warn_once
 from .hooks import Fused, are_plain_calls, is_genuine, stock_class, why_forward_replaced, why_linears_replaced
 from .module_features import FusedModule, ModuleFeature

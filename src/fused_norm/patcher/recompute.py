@@ -33,8 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..kernels.autocast import set_autocast
 from ..kernels.glu import GLU, GLU_FOR_CONSUMERS
 from ..kernels.linear_4bit import LINEAR_4BIT, LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
-from ..kernels.lora_add import LORA_ADD
-from ..kernels.lora_linear import LORA_LINEAR
+from ..kernels.lora import LORA_ADD, LORA_LINEAR
 from ..kernels.norm import RECOMPUTED_NORM
 from ..kernels.operator import Operator, Recompute, calls
 from ..kernels.qk_norm_rope import QK_NORM, ROPE

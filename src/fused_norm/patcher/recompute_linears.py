@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.linear_4bit import LINEAR_4BIT, LORA_LINEAR_4BIT
-from ..kernels.lora_add import LORA_ADD
-from ..kernels.lora_linear import LORA_LINEAR, LoraLinear, Options
+from ..kernels.lora import LORA_ADD, LORA_LINEAR, LoraLinear, Options
 from ..kernels.triton.call import Call
 
 CAST = "ToCopyBackward0"
