@@ -79,7 +79,7 @@ REASONS: dict[str, str] = {
     "fused_norm.kernels.triton.launch.Launch": "shows each launch before it runs: its offsets, plan and results",
     "fused_norm.kernels.triton.norm_backward": "changes plans: small tensors reach what large ones would",
     "fused_norm.kernels.triton.norm_forward": "changes plans: small tensors reach what large ones would",
-    "fused_norm.kernels.triton.qk_launch": "changes plans: small tensors reach what large ones would",
+    "fused_norm.kernels.qk_kernels": "changes plans: small tensors reach what large ones would",
     "fused_norm.patcher.activation_recognition.recognise_activation": (
         "forwards as text have no model, so that a test names what a patch would find"
     ),

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import fused_norm.kernels.fp8  # noqa: F401 -- registers an operator that no other file loads
-from fused_norm.kernels import recording
+from fused_norm.kernels import qk_kernels, recording
 from fused_norm.kernels.operator import OPERATORS as ALL
 from fused_norm.kernels.plans import TABLES
-from fused_norm.kernels.triton import devices, norm_backward, norm_forward, qk_launch
+from fused_norm.kernels.triton import devices, norm_backward, norm_forward
 from fused_norm.kernels.triton.launch import Launch
 
 OPERATORS: dict[str, Any] = {
@@ -97,7 +97,7 @@ Planned = Callable[..., None]
 def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     """Change fields of every plan of the "forward" or "backward" of norms, of "conv", or of the "device" of heads."""
     places = {"forward": (norm_forward, "forward_plan"), "backward": (norm_backward, "backward_plan")}
-    places |= {"device": (qk_launch, "device_props"), "conv": (_module_of("causal_conv1d"), "conv_plan")}
+    places |= {"device": (qk_kernels, "device_props"), "conv": (_module_of("causal_conv1d"), "conv_plan")}
 
     def change(what: str, **fields: Any) -> None:
         module, name = places[what]

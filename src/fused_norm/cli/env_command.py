@@ -42,6 +42,7 @@ def plans_of(width: int) -> dict[str, str]:
     import torch
 
     from ..kernels import plans
+    from ..kernels.qk_kernels import heads_backward_plan, heads_forward_plan
     from ..kernels.triton.devices import device_props
 
     device = device_props(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
@@ -56,9 +57,9 @@ def plans_of(width: int) -> dict[str, str]:
         lines["norm + add + norm backward"] = plans.backward_plan(width, 12, device, "sandwich_backward")
     if width <= 512:  # of a head
         for name, rotary in (("qk norm", 0), ("qk norm + RoPE", width)):
-            lines[name] = plans.heads_forward_plan(32, 8, width, rotary, device)
-            lines[f"{name} backward"] = plans.heads_backward_plan(32, 8, width, rotary, 4, 4, device)
-        lines["RoPE"] = plans.heads_forward_plan(32, 8, width, width, device)
+            lines[name] = heads_forward_plan(32, 8, width, rotary, device)
+            lines[f"{name} backward"] = heads_backward_plan(32, 8, width, rotary, 4, 4, device)
+        lines["RoPE"] = heads_forward_plan(32, 8, width, width, device)
     return {name: str(plan) for name, plan in lines.items()} | plan_tables()
 
 

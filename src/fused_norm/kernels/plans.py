@@ -10,7 +10,7 @@ measurements on other devices.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -116,25 +116,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(2048, 4096, 4, 2, reload=True),
         Rule(4096, 4096, 8, 2, reload=True, why="16 elements a lane, 128 registers"),
         Rule(WIDEST_SANDWICH_BACKWARD, 4096, 16, 1, reload=True),
-    ),
-    "heads_forward": (
-        Rule(1024, 1024, 2, why="16 elements a lane; 4 warps are up to 2 % slower"),
-        Rule(4096, 1024, 4),
-        Rule(ANY_WIDTH, 1024, 16),
-    ),
-    "rotated_heads_forward": (
-        Rule(128, 1024, 2, why="eight rows share a token's cos and sin in cache: .92 of a copy's bandwidth"),
-        Rule(1024, 2048, 2, why=".89 at 256 wide; tiles of 4096 in 8 warps reached .86 at 128 and .84 at 256"),
-        Rule(4096, 2048, 4),
-        Rule(ANY_WIDTH, 2048, 16),
-    ),
-    "qk_backward": (
-        Rule(4096, 4096, 4, 2, why=".95 of a copy's bandwidth at 128 wide, with a third program a processor .84"),
-        Rule(ANY_WIDTH, 4096, 16, 2),
-    ),
-    "qk_rope_backward": (
-        Rule(4096, 2048, 4, 3, why="smaller, for cos and sin: three programs fit, .93 at 128 wide, .86 at 256"),
-        Rule(ANY_WIDTH, 2048, 16, 3),
     ),
 }
 """The rules of each section, the narrowest rows first; a section is a kind of kernels that has rules of its own.
@@ -322,73 +303,6 @@ def backward_plan(
     stages = device.stages(rule.stages, rows * (block + rule.tail) * column_bytes)
     programs = rule.programs * device.processors
     return BackwardPlan(rows, block, device.warps(rule.warps), stages, programs, rule.reload, chunked, rule.tail)
-
-
-@dataclass(frozen=True)
-class HeadsTile:
-    """Some heads of some tokens; both numbers are powers of two."""
-
-    tokens: int
-    heads: int  # of each token
-
-
-@dataclass(frozen=True)
-class HeadsPlan:
-    """One launch over the heads of q and k: a forward has a program for each tile, a backward is one wave."""
-
-    q: HeadsTile
-    k: HeadsTile
-    block: int  # columns of a tile that are loaded at once: a row, or half of one if RoPE turns all of it
-    warps: int  # of a program
-    stages: int = 1  # tiles in flight in the backward, including the current one
-    programs: int = 0  # of the backward, at most, for q and k together; without a dw there is one for each tile
-
-
-@lru_cache(maxsize=1024)
-def heads_forward_plan(q_heads: int, k_heads: int, width: int, rotary: int = 0, device: Device = Device()) -> HeadsPlan:
-    """The forward's launch over heads of ``width`` elements, ``rotary`` of which RoPE turns (0: there is no RoPE).
-
-    ``q_heads`` and ``k_heads`` are the rows of a token that follow each other at one stride: 1 if all rows of a
-    tensor do. RoPE alone has the plan of a norm with RoPE.
-    """
-    rule = device.rule("rotated_heads_forward" if rotary else "heads_forward", width)
-    return _heads_by(rule, (q_heads, k_heads), width, rotary, device)
-
-
-@lru_cache(maxsize=1024)
-def heads_backward_plan(
-    q_heads: int,
-    k_heads: int,
-    width: int,
-    rotary: int = 0,
-    column_bytes: int = 4,
-    angle_bytes: int = 0,
-    device: Device = Device(),
-) -> HeadsPlan:
-    """The backward's launch, for what ``heads_forward_plan`` takes.
-
-    ``column_bytes``: what the loop reads for one element of a row, ``angle_bytes`` of cos and sin for one of a token;
-    stages are cut as in ``backward_plan``.
-    """
-    rule = device.rule("qk_rope_backward" if rotary else "qk_backward", width)
-    plan = _heads_by(rule, (q_heads, k_heads), width, rotary, device)
-    rows = max(tile.tokens * tile.heads for tile in (plan.q, plan.k))
-    stages = device.stages(rule.stages, rows * next_power_of_2(width) * (column_bytes + angle_bytes))
-    return replace(plan, stages=stages, programs=rule.programs * device.processors)
-
-
-def _heads_by(rule: Rule, heads: tuple[int, int], width: int, rotary: int, device: Device) -> HeadsPlan:
-    """A plan whose tiles leave few of their rows unused; each block of heads reads cos and sin again."""
-    padded = next_power_of_2(width)
-    rows = 1 << max(1, (rule.elements // padded).bit_length()) - 1
-    tiles = []
-    for count in heads:
-        blocks = [rows >> halvings for halvings in range(rows.bit_length()) if rows >> halvings < 2 * count]
-        costs = [-(-count // block) * block / count * (1 + 0.5 / block if rotary else 1) for block in blocks]
-        best = blocks[costs.index(min(costs))]
-        tiles.append(HeadsTile(rows // best, best))
-    q, k = tiles
-    return HeadsPlan(q, k, max(1, padded // 2) if rotary == width else padded, device.warps(rule.warps))
 
 
 @dataclass(frozen=True)

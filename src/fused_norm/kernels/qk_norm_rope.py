@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..spec import ROTARY_LAYOUTS, Casting, RotaryLayout
-from . import reference
 from .arguments import (
     Unsupported,
     check_angles,
@@ -20,10 +19,11 @@ from .arguments import (
     why_other_dtype,
 )
 from .operator import BackwardArguments, BackwardImpl, Operator, Results, norm_spec
+from .qk_kernels import empty_heads, launch_qk_backward, launch_qk_forward
+from .reference import cast_output, gradients_of, rms_norm, split_pairs, wide_dtype
 from .sharded import are_angles_of
 from .triton.call import Call
 from .triton.memory import heads_dim_of, norm_dtype
-from .triton.qk_launch import empty_heads, launch_qk_backward, launch_qk_forward
 
 
 class HeadsOperator(Operator):
@@ -90,8 +90,11 @@ class QKNorm(HeadsOperator):
 
     def reference(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         q, k, q_weight, k_weight, cos, sin, spec, unsqueeze_dim, dtype = arguments
-        q_out, k_out = reference.qk_norm_rope(spec, q, k, q_weight, k_weight, cos, sin, unsqueeze_dim)
-        return reference.cast_output(q_out, dtype), reference.cast_output(k_out, dtype)
+        q, k = rms_norm(spec, q, q_weight), rms_norm(spec, k, k_weight)
+        if cos is not None:
+            cos, sin = (_broadcast_angles(angles, unsqueeze_dim) for angles in (cos, sin))
+            q, k = rotate_by_angles(q, cos, sin), rotate_by_angles(k, cos, sin)
+        return cast_output(q, dtype), cast_output(k, dtype)
 
     def forward(self, call: Call, *arguments: Any, training: bool, copied: Sequence[str] = ()) -> Results:
         *inputs, spec, unsqueeze_dim, dtype = arguments
@@ -146,9 +149,9 @@ class Rope(HeadsOperator):
 
     def reference(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         q, k, cos, sin, unsqueeze_dim, *how, dtype = arguments
-        cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in (cos, sin))
-        q_out = reference.cast_output(reference.rope(q, cos, sin, *how), dtype)
-        return q_out, None if k is None else reference.cast_output(reference.rope(k, cos, sin, *how), dtype)
+        cos, sin = (_broadcast_angles(angles, unsqueeze_dim) for angles in (cos, sin))
+        q_out = cast_output(rotate_by_angles(q, cos, sin, *how), dtype)
+        return q_out, None if k is None else cast_output(rotate_by_angles(k, cos, sin, *how), dtype)
 
     def run(self, *arguments: Any, training: bool) -> tuple[Any, ...]:
         q_out, k_out = super().run(*arguments, training=training)
@@ -177,18 +180,61 @@ class Rope(HeadsOperator):
 
     def reference_backward(self, given: BackwardArguments) -> tuple[Tensor | None, ...]:
         unsqueeze_dim, layout, angles_by_pair, *_ = given.saved_scalars
-        cos, sin = (reference.broadcast_angles(angles, unsqueeze_dim) for angles in given.saved)
+        cos, sin = (_broadcast_angles(angles, unsqueeze_dim) for angles in given.saved)
         how = {"cos": cos, "sin": sin, "layout": layout, "angles_by_pair": angles_by_pair}
-        rotated = partial(reference.rope, single_rounding=True, **how)
+        formula = partial(rotate_by_angles, single_rounding=True, **how)
         grads: list[Tensor | None] = []
         for d in given.incoming:
             # A rotation is linear: its gradient does not depend on what is rotated.
             zeros = None if d is None else (torch.zeros(d.shape, dtype=torch.float32, device=d.device),)
-            grads += [None] if zeros is None else reference.gradients_of(rotated, zeros, (d,), (True,))
+            grads += [None] if zeros is None else gradients_of(formula, zeros, (d,), (True,))
         return tuple(grads)
 
 
 QK_NORM, ROPE = QKNorm(), Rope()
+
+
+def rotate_by_angles(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    single_rounding: bool = False,
+    layout: RotaryLayout = "half",
+    angles_by_pair: bool = False,
+) -> Tensor:
+    """The rotation of the first ``cos.shape[-1]`` elements; each product and their sum are rounded.
+
+    ``single_rounding``: computed in fp32, and nothing but the result is rounded, to x's dtype.
+    """
+    rotary, dtype, side_by_side = cos.shape[-1], x.dtype, layout == "interleaved"
+    if angles_by_pair:
+        firsts = [angles[..., : rotary // 2] for angles in (cos, sin)]
+        cos, sin = (_join_pairs(first, first, side_by_side=side_by_side) for first in firsts)
+    if single_rounding:
+        wide = wide_dtype(dtype)
+        x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
+    front = x[..., :rotary]
+    a, b = split_pairs(front, side_by_side=layout != "half")
+    if layout == "deinterleaved":
+        front = torch.cat((a, b), dim=-1)
+    rotated = front * cos + _join_pairs(-b, a, side_by_side=side_by_side) * sin
+    y = rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
+    return y.to(dtype) if single_rounding else y
+
+
+def _join_pairs(a: Tensor, b: Tensor, *, side_by_side: bool) -> Tensor:
+    """The tensor whose ``split_pairs`` are a and b."""
+    if side_by_side:
+        # Not by `flatten`, which gradients in batches do not know.
+        return torch.stack((a, b), dim=-1).reshape(*a.shape[:-1], 2 * a.shape[-1])
+    return torch.cat((a, b), dim=-1)
+
+
+def _broadcast_angles(angles: Tensor, unsqueeze_dim: int) -> Tensor:
+    """Four-dimensional cos or sin, which broadcast against q and k."""
+    angles = angles[None] if angles.dim() == 2 else angles
+    return angles.unsqueeze(unsqueeze_dim) if angles.dim() == 3 else angles
+
 
 TensorOrNone = TypeVar("TensorOrNone", Tensor, None, Tensor | None)
 

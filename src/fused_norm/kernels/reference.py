@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import NormSpec, RotaryLayout
+from ..spec import NormSpec
 from .autocast import set_autocast
 from .triton.memory import out_dtype
 
@@ -116,66 +116,6 @@ def norm_add_norm(
     """``s = residual + norm(x)``, rounded to its dtype, and the norm of that rounded sum: ``(norm(s), s)``."""
     total = norm_add(spec, x, residual, inner_weight)
     return rms_norm(spec, total, weight), total
-
-
-def qk_norm_rope(
-    spec: NormSpec,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    unsqueeze_dim: int,
-) -> tuple[Tensor, Tensor]:
-    """The norm of every head of q and of k, then RoPE if there are cos and sin."""
-    q, k = rms_norm(spec, q, q_weight), rms_norm(spec, k, k_weight)
-    if cos is None or sin is None:
-        return q, k
-    cos, sin = broadcast_angles(cos, unsqueeze_dim), broadcast_angles(sin, unsqueeze_dim)
-    return rope(q, cos, sin), rope(k, cos, sin)
-
-
-def broadcast_angles(angles: Tensor, unsqueeze_dim: int) -> Tensor:
-    """Four-dimensional cos or sin, which broadcast against q and k."""
-    angles = angles[None] if angles.dim() == 2 else angles
-    return angles.unsqueeze(unsqueeze_dim) if angles.dim() == 3 else angles
-
-
-def rope(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    single_rounding: bool = False,
-    layout: RotaryLayout = "half",
-    angles_by_pair: bool = False,
-) -> Tensor:
-    """The rotation of the first ``cos.shape[-1]`` elements; each product and their sum are rounded.
-
-    ``single_rounding``: computed in fp32, and nothing but the result is rounded, to x's dtype.
-    """
-    rotary, dtype, side_by_side = cos.shape[-1], x.dtype, layout == "interleaved"
-    if angles_by_pair:
-        firsts = [angles[..., : rotary // 2] for angles in (cos, sin)]
-        cos, sin = (_join_pairs(first, first, side_by_side=side_by_side) for first in firsts)
-    if single_rounding:
-        wide = wide_dtype(dtype)
-        x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
-    front = x[..., :rotary]
-    a, b = split_pairs(front, side_by_side=layout != "half")
-    if layout == "deinterleaved":
-        front = torch.cat((a, b), dim=-1)
-    rotated = front * cos + _join_pairs(-b, a, side_by_side=side_by_side) * sin
-    y = rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
-    return y.to(dtype) if single_rounding else y
-
-
-def _join_pairs(a: Tensor, b: Tensor, *, side_by_side: bool) -> Tensor:
-    """The tensor whose ``split_pairs`` are a and b."""
-    if side_by_side:
-        # Not by `flatten`, which gradients in batches do not know.
-        return torch.stack((a, b), dim=-1).reshape(*a.shape[:-1], 2 * a.shape[-1])
-    return torch.cat((a, b), dim=-1)
 
 
 def split_pairs(x: Tensor, *, side_by_side: bool) -> tuple[Tensor, Tensor]:

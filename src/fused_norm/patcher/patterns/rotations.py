@@ -34,8 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels import reference
-from ...kernels.qk_norm_rope import ROPE
+from ...kernels.qk_norm_rope import ROPE, rotate_by_angles
 from ...kernels.reference import cast_output
 from ...kernels.sharded import is_plain
 from ...kernels.triton.devices import runs_kernels_on
@@ -271,8 +270,8 @@ def _cases(
 def _rotated(how: _Pairs, cos: Tensor, sin: Tensor, *heads: Tensor) -> Any:
     """The rotation of one tensor, or of each of two."""
     layout, by_pair, single_rounding = how
-    rotated = tuple(reference.rope(x, cos, sin, single_rounding, layout, by_pair) for x in heads)
-    return rotated if len(rotated) > 1 else rotated[0]
+    turned = tuple(rotate_by_angles(x, cos, sin, single_rounding, layout, by_pair) for x in heads)
+    return turned if len(turned) > 1 else turned[0]
 
 
 ROTATION_NAME = re.compile(r"(?<![a-z])(rot|rope)", re.IGNORECASE)
