@@ -30,8 +30,8 @@ from fused_norm.kernels.operator import OPERATORS, BackwardArguments, KernelBack
 from fused_norm.kernels.plans import TABLES
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.call import Call
-from fused_norm.kernels.triton.cross_entropy_kernels import launch_multiply
 from fused_norm.kernels.triton.launch import Launch
+from fused_norm.kernels.vocabulary_head import launch_multiply
 from fused_norm.spec import NormSpec
 
 WIDTHS = (128, 1024, 2560, 4096, 5120, 8192, 16384, 40960)

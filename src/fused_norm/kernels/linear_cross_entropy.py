@@ -13,12 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
 from .arguments import Unsupported, check_choice
 from .operator import BackwardArguments, KernelBackward, Results, backward_impl, is_grad_needed
 from .triton.call import Call
-from .triton.cross_entropy_kernels import launch_multiply
-from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks, check_head, head_tensors, unless_one
+from .vocabulary_head import (
+    IGNORED,
+    Head,
+    HeadOperator,
+    HeadResults,
+    by_chunks,
+    check_head,
+    head_logits,
+    head_tensors,
+    launch_multiply,
+    unless_one,
+)
 
 
 class LinearCrossEntropy(HeadOperator):
@@ -52,7 +61,15 @@ class LinearCrossEntropy(HeadOperator):
         return None
 
     def reference(self, *arguments: Any) -> Tensor:
-        return reference.linear_cross_entropy(*arguments[:-2])
+        x, weight, bias, target, num_items, reduction, ignored, smoothing, scale, cap, in_fp32, *_ = arguments
+        loss = torch.nn.functional.cross_entropy(
+            head_logits(x, weight, bias, scale, cap, None, in_fp32),
+            target.reshape(-1),
+            ignore_index=ignored,
+            reduction=reduction if num_items is None else "sum",
+            label_smoothing=smoothing,
+        )
+        return loss if num_items is None else loss / num_items.to(loss.device)
 
     def _launched(self, *arguments: Any) -> Any:
         is_trained = is_grad_needed(arguments[: self.tensor_count])

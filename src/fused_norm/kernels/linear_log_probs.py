@@ -14,11 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference
 from .arguments import KERNEL_DTYPES, Unsupported, check_flag
 from .operator import BackwardArguments, Results
 from .triton.call import Call
-from .vocabulary_head import IGNORED, Head, HeadOperator, HeadResults, by_chunks, check_head, head_tensors, unless_one
+from .vocabulary_head import (
+    IGNORED,
+    Head,
+    HeadOperator,
+    HeadResults,
+    by_chunks,
+    check_head,
+    head_logits,
+    head_tensors,
+    unless_one,
+)
 
 
 class LogProbs(NamedTuple):
@@ -72,9 +81,28 @@ class LinearLogProbs(HeadOperator):
         return super().why_reference_only(*(_cast(t, dtype, is_meta=True) for t in arguments[:3]), *arguments[3:])
 
     def reference(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        values = self.by_name(arguments)
-        tensors = (_cast(t, values["dtype"]) for t in arguments[:3])
-        return reference.linear_log_probs(*tensors, *arguments[3:10])
+        """The log-probabilities; then entropies, and three statistics without a gradient, or None for each unwanted one."""
+        *tensors, target, ignored, temperature, scale, cap, in_fp32, wanted = arguments[:10]
+        dtype = self.by_name(arguments)["dtype"]
+        x, weight, bias = (_cast(t, dtype) for t in tensors)
+        logits, labels = head_logits(x, weight, bias, scale, cap, temperature, in_fp32), target.reshape(-1)
+        log_p, has_label = torch.log_softmax(logits, -1), labels != ignored
+        log_probs = 0.0 - torch.nn.functional.nll_loss(log_p, labels, ignore_index=ignored, reduction="none")
+        outputs: list[Tensor | None] = [log_probs.view(target.shape)]
+
+        def entropies() -> Tensor:
+            p = log_p.exp()
+            return -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+
+        statistics = (
+            entropies,
+            lambda: ((logits.argmax(-1) == labels) & ~log_p.isnan().any(-1)).to(logits.dtype),
+            lambda: logits.detach().mean(-1),
+            lambda: torch.logsumexp(2 * log_p.detach(), -1),
+        )
+        for want, compute in zip(wanted, statistics, strict=True):
+            outputs.append(compute().masked_fill(~has_label, 0.0).view(target.shape) if want else None)
+        return tuple(outputs)
 
     def empty_results(self, call: Call, *arguments: Any, training: bool) -> Results:
         x, weight, bias, target, *_ = arguments

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..kernels import reference
 from ..kernels.autocast import autocast_dtype
-from ..kernels.linear_cross_entropy import linear_cross_entropy
+from ..kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
 from ..kernels.operator import dispatch_modes
 from ..kernels.sharded import is_plain
 from ..kernels.switch import switch
@@ -91,7 +90,7 @@ class FusedHead(Fused):
         if switch.depth:
             num_items = None if how.num_items is None else torch.as_tensor(how.num_items)
             args = x, self.weight, self.bias, how.target, num_items, how.reduction, how.ignore_index
-            return reference.linear_cross_entropy(*args, how.label_smoothing, how.scale, how.cap, how.in_fp32)
+            return LINEAR_CROSS_ENTROPY.reference(*args, how.label_smoothing, how.scale, how.cap, how.in_fp32)
         return linear_cross_entropy(
             x,
             self.weight,
