@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from fused_norm import kernels
 from fused_norm.kernels import fp8, reference
+from fused_norm.kernels.norm import ADD_RMS_NORM
 from fused_norm.spec import NormSpec
 
 Direction = Literal["forward", "backward"]
@@ -318,8 +319,10 @@ def eager_parts(case: OperatorCase) -> Parts:
 
 def float64_results(case: OperatorCase, inputs: OperatorInputs) -> tuple[list[Tensor], list[Tensor]]:
     """Compute outputs and gradients of all arguments by the formula in float64."""
-    norms: dict[str, Callable[..., Any]] = {"norm": reference.rms_norm, "add_norm": reference.add_rms_norm}
-    parts: Any = {name: partial(function, case.spec) for name, function in norms.items()}
+    parts: Any = {
+        "norm": partial(reference.rms_norm, case.spec),
+        "add_norm": lambda x, residual, weight: ADD_RMS_NORM.reference(x, residual, weight, case.spec, None, 1.0),
+    }
     arguments = [tensor.detach().double().requires_grad_() for tensor in inputs.arguments]
     angles = [tensor.double() for tensor in inputs.angles]
     function = OPERATORS[case.operator].made_of(replace(eager_parts(case), **parts))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fused_norm import __version__
-from fused_norm.kernels import plans
+from fused_norm.kernels import norm_kernels, plans
 from fused_norm.kernels.plans import Rule
 from fused_norm.kernels.triton.devices import device_props, name_of, use_plans
 
@@ -77,9 +77,9 @@ def tasks_for(widths: Iterable[int]) -> list[Task]:
         norm, add, norm_add = (case(operator, width) for operator in ("rms_norm", "add_rms_norm", "norm_add"))
         sandwich = case("norm_add_norm", width, option="gemma")
         tasks += [Task("norm_backward", width, (norm,)), Task("add_backward", width, (add,))]
-        if width <= plans.WIDEST_SANDWICH_BACKWARD:
+        if width <= norm_kernels.WIDEST_SANDWICH_BACKWARD:
             tasks.append(Task("sandwich_backward", width, (sandwich,)))
-        if width <= plans.WIDEST_SANDWICH_FORWARD:
+        if width <= norm_kernels.WIDEST_SANDWICH_FORWARD:
             tasks.append(Task("forward", width, (norm, add, norm_add, sandwich)))
         if width <= 256 and width % 2 == 0:
             qk, rope = (case(operator, width, (32, 8)) for operator in ("qk_norm", "qk_norm_rope"))
@@ -95,7 +95,7 @@ def tiles(task: Task, warp_size: int) -> list[Rule]:
     sizes = [rows * padded for rows in _TILES] if task.width else [1024, 2048, 4096, 8192]
     rules = []
     for elements, warps in itertools.product(sizes, _WARPS):
-        if elements <= plans.WIDEST_FORWARD and _LANE[0] <= elements / (32 * warps) <= _LANE[1]:
+        if elements <= norm_kernels.WIDEST_FORWARD and _LANE[0] <= elements / (32 * warps) <= _LANE[1]:
             rules.append(Rule(task.width, elements, warps, max(1, 8 // warps)))
     if task.section in ("norm_backward", "add_backward", "sandwich_backward"):
         rules += [replace(rule, reload=True) for rule in rules]

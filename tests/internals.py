@@ -55,6 +55,7 @@ REASONS: dict[str, str] = {
     "fused_norm.kernels.codegen.Cuda": "makes the call of a compiled kernel as three releases of Triton want it",
     "fused_norm.kernels.codegen._launch_line": "refuses a number that a compiled kernel counts in 64 bits",
     "fused_norm.kernels.fp8._casts_to_fp8": "decides by the GPU's capability, and no test has an old GPU",
+    "fused_norm.kernels.norm_kernels": "changes plans: small tensors reach what large ones would",
     "fused_norm.kernels.operator": "sets from how many elements on compiled graphs get the operator",
     "fused_norm.kernels.operator.BackwardArguments": "asks for a backward's launches without autograd",
     "fused_norm.kernels.operator.KernelBackward": "asks for the launches of a backward without an operator of its own",
@@ -68,6 +69,7 @@ REASONS: dict[str, str] = {
     "fused_norm.kernels.plans.Device": "describes GPUs that no test has",
     "fused_norm.kernels.plans.TABLES": "lists the measured plans: each row of them is reached and compiles",
     "fused_norm.kernels.plans.table_of": "chooses a table for GPUs that no test has",
+    "fused_norm.kernels.qk_kernels": "changes plans: small tensors reach what large ones would",
     "fused_norm.kernels.recording": "lowers how much is recorded, and takes away a part of PyTorch that is not public",
     "fused_norm.kernels.recording.forget_all": "makes calls first calls again: a test starts without recordings",
     "fused_norm.kernels.switch.switch": "tells a planted fault to leave the stock step right",
@@ -77,9 +79,6 @@ REASONS: dict[str, str] = {
     "fused_norm.kernels.triton.devices.use_plans": "puts plans of other GPUs in use, and lets small rows take them",
     "fused_norm.kernels.triton.launch.Launch": "shows each launch before it runs: its offsets, plan and results",
     "fused_norm.kernels.vocabulary_head.launch_multiply": "compiles a kernel that no call launches alone",
-    "fused_norm.kernels.triton.norm_backward": "changes plans: small tensors reach what large ones would",
-    "fused_norm.kernels.triton.norm_forward": "changes plans: small tensors reach what large ones would",
-    "fused_norm.kernels.qk_kernels": "changes plans: small tensors reach what large ones would",
     "fused_norm.patcher.activation_recognition.recognise_activation": (
         "forwards as text have no model, so that a test names what a patch would find"
     ),

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import fused_norm.kernels.fp8  # noqa: F401 -- registers an operator that no other file loads
-from fused_norm.kernels import qk_kernels, recording
+from fused_norm.kernels import norm_kernels, qk_kernels, recording
 from fused_norm.kernels.operator import OPERATORS as ALL
 from fused_norm.kernels.plans import TABLES
-from fused_norm.kernels.triton import devices, norm_backward, norm_forward
+from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.launch import Launch
 
 OPERATORS: dict[str, Any] = {
@@ -96,7 +96,7 @@ Planned = Callable[..., None]
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     """Change fields of every plan of the "forward" or "backward" of norms, of "conv", or of the "device" of heads."""
-    places = {"forward": (norm_forward, "forward_plan"), "backward": (norm_backward, "backward_plan")}
+    places = {"forward": (norm_kernels, "forward_plan"), "backward": (norm_kernels, "backward_plan")}
     places |= {"device": (qk_kernels, "device_props"), "conv": (_module_of("causal_conv1d"), "conv_plan")}
 
     def change(what: str, **fields: Any) -> None:
@@ -130,9 +130,9 @@ def in_chunks(planned: Planned) -> None:
 def sandwich_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let one kernel hold rows of up to 50 elements in the direction named: "forward", "backward", "both" or "none"."""
     named = getattr(request, "param", "both")
-    for direction, module in (("forward", norm_forward), ("backward", norm_backward)):
+    for direction in ("forward", "backward"):
         if named in (direction, "both"):
-            monkeypatch.setattr(module, f"WIDEST_SANDWICH_{direction.upper()}", 50)
+            monkeypatch.setattr(norm_kernels, f"WIDEST_SANDWICH_{direction.upper()}", 50)
 
 
 @pytest.fixture(params=["held", "in chunks"])

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fused_norm.kernels import MODES, recording
-from fused_norm.kernels.triton import norm_backward
+from fused_norm.kernels import MODES, norm_kernels, recording
 from fused_norm.kernels.triton.launch import Launch
 
 from ..conftest import slow_rows
@@ -108,6 +107,6 @@ def test_a_grid_may_be_smaller_than_the_rows_need(
 ) -> None:
     inputs = LLAMA.inputs((13, 130), device)
     whole = run(LLAMA.fused, inputs, frozen="w")
-    monkeypatch.setattr(norm_backward, "_GRID_LIMIT", 2)
+    monkeypatch.setattr(norm_kernels, "_GRID_LIMIT", 2)
     recording.forget_all()
     assert torch.equal(run(LLAMA.fused, inputs, frozen="w").dx, whole.dx)

@@ -41,20 +41,20 @@ def plans_of(width: int) -> dict[str, str]:
         raise UsageError("--plans: kernels need Triton, which is not installed")
     import torch
 
-    from ..kernels import plans
+    from ..kernels import norm_kernels as norms
     from ..kernels.qk_kernels import heads_backward_plan, heads_forward_plan
     from ..kernels.triton.devices import device_props
 
     device = device_props(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
     lines: dict[str, object] = {
-        "(add +) norm": plans.forward_plan(width, device),
-        "norm backward": plans.backward_plan(width, 6, device),
-        "add + norm backward": plans.backward_plan(width, 8, device, "add_backward"),
+        "(add +) norm": norms.forward_plan(width, device),
+        "norm backward": norms.backward_plan(width, 6, device),
+        "add + norm backward": norms.backward_plan(width, 8, device, "add_backward"),
     }
-    if width <= plans.WIDEST_SANDWICH_FORWARD:
-        lines["norm + add (+ norm)"] = plans.forward_plan(width, device, None, "sandwich_forward")
-    if width <= plans.WIDEST_SANDWICH_BACKWARD:
-        lines["norm + add + norm backward"] = plans.backward_plan(width, 12, device, "sandwich_backward")
+    if width <= norms.WIDEST_SANDWICH_FORWARD:
+        lines["norm + add (+ norm)"] = norms.forward_plan(width, device, None, "sandwich_forward")
+    if width <= norms.WIDEST_SANDWICH_BACKWARD:
+        lines["norm + add + norm backward"] = norms.backward_plan(width, 12, device, "sandwich_backward")
     if width <= 512:  # of a head
         for name, rotary in (("qk norm", 0), ("qk norm + RoPE", width)):
             lines[name] = heads_forward_plan(32, 8, width, rotary, device)

@@ -8,7 +8,7 @@ from .linear_cross_entropy import linear_cross_entropy
 from .linear_log_probs import LogProbs, linear_log_probs
 from .lora import lora_add
 from .norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
-from .plans import MODES
+from .norm_kernels import MODES
 from .qk_norm_rope import qk_norm, qk_norm_rope, rope
 
 __all__ = [

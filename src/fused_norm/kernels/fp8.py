@@ -33,6 +33,7 @@ from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import KERNEL_DTYPES, Unsupported, check_rows, check_scale, check_tensor
 from .norm import ADD_RMS_NORM
+from .norm_kernels import FROM_RSTD_TILE, WIDEST_BACKWARD, WIDEST_FORWARD, add_rounded, backward_plan, forward_plan
 from .operator import (
     BackwardArguments,
     BackwardImpl,
@@ -44,7 +45,7 @@ from .operator import (
     Tensors,
     norm_spec,
 )
-from .plans import WIDEST_BACKWARD, WIDEST_FORWARD, backward_plan, forward_plan, next_power_of_2, tile_plan
+from .plans import next_power_of_2, tile_plan
 from .triton.call import Call
 from .triton.devices import device_props, is_transformed
 from .triton.language import (
@@ -62,7 +63,6 @@ from .triton.language import (
     store_tile,
 )
 from .triton.memory import INT32_LIMIT, bytes_of, norm_dtype, promoted
-from .triton.norm_forward import FROM_RSTD_TILE, add_rounded
 from .triton.weight_grad import empty_partials, reduce_partials
 
 __all__ = ["FORMATS", "FP8Format", "Quantized", "add_rms_norm_fp8", "dequantize", "quantize", "rms_norm_fp8"]
@@ -517,7 +517,7 @@ def launch_dequantize(call: Call, codes: Tensor, scale: Tensor, numbers: Tensor)
 
 
 def launch_norm_fp8(call: Call, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Write the ``outputs`` of the operator, for its ``arguments``: rows of up to ``plans.WIDEST_FORWARD`` elements."""
+    """Write the ``outputs`` of the operator, for its ``arguments``: rows of up to ``WIDEST_FORWARD`` elements."""
     x, residual, weight, codes, codes_scale, spec, scale, name = arguments
     q, scales, placeholder, s, rstd = outputs
     fp8_format, rows, width, device = FORMATS[name], rstd.numel(), q.shape[-1], device_props(q.device)
@@ -601,7 +601,7 @@ def _codes_backward_kernel(
 def launch_codes_backward(
     call: Call, spec: NormSpec, saved: Sequence[Any], dy: Tensor, dx: Tensor | None, dw: Tensor | None
 ) -> None:
-    """Write dx and dw, if they are not None, for rows of up to ``plans.WIDEST_BACKWARD`` elements.
+    """Write dx and dw, if they are not None, for rows of up to ``WIDEST_BACKWARD`` elements.
 
     ``saved``: codes, their scales, the weight or None, and rstd, as the operator saves them.
     """
@@ -675,7 +675,7 @@ class NormFP8(Operator):
             total = x if codes is None else reference.with_gradient_to(numbers_of(codes, codes_scale), x)
             y, s = reference.rms_norm(spec, total, weight, dtype=x.dtype), None
         else:
-            y, total = reference.add_rms_norm(spec, x, residual, weight, scale)
+            y, total = ADD_RMS_NORM.reference(x, residual, weight, spec, None, scale)
             s = total.contiguous()
         with torch.no_grad():
             q, scales = cast(y.detach(), FORMATS[name])

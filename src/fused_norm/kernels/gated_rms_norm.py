@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from .arguments import GATES, Unsupported, check_choice, check_flag
+from .norm_kernels import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .operator import BackwardArguments, Operator, Results, norm_spec
-from .plans import RULES, BackwardPlan, ForwardPlan, Rule, backward_plan, forward_plan
+from .plans import RULES, Rule
 from .reference import NormFunctions, rms_norm, wide_dtype
 from .triton.call import Call
 from .triton.devices import device_props

@@ -81,7 +81,7 @@ class LinearLogProbs(HeadOperator):
         return super().why_reference_only(*(_cast(t, dtype, is_meta=True) for t in arguments[:3]), *arguments[3:])
 
     def reference(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        """The log-probabilities; then entropies, and three statistics without a gradient, or None for each unwanted one."""
+        """The log-probabilities; then entropies and three statistics without a gradient, None if not ``wanted``."""
         *tensors, target, ignored, temperature, scale, cap, in_fp32, wanted = arguments[:10]
         dtype = self.by_name(arguments)["dtype"]
         x, weight, bias = (_cast(t, dtype) for t in tensors)

@@ -10,14 +10,25 @@ consumer's first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..spec import Casting
+from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import Unsupported, check_scale
+from .norm_kernels import (
+    NormGradients,
+    NormInputs,
+    NormSaved,
+    empty_norm,
+    forward_plan,
+    launch_norm_backward,
+    launch_norm_forward,
+    launch_norm_from_rstd,
+)
 from .operator import (
     BackwardArguments,
     BackwardImpl,
@@ -28,12 +39,10 @@ from .operator import (
     joined_grads,
     norm_spec,
 )
-from .plans import forward_plan
+from .plans import Device
 from .sharded import is_plain
 from .triton.call import Call
 from .triton.memory import memory_order, norm_dtype, out_dtype
-from .triton.norm_backward import NormGradients, NormSaved, launch_norm_backward
-from .triton.norm_forward import NormInputs, empty_norm, launch_norm_forward, launch_norm_from_rstd
 
 
 class NormOperator(Operator):
@@ -63,7 +72,7 @@ class NormOperator(Operator):
         args = self.by_name(arguments)
         if args.get("mode") is not None:
             try:
-                forward_plan(int(args["x"].shape[-1]), mode=args["mode"])  # torch.jit.trace has tensors for sizes
+                forward_plan(int(args["x"].shape[-1]), Device(), args["mode"])  # torch.jit.trace has tensors for sizes
             except ValueError as error:
                 return Unsupported(str(error), ValueError)
         return check_scale(args.get("scale", 1.0))
@@ -81,14 +90,19 @@ class NormOperator(Operator):
         return () if is_sum_needed or self.outputs != ("y", "s") else (-1,)
 
     def reference(self, *arguments: Any) -> Any:
+        """The branch and the sum are each rounded to their dtype, and the last norm is that of the rounded sum."""
         args = self.by_name(arguments)
-        scale = (args["scale"],) if "scale" in args else ()
-        formula = getattr(reference, self.plain_name or self.name)
-        outputs = formula(args["spec"], *arguments[: self.tensor_count], *scale)
-        if not self._has_consumers:
-            return outputs
-        y, s = outputs if self._adds else (outputs, args["x"])
-        return y if args["wide"] else reference.cast_output(y, args["dtype"]), s
+        spec, s, (inner_weight, weight) = args["spec"], args["x"], self._weights_of(args)
+        if self._has_inner_norm:
+            s = reference.rms_norm(spec, s, inner_weight)
+        if self._adds:
+            s = args["residual"] + (s if args.get("scale", 1.0) == 1.0 else s * args["scale"])
+        if not self._has_outer_norm:
+            return s
+        y = reference.rms_norm(spec, s, weight)
+        if self._has_consumers and not args["wide"]:
+            y = reference.cast_output(y, args["dtype"])
+        return (y, s) if len(self.outputs) == 2 else y
 
     def forward(self, call: Call, *arguments: Any, training: bool, copied: Sequence[str] = ()) -> Results:
         args = self.by_name(arguments)
@@ -197,10 +211,10 @@ class NormOperator(Operator):
         inner_weight, weight = self._weights_of(args)
         s, x_dtype = self._normalised(args)
         spec = args["spec"]
-        g, dw = reference.rms_norm_backward(spec, args["dy"], s, weight, args.get("ds"))
+        g, dw = _reference_grads(spec, args["dy"], s, weight, args.get("ds"))
         grads = {"dx": g * args.get("scale", 1.0), "dw": dw}
         if self._has_inner_norm:
-            grads["dx"], grads["dw_inner"] = reference.rms_norm_backward(spec, g, args["x"], inner_weight)
+            grads["dx"], grads["dw_inner"] = _reference_grads(spec, g, args["x"], inner_weight)
         if "dr" in self.gradients:
             grads["dr"] = g.to(args["residual_dtype"])
         grads["dx"] = grads["dx"].to(x_dtype)
@@ -322,6 +336,20 @@ class RecomputedNorm(Operator):
 RMS_NORM, ADD_RMS_NORM, NORM_ADD, NORM_ADD_NORM = RMSNorm(), AddRMSNorm(), NormAdd(), NormAddNorm()
 RMS_NORM_FOR_CONSUMERS, ADD_RMS_NORM_FOR_CONSUMERS = RMSNormForConsumers(), AddRMSNormForConsumers()
 NORM_ADD_NORM_FOR_CONSUMERS, RECOMPUTED_NORM = NormAddNormForConsumers(), RecomputedNorm()
+
+
+def _reference_grads(
+    spec: NormSpec, dy: Tensor, x: Tensor, weight: Tensor | None, ds: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients ``(dx, dw)`` of ``reference.rms_norm``, which can be differentiated again.
+
+    dx is not yet rounded; ``ds`` is added to it. dw has the weight's dtype.
+    """
+    dx, dw = reference.gradients_of(
+        partial(reference.rms_norm, spec), (reference.widened(x), weight), (dy,), (True, weight is not None)
+    )
+    assert dx is not None
+    return dx if ds is None else dx + ds.to(dx.dtype), dw
 
 
 def rms_norm(

@@ -97,27 +97,6 @@ def rms_norm(
     return gamma(weight, spec.zero_centered) * x_hat
 
 
-def add_rms_norm(
-    spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """``s = residual + x * scale``, each step rounded to its dtype, and the norm of that sum: ``(norm(s), s)``."""
-    total = residual + (x if scale == 1.0 else x * scale)
-    return rms_norm(spec, total, weight), total
-
-
-def norm_add(spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor | None) -> Tensor:
-    """``residual + norm(x)``, the norm rounded to its own dtype first."""
-    return residual + rms_norm(spec, x, weight)
-
-
-def norm_add_norm(
-    spec: NormSpec, x: Tensor, residual: Tensor, inner_weight: Tensor | None, weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """``s = residual + norm(x)``, rounded to its dtype, and the norm of that rounded sum: ``(norm(s), s)``."""
-    total = norm_add(spec, x, residual, inner_weight)
-    return rms_norm(spec, total, weight), total
-
-
 def split_pairs(x: Tensor, *, side_by_side: bool) -> tuple[Tensor, Tensor]:
     """The first and the second elements of pairs, which lie side by side, or in the two halves of x."""
     if side_by_side:
@@ -185,18 +164,6 @@ class _WithGradientTo(torch.autograd.Function):
 
 with_gradient_to: Any = _WithGradientTo.apply
 """``with_gradient_to(values, source)``: the values of one tensor whose gradient goes to another one."""
-
-
-def rms_norm_backward(
-    spec: NormSpec, dy: Tensor, x: Tensor, weight: Tensor | None, ds: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients ``(dx, dw)`` of ``rms_norm``, which can be differentiated again.
-
-    dx is not yet rounded; ``ds`` is added to it. dw has the weight's dtype.
-    """
-    dx, dw = gradients_of(partial(rms_norm, spec), (widened(x), weight), (dy,), (True, weight is not None))
-    assert dx is not None
-    return dx if ds is None else dx + ds.to(dx.dtype), dw
 
 
 def gamma(weight: Tensor, zero_centered: bool) -> Tensor:

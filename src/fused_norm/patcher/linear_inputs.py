@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import Linear, Parameter
 
 from ..kernels.autocast import autocast_dtype, is_any_autocast_on, set_autocast
+from ..kernels.norm_kernels import MOST_CONSUMERS
 from ..kernels.triton.memory import norm_dtype
-from ..kernels.triton.norm_backward import MOST_CONSUMERS
 from .adapters import FusedAdapter, adapter_reads_in, is_lora_layer, linear_reads_in, why_stock, why_unfused
 from .four_bit import AdapterInput, FusedLinear4bit, why_linear_is_stock, why_unreadable
 from .fused_block import runtime

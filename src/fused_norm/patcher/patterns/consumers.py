@@ -42,7 +42,7 @@ from torch import nn
 from ...kernels.norm import (
     RMS_NORM_FOR_CONSUMERS,
 )
-from ...kernels.triton.norm_backward import MOST_CONSUMERS
+from ...kernels.norm_kernels import MOST_CONSUMERS
 from ..adapters import ADAPTERS, why_unfused
 from ..block import Block
 from ..dataflow import Dataflow, edits_in_place, flow_of
