@@ -145,7 +145,7 @@ def large_graphs():
     What earlier tests have compiled is forgotten: it counts towards the limit at which Dynamo stops compiling a
     function.
     """
-    from fused_norm.kernels.operator import force_fused_in_graphs
+    from fused_norm.kernels.compiler_policy import force_fused_in_graphs
 
     torch._dynamo.reset()
     with force_fused_in_graphs():

@@ -26,7 +26,8 @@ from numerics import GLU_ACTIVATIONS
 
 import fused_norm.kernels.fp8
 import fused_norm.kernels.linear_4bit  # noqa: F401 -- registers operators that no public function loads
-from fused_norm.kernels.operator import OPERATORS, BackwardArguments, KernelBackward, Operator
+from fused_norm.kernels.backward import BackwardArguments, KernelBackward
+from fused_norm.kernels.operator import OPERATORS, Operator
 from fused_norm.kernels.plans import TABLES
 from fused_norm.kernels.triton import devices
 from fused_norm.kernels.triton.call import Call

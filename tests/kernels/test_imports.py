@@ -20,6 +20,12 @@ LAYERS = (
     "kernels.interceptors",
     "kernels.codegen",
     "kernels.recording",
+    "kernels.plain_calls",
+    "kernels.compiler_policy",
+    "kernels.norm_spec",
+    "kernels.backward",
+    "kernels.outputs_per_consumer",
+    "kernels.registration",
     "kernels.operator",
 )
 """From the bottom to the top; above them are the operators, one a file, then the package itself."""

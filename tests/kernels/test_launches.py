@@ -9,8 +9,8 @@ from operator import mul
 import pytest
 import torch
 
+from fused_norm.kernels.backward import BackwardArguments, KernelBackward
 from fused_norm.kernels.fp8 import add_rms_norm_fp8, rms_norm_fp8
-from fused_norm.kernels.operator import BackwardArguments, KernelBackward
 from fused_norm.kernels.plans import Device
 from fused_norm.kernels.triton.call import Call as BuiltCall
 from fused_norm.kernels.triton.launch import Launch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fused_norm.kernels import LogProbs, linear_log_probs
-from fused_norm.kernels.operator import force_fused_in_graphs
+from fused_norm.kernels.compiler_policy import force_fused_in_graphs
 from fused_norm.kernels.plans import Device
 
 from ..conftest import slow, slow_rows

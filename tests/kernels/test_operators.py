@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fused_norm.kernels import add_rms_norm, operator, rms_norm
+from fused_norm.kernels import add_rms_norm, compiler_policy, rms_norm
 
 from ..conftest import slow
 from .calls import CALLS, NORMED, Call, every_call
@@ -74,8 +74,8 @@ def noting(uses_operator: list[bool]) -> Callable[..., Callable]:
 def test_small_tensors_in_a_graph_are_left_to_the_compiler(
     dynamic: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operator, "_in_all_graphs", False)
-    monkeypatch.setattr(operator, "min_numel_in_graphs", 4 * 32)
+    monkeypatch.setattr(compiler_policy, "_in_all_graphs", False)
+    monkeypatch.setattr(compiler_policy, "min_numel_in_graphs", 4 * 32)
     x, w = torch.randn(5, 32, device=device, dtype=BF16), torch.randn(32, device=device, dtype=BF16)
     uses_operator: list[bool] = []
     compiled = torch.compile(rms_norm, backend=noting(uses_operator), dynamic=dynamic, fullgraph=True)
@@ -87,8 +87,8 @@ def test_small_tensors_in_a_graph_are_left_to_the_compiler(
 
 
 def test_under_autocast_a_graph_leaves_calls_to_the_compiler(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator, "_in_all_graphs", False)
-    monkeypatch.setattr(operator, "min_numel_in_graphs", 1)
+    monkeypatch.setattr(compiler_policy, "_in_all_graphs", False)
+    monkeypatch.setattr(compiler_policy, "min_numel_in_graphs", 1)
     x, w = torch.randn(5, 32, device=device), torch.randn(32, device=device)
     uses_operator: list[bool] = []
     compiled = torch.compile(rms_norm, backend=noting(uses_operator), fullgraph=True)

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 from fused_norm.kernels import add_rms_norm, codegen, recording, rms_norm
-from fused_norm.kernels.operator import BackwardArguments, Operator, calls
+from fused_norm.kernels.backward import BackwardArguments
+from fused_norm.kernels.operator import Operator, calls
 from fused_norm.kernels.plans import TABLES
 from fused_norm.kernels.triton.call import Call
 from fused_norm.kernels.triton.devices import use_plans

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fused_norm import NormSpec
-from fused_norm.kernels import operator, recording
+from fused_norm.kernels import recording
 
 from .conftest import ALL
 from .numerics import BF16
@@ -23,13 +23,13 @@ Call = Callable[[], torch.Tensor]
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets an item for each call that is recorded."""
-    recorded, real = list[int](), operator.record
+    recorded, real = list[int](), recording.Recording
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         recorded.append(1)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(operator, "record", counted)
+    monkeypatch.setattr(recording, "Recording", counted)
     return recorded
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fused_norm.check.distances import share_different
-from fused_norm.kernels.operator import OPERATORS, BackwardArguments, Operator
+from fused_norm.kernels.backward import BackwardArguments
+from fused_norm.kernels.operator import OPERATORS, Operator
 from fused_norm.kernels.recording import forget_all
 from fused_norm.kernels.switch import switch
 from fused_norm.kernels.triton.call import Call

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fused_norm.kernels.arguments import check_eps
 from fused_norm.kernels.norm import RMS_NORM
-from fused_norm.kernels.operator import norm_spec
+from fused_norm.kernels.norm_spec import norm_spec
 from fused_norm.patcher.norm_recognition import Recognised, recognise
 from fused_norm.patcher.probe import UnrecognisedError
 from fused_norm.patcher.running_code import RunningCode

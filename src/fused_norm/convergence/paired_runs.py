@@ -25,7 +25,7 @@ from ..check.layer_tensors import layer_tensors, snapshot
 from ..check.log_prob_losses import log_prob_outputs
 from ..check.reordered_norms import reordered_norms
 from ..check.same_bits import changed_bits, loss_of_read_logits, same_plans
-from ..kernels.operator import force_fused_in_graphs
+from ..kernels.compiler_policy import force_fused_in_graphs
 from ..kernels.triton.devices import use_plans
 from ..model_configs.layers import layers_of
 from ..patcher import PatchReport, Site, apply_fused_norm

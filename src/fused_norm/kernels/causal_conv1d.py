@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .arguments import Unsupported, check_choice, why_other_dtype
-from .operator import BackwardArguments, Operator, Results
+from .backward import BackwardArguments
+from .operator import Operator, Results
 from .plans import ANY_WIDTH, RULES, Device, Rule, TilePlan, next_power_of_2
 from .reference import silu, wide_dtype
 from .triton.call import Call

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .arguments import Unsupported, check_choice, check_flag
+from .backward import BackwardArguments
 from .glu import GLU, _share, _slope
-from .operator import BackwardArguments, Operator, Results
+from .operator import Operator, Results
 from .plans import TilePlan, tile_plan
 from .reference import ActivationName, gradients_of, split_pairs
 from .triton.call import Call

@@ -32,19 +32,11 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import KERNEL_DTYPES, Unsupported, check_rows, check_scale, check_tensor
+from .backward import BackwardArguments, BackwardImpl, Grads, KernelBackward, Scalars, Tensors
 from .norm import ADD_RMS_NORM
 from .norm_kernels import FROM_RSTD_TILE, WIDEST_BACKWARD, WIDEST_FORWARD, add_rounded, backward_plan, forward_plan
-from .operator import (
-    BackwardArguments,
-    BackwardImpl,
-    Grads,
-    KernelBackward,
-    Operator,
-    Results,
-    Scalars,
-    Tensors,
-    norm_spec,
-)
+from .norm_spec import norm_spec
+from .operator import Operator, Results
 from .plans import next_power_of_2, tile_plan
 from .triton.call import Call
 from .triton.devices import device_props, is_transformed

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from ..spec import Casting, NormSpec
 from .arguments import GATES, Unsupported, check_choice, check_flag
+from .backward import BackwardArguments
 from .norm_kernels import BackwardPlan, ForwardPlan, backward_plan, forward_plan
-from .operator import BackwardArguments, Operator, Results, norm_spec
+from .norm_spec import norm_spec
+from .operator import Operator, Results
 from .plans import RULES, Rule
 from .reference import NormFunctions, rms_norm, wide_dtype
 from .triton.call import Call

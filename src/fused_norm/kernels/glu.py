@@ -22,7 +22,9 @@ from torch import Tensor
 
 from . import reference
 from .arguments import Unsupported, check_choice
-from .operator import BackwardArguments, BackwardImpl, Operator, Recompute, Results, for_each_consumer, joined_grads
+from .backward import BackwardArguments, BackwardImpl
+from .operator import Operator, Recompute, Results
+from .outputs_per_consumer import for_each_consumer, joined_grads
 from .plans import ANY_WIDTH, RULES, Device, Rule, TilePlan, next_power_of_2
 from .reference import ActivationName
 from .triton.call import Call

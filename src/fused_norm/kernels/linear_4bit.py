@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import Unsupported
+from .backward import BackwardArguments, BackwardImpl, Tensors
 from .lora import LoraLinear, Options, cast, product, why_copied_first, why_dtype_unsupported
-from .operator import BackwardArguments, BackwardImpl, Operator, Results, Tensors
+from .operator import Operator, Results
 from .triton.call import Call
 from .triton.language import round_to
 from .triton.memory import is_long

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from .arguments import Unsupported, check_choice
-from .operator import BackwardArguments, KernelBackward, Results, backward_impl, is_grad_needed
+from .backward import BackwardArguments, KernelBackward, backward_impl
+from .operator import Results
+from .plain_calls import is_grad_needed
 from .triton.call import Call
 from .vocabulary_head import (
     IGNORED,

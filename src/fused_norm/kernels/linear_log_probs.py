@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .arguments import KERNEL_DTYPES, Unsupported, check_flag
-from .operator import BackwardArguments, Results
+from .backward import BackwardArguments
+from .operator import Results
 from .triton.call import Call
 from .vocabulary_head import (
     IGNORED,

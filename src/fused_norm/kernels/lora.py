@@ -19,7 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import Unsupported, check_rows, check_scale, why_other_dtype
-from .operator import BackwardArguments, BackwardImpl, Operator, Results, Scalars, Tensors, is_grad_needed
+from .backward import BackwardArguments, BackwardImpl, Scalars, Tensors
+from .operator import Operator, Results
+from .plain_calls import is_grad_needed
 from .plans import Device, TilePlan, next_power_of_2
 from .reference import wide_dtype
 from .triton.call import Call

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..spec import Casting, NormSpec
 from . import reference
 from .arguments import Unsupported, check_scale
+from .backward import BackwardArguments, BackwardImpl
 from .norm_kernels import (
     NormGradients,
     NormInputs,
@@ -29,16 +30,9 @@ from .norm_kernels import (
     launch_norm_forward,
     launch_norm_from_rstd,
 )
-from .operator import (
-    BackwardArguments,
-    BackwardImpl,
-    Operator,
-    Recompute,
-    Results,
-    for_each_consumer,
-    joined_grads,
-    norm_spec,
-)
+from .norm_spec import norm_spec
+from .operator import Operator, Recompute, Results
+from .outputs_per_consumer import for_each_consumer, joined_grads
 from .plans import Device
 from .sharded import is_plain
 from .triton.call import Call

@@ -3,63 +3,39 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache, reduce
-from operator import add
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
-from ..spec import Casting, NormSpec
+from ..spec import NormSpec
 from . import reference
-from .arguments import TensorRules, Unsupported, check_eps, check_flag
+from .arguments import TensorRules, Unsupported
 from .autocast import autocast_dtype
+from .backward import (
+    BackwardArguments,
+    BackwardImpl,
+    BackwardState,
+    Grads,
+    Scalars,
+    Tensors,
+    function_of_arguments,
+    function_of_recording,
+)
+from .compiler_policy import inductor_is_faster
 from .interceptors import Interceptors
-from .recording import Recording, SingleCall, appended, caches, distinct, key_function, record, remember
+from .plain_calls import PLAIN, dispatch_modes, is_grad_needed, is_plain_call
+from .recording import Recording, SingleCall, caches, key_function, record, remember
+from .registration import define, filled, names_of
 from .sharded import call_on_parts, is_sharded, is_taken, why_not_on_parts
 from .switch import modes, switch, why_seen_by_mode
 from .triton.call import Call
 from .triton.devices import is_transformed, runs_kernels_on
 from .triton.memory import memory_order
 
-dispatch_modes = torch._C._len_torch_dispatch_stack
-
-Tensors = Sequence[Tensor | None]
-Grads = tuple[Tensor | None, ...]
-Scalars = tuple[Any, ...]
 Results = tuple[Any, ...]
-
-_NAMESPACE = __name__.partition(".")[0]
-"""The namespace of the registered operators: the name of this package, or of a copy of it under another name."""
-
-_library = torch.library.Library(_NAMESPACE, "DEF")
-_PLAIN = (Tensor, Parameter)
-
-
-class BackwardArguments(NamedTuple):
-    """The arguments of one backward."""
-
-    incoming: Sequence[Any]  # gradients of the returned tensors (``pack_outputs``); None if nothing depends on one
-    saved: Sequence[Any]  # the tensors that the forward saved
-    saved_scalars: Scalars  # what else it saved
-    needed: Sequence[bool]  # which of the operator's ``gradients`` are needed
-
-
-BackwardImpl = Callable[["Operator", BackwardArguments], Grads]
-"""Computes an operator's gradients: by kernels, by registered operators or by PyTorch's own."""
-
-
-class _BackwardState(NamedTuple):
-    """The state that a recorded call keeps for its backward besides tensors."""
-
-    scalars: Scalars  # ``saved_scalars``
-    nondiff: Sequence[int]  # the indices of the outputs that no gradient flows into
-    copied: Sequence[int]  # the indices, in ``saved``, of copies of weights
 
 
 class Recompute(NamedTuple):
@@ -148,8 +124,8 @@ class Operator(ABC):
 
     def __init__(self) -> None:
         """Register the operator with PyTorch."""
-        self.tensor_names, self._option_names = _names(self.tensors), _names(self.options)
-        self._saved_names, self._scalar_names = _names(self.saved), _names(self.saved_scalars)
+        self.tensor_names, self._option_names = names_of(self.tensors), names_of(self.options)
+        self._saved_names, self._scalar_names = names_of(self.saved), names_of(self.saved_scalars)
         self.tensor_count, self.option_count = len(self.tensor_names), len(self._option_names)
         self.takes_spec = self._option_names[:1] == ["spec"]
         self.rules = TensorRules(self.tensor_names, self.tensors, self.same_shape, self.other_shapes, self.other_rules)
@@ -161,13 +137,13 @@ class Operator(ABC):
         self._backward_names = (*incoming, *self._saved_names, *self._scalar_names, *needed)
         self._not_differentiable = tuple(self.outputs.index(name) for name in self.not_differentiable)
         schema = self.tensors, self.options, "bool training"
-        self._forward_op = _define(f"{self.name}_forward", schema, self.result_names, self._registered_forward)
+        self._forward_op = define(f"{self.name}_forward", schema, self.result_names, self._registered_forward)
         if type(self).backward is not Operator.backward:
             tensors, flags = [f"Tensor? {name}" for name in incoming], [f"bool {name}" for name in needed]
             arguments = *tensors, self.saved, self.saved_scalars, *flags
-            self._backward_op = _define(f"{self.name}_backward", arguments, self.gradients, self._registered_backward)
+            self._backward_op = define(f"{self.name}_backward", arguments, self.gradients, self._registered_backward)
         OPERATORS[self.name] = self
-        self.function, in_eager = _function_of_arguments(self), _function_of_recording(self)
+        self.function, in_eager = function_of_arguments(self), function_of_recording(self)
         self._nodes = self.function._backward_cls, in_eager._backward_cls
         self.recordings: dict[Any, tuple[Recording, ...]] = {}
         """The recordings of calls, by ``_key`` of their arguments."""
@@ -188,9 +164,9 @@ class Operator(ABC):
         """Return why the kernel's result would differ from the eager model code, or None."""
         return None
 
+    @abstractmethod
     def reference(self, *arguments: Any) -> Any:
-        """The outputs by PyTorch's own operators: by the formula of this name in ``reference``, unless overridden."""
-        return getattr(reference, self.name)(*arguments)
+        """The outputs by PyTorch's own operators, with the roundings of stock code."""
 
     @abstractmethod
     def forward(self, call: Call, *arguments: Any, **how: Any) -> Results:
@@ -490,7 +466,7 @@ class Operator(ABC):
     def _why_unlike_eager(self, *arguments: Any) -> str | None:
         """``why_unlike_eager``, and tensors with a behaviour of their own, which stock code respects."""
         for name, tensor in zip(self.tensor_names, arguments, strict=False):
-            if tensor is not None and type(tensor) not in _PLAIN and not is_taken(tensor):
+            if tensor is not None and type(tensor) not in PLAIN and not is_taken(tensor):
                 return f"{name} is a {type(tensor).__name__}"
         return self.why_unlike_eager(*arguments)
 
@@ -547,14 +523,14 @@ class Operator(ABC):
             arguments = *tensors, *options
             results = self.forward(call, *arguments, **self._how(arguments, trained))
             if trained:
-                return self._outputs_and_saved(arguments, results, nondiff)
+                return self.outputs_and_saved(arguments, results, nondiff)
             return self.pack_outputs(arguments, results, trained=False)
 
         return build, trained
 
-    def _outputs_and_saved(
+    def outputs_and_saved(
         self, arguments: Sequence[Any], results: Sequence[Any], nondiff: Sequence[int]
-    ) -> tuple[Any, Tensors, Tensors, _BackwardState]:
+    ) -> tuple[Any, Tensors, Tensors, BackwardState]:
         """The outputs of a trained call, and what its backward needs, as ``record`` takes them.
 
         Tensors that saved-tensor hooks do not see are the weights whose copies are saved, and then ``unhooked``.
@@ -563,7 +539,7 @@ class Operator(ABC):
         saved, scalars = self.save(arguments, results)
         sources = [] if torch.compiler.is_compiling() else self.sources(arguments, saved)
         hooked, weights = len(saved) - len(self.unhooked), [arguments[source] for _, source in sources]
-        state = _BackwardState(scalars, nondiff, [at for at, _ in sources])
+        state = BackwardState(scalars, nondiff, [at for at, _ in sources])
         return outputs, tuple(saved[:hooked]), (*weights, *saved[hooked:]), state
 
     def _registered(self, *arguments: Any) -> Any:
@@ -580,11 +556,17 @@ class Operator(ABC):
         results = self._forward_op(*self._spec_first(arguments, self.tensor_count), training)
         return (results,) if isinstance(results, Tensor) else results
 
+    def run_backward(self, given: BackwardArguments) -> Grads:
+        """``backward`` by the registered operator."""
+        arguments = *given.incoming, *given.saved, *given.saved_scalars, *given.needed
+        grads = self._backward_op(*self._spec_first(arguments, len(given.incoming) + len(given.saved)))
+        return (grads,) if isinstance(grads, Tensor) else grads
+
     def _registered_forward(self, is_traced: bool, *arguments: Any) -> Any:
         *args, training = self._spec_at(self.tensor_count, arguments)
         how = self._how(args, training, traced=True)
         results = self.empty_results(Call(), *args, **how) if is_traced else Call.at_once(self.forward, *args, **how)
-        return _filled(results, args[0])
+        return filled(results, args[0])
 
     def _registered_backward(self, is_traced: bool, *arguments: Any) -> Any:
         outputs, grads = len(self.outputs), len(self.gradients)
@@ -593,7 +575,7 @@ class Operator(ABC):
         incoming = args[:outputs]
         given = BackwardArguments(incoming, args[outputs:scalars], tuple(args[scalars:-grads]), args[-grads:])
         results = self.empty_grads(Call(), given) if is_traced else Call.at_once(self.backward, given)
-        return _filled(results, next(d for d in incoming if d is not None))
+        return filled(results, next(d for d in incoming if d is not None))
 
     def _spec_first(self, arguments: Sequence[Any], index: int) -> Sequence[Any]:
         """The arguments of a registered operator: the fields of the spec, which is at ``index``, before the others."""
@@ -612,259 +594,5 @@ class Operator(ABC):
         return *others[:index], spec, *others[index:]
 
 
-def for_each_consumer(consumers: int, wide: int, y: Tensor, narrow: Tensor) -> tuple[Tensor, ...]:
-    """y for consumers whose bits are set in ``wide``, and ``narrow`` for others."""
-    return tuple([y if wide >> consumer & 1 else narrow for consumer in range(consumers)])
-
-
-def joined_grads(impl: BackwardImpl, dys: Sequence[Tensor | None], dtype: torch.dtype) -> Any:
-    """The gradients of an output's consumers as one: a tuple of them for kernels, their sum in ``dtype`` for others."""
-    present = tuple([dy for dy in dys if dy is not None])
-    if len(present) < 2:
-        return present[0] if present else None
-    return present if isinstance(impl, KernelBackward) else reduce(add, [dy.to(dtype) for dy in present])
-
-
-min_numel_in_graphs = 2**23
-"""Elements of the first tensor below which a call in a compiled graph is left to the compiler, as PyTorch's operators.
-
-A registered operator takes the host longer than a kernel that Inductor wrote. On an H200, with compiled layers, a step
-of Qwen3-0.6B took 58 ms with operators and 38 without for 512 tokens; for 16384 it is 1 to 5 % faster with them.
-"""
-
-_in_all_graphs = False
-
-
-@contextmanager
-def force_fused_in_graphs() -> Iterator[None]:
-    """Keep operators in compiled graphs even if the compiler is faster."""
-    global _in_all_graphs
-    before, _in_all_graphs = _in_all_graphs, True
-    try:
-        yield
-    finally:
-        _in_all_graphs = before
-
-
-def inductor_is_faster(first: Tensor) -> bool:
-    """Return whether a call is traced and faster as PyTorch's operators: on small tensors, and under autocast.
-
-    Under autocast linears cast the results of norms and gates, which Inductor does in one kernel with the formula: a
-    step of 16384 tokens took 3 % longer with operators on an H200 (Qwen3-0.6B, Llama-3.2-1B).
-
-    ``first`` is the operator's first tensor. In a patched model the stock code itself is left to the compiler.
-    """
-    if _in_all_graphs or not torch.compiler.is_compiling():
-        return False
-    return first.numel() < min_numel_in_graphs or autocast_dtype(first) is not None
-
-
 OPERATORS: dict[str, Operator] = {}
 """Every operator by its name; importing a file adds its operators."""
-
-
-def norm_spec(casting: Casting, zero_centered: bool, eps: float, casts_weight: bool = True) -> NormSpec:
-    """The meaning of a call's norm; equal arguments give the same object.
-
-    Raises:
-        TypeError: for an eps that is no number, and a ``zero_centered`` that is neither True nor False.
-        ValueError: for an unknown casting, and an eps that is negative or not finite.
-    """
-    make = _new_spec if torch.compiler.is_compiling() else _cached_spec
-    return make(casting, zero_centered, eps, casts_weight)
-
-
-def _new_spec(casting: Casting, zero_centered: bool, eps: float, casts_weight: bool) -> NormSpec:
-    refusal = check_flag("zero_centered", zero_centered) or check_eps(eps)
-    if refusal is not None and refusal.error is not None:
-        raise refusal.error(refusal.reason)
-    return NormSpec(casting, zero_centered, eps=float(eps), casts_weight=casts_weight)
-
-
-_cached_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
-
-
-@dataclass(frozen=True)
-class KernelBackward:
-    """The implementation of backwards by kernels, through one call."""
-
-    call: Call
-
-    def __call__(self, operator: Operator, given: BackwardArguments) -> Grads:
-        """Build the backward of an operator; it runs with the call."""
-        return operator.backward(self.call, given)
-
-
-def backward_impl(given: BackwardArguments) -> BackwardImpl:
-    """The implementation of the backward that fits the call.
-
-    Kernels leave nothing to differentiate: gradients that are to be differentiated again, or come in batches or with
-    tangents, are computed by PyTorch's own operators.
-    """
-    if all(gradient is None for gradient in given.incoming):
-        return lambda operator, given: (None,) * len(operator.gradients)
-    tensors = (*given.incoming, *given.saved)
-    if not torch.compiler.is_compiling():
-        batched = any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in given.incoming)
-        if is_grad_needed(tensors) or batched or is_transformed():
-            return lambda operator, given: operator.reference_backward(given)
-    return KernelBackward(Call()) if is_plain_call(tensors) else _registered_backward
-
-
-def _registered_backward(operator: Operator, given: BackwardArguments) -> Grads:
-    arguments = *given.incoming, *given.saved, *given.saved_scalars, *given.needed
-    grads = operator._backward_op(*operator._spec_first(arguments, len(given.incoming) + len(given.saved)))
-    return (grads,) if isinstance(grads, Tensor) else grads
-
-
-def _function_of_arguments(operator: Operator) -> Any:
-    """The autograd function of calls that are not plain; it takes the operator's arguments."""
-    differentiated = len(operator.gradients)
-    others = (None,) * (operator.tensor_count - differentiated + operator.option_count)
-
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        nondiff = operator.without_gradient(ctx.needs_input_grad[:differentiated])
-        results = operator.run(*arguments, training=True)
-        outputs, saved, ctx.sources, ctx.state = operator._outputs_and_saved(arguments, results, nondiff)
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        outputs = distinct(outputs, arguments)
-        _mark(ctx, outputs, nondiff)
-        return outputs
-
-    def backward(ctx: Any, *incoming: Tensor | None) -> Grads:
-        scalars, _, copied = ctx.state
-        saved = (*ctx.saved_tensors, *ctx.sources[len(copied) :])
-        if copied and torch.is_grad_enabled():
-            saved = _with_sources(saved, copied, ctx.sources)
-        given = BackwardArguments(incoming, saved, scalars, ctx.needs_input_grad[:differentiated])
-        return *_grads(operator, given), *others
-
-    return _autograd_function(operator, forward, backward)
-
-
-def _function_of_recording(operator: Operator) -> Any:
-    """The autograd function of plain calls; it takes a recording, or a ``SingleCall``, and the tensors."""
-    differentiated, unhooked = len(operator.gradients), len(operator.unhooked)
-    others = (None,) * (operator.tensor_count - differentiated)
-
-    def forward(ctx: Any, recording: Any, *tensors: Any) -> Any:
-        ctx.recording, ctx.materialize_grads = recording, False  # what the method for the latter does
-        outputs = recording.forward(ctx, *tensors)
-        if recording.backward_state.nondiff:
-            _mark(ctx, outputs, recording.backward_state.nondiff)
-        return outputs
-
-    def backward(ctx: Any, *incoming: Tensor | None) -> Grads:
-        recording, saved = ctx.recording, ctx.saved_tensors
-        if unhooked:
-            saved = (*saved, *ctx.sources[-unhooked:])
-        may_repeat = not (
-            torch.is_grad_enabled()
-            or forward_ad._current_level >= 0
-            or dispatch_modes()
-            or torch.compiler.is_compiling()
-        )
-        if may_repeat:
-            for recorded_backward in recording.backwards:
-                grads: Grads | None = recorded_backward.call(*saved, *incoming)
-                if grads is not None:
-                    return grads
-        scalars, _, copied = recording.backward_state
-        if copied and torch.is_grad_enabled():
-            saved = _with_sources(saved, copied, ctx.sources)
-        needed, count = ctx.needs_input_grad[1 : 1 + differentiated], len(saved)
-        given = BackwardArguments(incoming, saved, scalars, needed)
-        if may_repeat and isinstance(recording, Recording) and isinstance(backward_impl(given), KernelBackward):
-
-            def build(call: Call, *tensors: Tensor | None) -> Grads:
-                given = BackwardArguments(tensors[count:], tensors[:count], scalars, needed)
-                return None, *operator.compute_grads(KernelBackward(call), given), *others
-
-            recorded = record((*saved, *incoming), (), build, in_any_grad_mode=True)
-            if recorded is not None:
-                recording.backwards = appended(recording.backwards, recorded[0])
-                return recorded[1]
-        return None, *_grads(operator, given), *others
-
-    function = _autograd_function(operator, forward, backward)
-    if hasattr(function, "_backward_cls"):
-        function._backward_cls.apply = backward  # spares PyTorch's frame around it
-    return function
-
-
-def _autograd_function(operator: Operator, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """An autograd function by the name of the operator's class, which PyTorch gives the nodes of its graph."""
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    make: Any = type(torch.autograd.Function)
-    return make(type(operator).__name__, (torch.autograd.Function,), methods)
-
-
-def _grads(operator: Operator, given: BackwardArguments) -> Grads:
-    """The gradients by the implementation that fits."""
-    impl = backward_impl(given)
-    grads = operator.compute_grads(impl, given)
-    if isinstance(impl, KernelBackward):
-        impl.call.run()
-    return grads
-
-
-def _with_sources(saved: Tensors, copied: Sequence[int], sources: Sequence[Tensor]) -> Grads:
-    """The saved tensors, with copies of weights, at indices ``copied``, as functions of the first ``sources``."""
-    linked: list[Any] = list(saved)
-    for at, source in zip(copied, sources, strict=False):
-        linked[at] = reference.with_gradient_to(linked[at].to(source.dtype), source)
-    return tuple(linked)
-
-
-def _mark(ctx: Any, outputs: Any, nondiff: Sequence[int]) -> None:
-    """Tell autograd which outputs, by their indices, no gradient flows into."""
-    if nondiff:
-        ctx.mark_non_differentiable(*(outputs[at] for at in nondiff if outputs[at] is not None))
-
-
-def is_plain_call(tensors: Tensors) -> bool:
-    """Return whether a call is plain eager execution: not traced, no dispatch mode, no transform, no unusual tensor.
-
-    Then nothing sees the dispatcher, and to bypass it saves its time on the host. Unusual are subclasses, and tensors
-    whose memory does not hold their values: it has none, or it holds them with the other sign.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    ):
-        return False
-    for t in tensors:
-        if t is not None and (type(t) not in _PLAIN or t.is_meta or t.is_neg() or t._is_zerotensor()):
-            return False
-    return True
-
-
-def is_grad_needed(tensors: Tensors) -> bool:
-    """Return whether autograd has to know of a call of these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _define(name: str, schemas: Sequence[str], results: Sequence[str], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Register an operator and return it; ``run(is_traced, ...)`` runs it or only allocates its outputs.
-
-    Operators carry no autograd rule: an ``autograd.Function`` outside of them is the cheapest on the host.
-    """
-    returned = "Tensor" if len(results) == 1 else f"({', '.join(f'Tensor {result}' for result in results)})"
-    before, spec, after = ", ".join(filter(None, schemas)).partition("NormSpec spec, ")
-    fields = "str casting, bool zero_centered, float eps, bool casts_weight, " if spec else ""
-    _library.define(f"{name}({fields}{before}{after}) -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, lambda *arguments: run(False, *arguments), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *arguments: run(True, *arguments), lib=_library)
-    return getattr(getattr(torch.ops, _NAMESPACE), name).default
-
-
-def _filled(results: Sequence[Tensor | None], like: Tensor) -> Any:
-    """The results of a registered operator, with empty tensors for absent ones: a schema has no optional results."""
-    filled = [like.new_empty(0, dtype=torch.float32) if result is None else result for result in results]
-    return filled[0] if len(filled) == 1 else tuple(filled)
-
-
-def _names(schema: str) -> list[str]:
-    return [part.split()[-1] for part in schema.split(",")] if schema else []

@@ -18,7 +18,9 @@ from .arguments import (
     check_pair,
     why_other_dtype,
 )
-from .operator import BackwardArguments, BackwardImpl, Operator, Results, norm_spec
+from .backward import BackwardArguments, BackwardImpl
+from .norm_spec import norm_spec
+from .operator import Operator, Results
 from .qk_kernels import empty_heads, launch_qk_backward, launch_qk_forward
 from .reference import cast_output, gradients_of, rms_norm, split_pairs, wide_dtype
 from .sharded import are_angles_of

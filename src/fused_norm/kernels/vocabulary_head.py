@@ -29,7 +29,8 @@ from torch import Tensor
 
 from .arguments import Unsupported, check_tensor, why_other_dtype
 from .autocast import autocast_dtype, set_autocast
-from .operator import BackwardArguments, Grads, Operator
+from .backward import BackwardArguments, Grads
+from .operator import Operator
 from .plans import next_power_of_2
 from .reference import wide_dtype
 from .triton.call import Call

@@ -19,7 +19,8 @@ from torch.nn import functional
 from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_4bit import LORA_LINEAR_4BIT, LORA_SUMMANDS_4BIT
 from ..kernels.lora import HIGHEST_RANK, LORA_ADD, LORA_LINEAR, apply_dropout
-from ..kernels.operator import Operator, dispatch_modes
+from ..kernels.operator import Operator
+from ..kernels.plain_calls import dispatch_modes
 from ..kernels.switch import switch
 from ..kernels.triton.devices import is_transformed
 from .four_bit import (

@@ -19,7 +19,7 @@ from ..kernels import reference
 from ..kernels.arguments import check_eps
 from ..kernels.gated_rms_norm import GATED_RMS_NORM
 from ..kernels.norm import ADD_RMS_NORM, RMS_NORM
-from ..kernels.operator import norm_spec
+from ..kernels.norm_spec import norm_spec
 from ..kernels.switch import switch
 from ..spec import Casting, GatedNormSpec, NormSpec
 from .hooks import Fused, are_plain_calls, has_hooks

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ..kernels.autocast import autocast_dtype, set_autocast
 from ..kernels.linear_log_probs import LogProbs, linear_log_probs
-from ..kernels.operator import dispatch_modes
+from ..kernels.plain_calls import dispatch_modes
 from ..kernels.switch import switch
 from ..kernels.triton.devices import is_transformed
 from ..kernels.vocabulary_head import chunk_rows

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels.autocast import autocast_dtype
 from ..kernels.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy
-from ..kernels.operator import dispatch_modes
+from ..kernels.plain_calls import dispatch_modes
 from ..kernels.sharded import is_plain
 from ..kernels.switch import switch
 from ..kernels.triton.devices import is_transformed, runs_kernels_on

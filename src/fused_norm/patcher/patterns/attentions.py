@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.autocast import autocast_dtype, is_any_autocast_on
-from ...kernels.operator import dispatch_modes
+from ...kernels.plain_calls import dispatch_modes
 from ...kernels.switch import modes, switch, why_seen_by_mode
 from ..adapters import is_plain_in_4_bits, is_quantised
 from ..block import Block
