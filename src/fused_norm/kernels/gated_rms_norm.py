@@ -250,10 +250,6 @@ def launch_gated_backward(
         reduce_partials(call, partials, dw, None, programs, most, device)
 
 
-GateActivation = Literal["silu", "sigmoid"]
-"""The activation of a norm's gate, one of ``arguments.GATES``."""
-
-
 class GatedRMSNorm(Operator):
     """``gated_rms_norm`` as an operator."""
 
@@ -339,7 +335,7 @@ def gated_rms_norm(
     casting: Casting = "llama",
     zero_centered: bool = False,
     norm_before_gate: bool = True,
-    activation: GateActivation = "silu",
+    activation: Literal["silu", "sigmoid"] = "silu",
     groups: int = 1,
 ) -> Tensor:
     """RMSNorm over the last dimension with a gate, as linear attentions and Mamba 2 end with.

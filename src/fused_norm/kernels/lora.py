@@ -247,19 +247,24 @@ _FEW_ROWS = 4096
 _TWO_TILES = 96 * 1024
 """Bytes of two tiles of x and of a factor in fp32: while one is multiplied, the next is loaded."""
 
-_Product = Literal["narrow", "widen", "gradients"]
-"""The products of an adapter: to rows of its rank, from these to rows of outputs, and the gradients of its factors."""
-
 
 def _padded_rank(rank: int) -> int:
     """The rank of tiles that hold ``rank``."""
     return max(16, next_power_of_2(rank))
 
 
-def _lora_plan(product: _Product, rows: int, rank: int, device: Device, h_bytes: int, x_bytes: int = 2) -> TilePlan:
-    """The launch of a product of ``rows`` rows; ``h_bytes`` and ``x_bytes`` are those of an element of h and of x.
+def _lora_plan(
+    product: Literal["narrow", "widen", "gradients"],
+    rows: int,
+    rank: int,
+    device: Device,
+    h_bytes: int,
+    x_bytes: int = 2,
+) -> TilePlan:
+    """The launch of a product: to rows of the rank, from these to rows of outputs, or the gradients of the factors.
 
-    The other side of a tile of ``block`` columns is the rank; rows are cut into parts for about ``programs`` programs.
+    ``h_bytes`` and ``x_bytes`` are those of an element of h and of x. The other side of a tile of ``block`` columns is
+    the rank; rows are cut into parts for about ``programs`` programs.
 
     GPUs for data centres multiply 16 bits from shared memory, of which they have more than 200 KiB, and keep their
     registers for large tiles: on an H200 rank 128 at 16384 x 4096 takes 70 us instead of 138, the gradients of rank 256
@@ -283,14 +288,11 @@ def _lora_plan(product: _Product, rows: int, rank: int, device: Device, h_bytes:
     return TilePlan(max(16, min(64, 4096 // padded)), 64, 4, programs=1024)
 
 
-Strides = tuple[int, ...]
-
-
 def launch_narrow(
     call: Call,
     x: Tensor,
     w: Tensor,
-    strides: Strides,
+    strides: tuple[int, ...],
     h: Tensor,
     scale: float = 1,
     copy: Tensor | None = None,
@@ -316,7 +318,7 @@ def launch_widen(
     call: Call,
     h: Tensor,
     w: Tensor,
-    strides: Strides,
+    strides: tuple[int, ...],
     base: Tensor | None,
     y: Tensor,
     scale: float = 1,
@@ -793,9 +795,7 @@ def product(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, *, transposed
     return y
 
 
-LORA_ADD = LoraAdd()
-
-LORA_LINEAR = LoraLinear()
+LORA_ADD, LORA_LINEAR = LoraAdd(), LoraLinear()
 
 
 def lora_add(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:

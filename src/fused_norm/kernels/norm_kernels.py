@@ -562,7 +562,7 @@ def forward_plan(width: int, device: Device, mode: Mode | None = None, section: 
         mode: None is the best one.
         section: ``forward`` for a norm with or without a residual, so that both add up a row in the same order;
             ``sandwich_forward`` for two norms with an add between them, of rows up to ``WIDEST_SANDWICH_FORWARD``;
-            ``gated_forward`` for a gated norm, up to ``WIDEST_GATED``. The last two have one mode.
+            ``gated_forward`` for a gated norm, up to ``gated_rms_norm.WIDEST_GATED``. The last two have one mode.
 
     Raises:
         ValueError: for an unknown mode, or one that cannot hold a row this wide.
@@ -619,7 +619,7 @@ def backward_plan(width: int, column_bytes: int, device: Device, section: str = 
         device: the properties of its device.
         section: ``norm_backward``; ``add_backward`` if the gradient of a residual sum is read and added as well;
             ``sandwich_backward`` for two norms, of rows up to ``WIDEST_SANDWICH_BACKWARD``; or ``gated_backward``, up
-            to ``WIDEST_GATED``, whose programs are those of all groups together.
+            to ``gated_rms_norm.WIDEST_GATED``, whose programs are those of all groups together.
     """
     if section == "sandwich_backward" and column_bytes > 12:
         section = "fp32_sandwich_backward"

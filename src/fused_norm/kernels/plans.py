@@ -26,7 +26,7 @@ class Rule:
     programs: int = 0  # on each processor, if a backward's programs stride over tiles
     stages: int = 3  # tiles in flight in such a backward, including the current one
     reload: bool = False  # read the weight again for every tile instead of keeping it in registers
-    tail: int = 0  # columns in a second piece of each tile (see ``BackwardPlan``)
+    tail: int = 0  # columns in a second piece of each tile (see ``norm_kernels.BackwardPlan``)
     why: str = ""  # what was measured, and what else was tried
 
 

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from ..spec import ROTARY_LAYOUTS, Casting, RotaryLayout
-from .arguments import (
-    Unsupported,
-    check_angles,
-    check_choice,
-    check_flag,
-    check_pair,
-    why_other_dtype,
-)
+from .arguments import Unsupported, check_angles, check_choice, check_flag, check_pair, why_other_dtype
 from .backward import BackwardArguments, BackwardImpl
 from .norm_spec import norm_spec
 from .operator import Operator, Results

@@ -1,6 +1,7 @@
-"""The operators in plain PyTorch: the truth in tests, and the path of tensors no kernel runs on.
+"""What the references of several operators share: RMSNorm in plain PyTorch, activations, gradients by autograd.
 
-Given float64 tensors the formulas compute in float64 throughout, which is what tests hold everything else against.
+A reference, the method of an ``Operator``, is the truth in tests, and the path of tensors that no kernel runs on. Given
+float64 tensors it computes in float64 throughout, which is what tests hold everything else against.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .triton.memory import out_dtype
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -1,1 +1,1 @@
-"""The Triton kernels and what launches them."""
+"""What the Triton kernels of all operators share, and what launches them."""
