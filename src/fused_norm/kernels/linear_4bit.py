@@ -82,9 +82,8 @@ def launch_dequantize(call: Call, weight: PackedWeight, block: int, w: Tensor) -
     tile = {"BLOCK": block, "BLOCKS": max(1, _TILE // block), "TOGETHER": SCALES_TOGETHER, "LONG": is_long([w])}
     tile["WHOLE"] = n % block == 0
     grid = -(-n // (block * tile["BLOCKS"])), 1
-    call.launch(
-        _dequantize_kernel, grid, (*weight, w), (n,), tile, warps=2, fuse=False
-    )  # scales are rounded, then added
+    # Scales are rounded, then added.
+    call.launch(_dequantize_kernel, grid, (*weight, w), (n,), tile, warps=2, fuse=False)
 
 
 def _reference_matrix(weight: Any, block: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -99,9 +98,7 @@ def _reference_matrix(weight: Any, block: int, shape: tuple[int, int], dtype: to
     return dequantized
 
 
-WEIGHT = ("code", "packed", "scale", "scale_code", "outer_scale", "offset")
-"""The tensors of a ``PackedWeight``."""
-
+WEIGHT = PackedWeight._fields
 WEIGHT_SCHEMA = ", ".join(f"Tensor{'?' * (place > 2)} {name}" for place, name in enumerate(WEIGHT))
 
 
