@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fused_norm.patcher import cuda_graphs, survey
 
@@ -44,7 +45,8 @@ def differences(replayed: Run, eager: Run) -> list[int]:
 QUICK = (
     "full-equal_bits", "full-padding_masks", "full-two_forwards_before_a_backward", "full-two_shapes_in_flight",
     "full-evaluation_between", "full-generation_between", "full-hidden_states_returned", "full-checkpointing_switched",
-    "lora-accumulation", "lora-adapters_scaled_and_switched", "lora-forwards_dropped", "lora-backward_from_within",
+    "lora-accumulation", "lora-adapters_scaled_and_switched",
+    "lora-adapters_activated_in_turns", "lora-forwards_dropped", "lora-backward_from_within",
 )  # fmt: skip
 """What the fast tests try; on a GPU all cases are fast."""
 
@@ -68,6 +70,21 @@ def test_replays_give_the_bits_of_eager(mode: str, name: str) -> None:
     replays = runs[True].replays
     assert replays.forwards > FEW_REPLAYS.get(name, len(runs[True].layers)), replays
     assert replays.backwards > FEW_REPLAYS.get(name, 0), replays
+
+
+def test_a_layer_is_looked_at_once_if_its_adapters_are_activated_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, looks = Run("lora", graphs=True), list[nn.Module]()
+
+    class Counted(cuda_graphs.Snapshot):
+        def __init__(self, layer: nn.Module) -> None:
+            looks.append(layer)
+            super().__init__(layer)
+
+    monkeypatch.setattr(cuda_graphs, "Snapshot", Counted)
+    CASES["adapters_activated_in_turns"](run)
+    states = 3  # the one adapter, the other, and both
+    assert len(looks) == states * len(run.layers)
+    assert run.replays.captures == states * len(run.layers)
 
 
 @pytest.mark.slow
