@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from triton.runtime.interpreter import InterpretedFunction
 
 import fused_norm
 from fused_norm.kernels import rms_norm
@@ -47,7 +48,8 @@ def frames_of(module: nn.Module, run: Callable[[], Any]) -> Counter[str]:
         elif event == "call" and depth:
             name = code.co_filename.removeprefix(_PACKAGE + "/")
             is_own = name != code.co_filename or name.startswith(("<fused_norm", "<program of fused_norm"))
-            if is_own and not name.startswith(_ONLY_INTERPRETED):
+            is_kernel = isinstance(frame.f_globals.get(code.co_name), InterpretedFunction)
+            if is_own and not is_kernel and not name.startswith(_ONLY_INTERPRETED):
                 frames[f"{name.partition('#')[0]}: {code.co_name}"] += 1
 
     sys.setprofile(noted)

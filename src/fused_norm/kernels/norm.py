@@ -5,6 +5,8 @@ autocast each of them casts the tensor for itself, and its gradient back. An ope
 tensor once, in the dtype that its consumers cast it to, and returns one alias of it per consumer, so that its backward
 takes the gradients of all consumers as they are. It adds them as autograd does: in the norm's own dtype, the last
 consumer's first.
+
+Kernels, plan rules and launchers have a file of their own, ``norm_kernels``: with them this one would be too long.
 """
 
 from __future__ import annotations

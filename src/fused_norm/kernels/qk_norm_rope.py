@@ -1,4 +1,7 @@
-"""The operators on q and k: the norm of their heads, with or without RoPE, and RoPE alone, in one launch each way."""
+"""The operators on q and k: the norm of their heads, with or without RoPE, and RoPE alone, in one launch each way.
+
+Kernels, plan rules and launchers have a file of their own, ``qk_kernels``: with them this one would be too long.
+"""
 
 from __future__ import annotations
 
