@@ -251,7 +251,7 @@ def conv_plan(channels: int, width: int, device: Device, backward: bool = False)
     """The launch of a causal convolution with ``width`` taps.
 
     A program walks through ``rows`` of a sequence, in ``block`` of its channels; with the rows that a backward reads
-    behind them these are a multiple of four.
+    after them these are a multiple of four.
     """
     rule = device.rule("conv_backward" if backward else "conv_forward", 0)
     block = min(rule.elements, next_power_of_2(channels))
@@ -291,7 +291,7 @@ def launch_conv_backward(
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     activation: str | None,
 ) -> None:
-    """Write those of ``gradients`` that are there: of x, from ``empty_rows_like(x)``, of the weight and of the bias."""
+    """Write the ``gradients`` that are not None: of x, from ``empty_rows_like(x)``, of the weight and of the bias."""
     dx, *sums = gradients
     if x.numel() == 0:
         for gradient in sums:

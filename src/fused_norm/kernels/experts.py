@@ -376,7 +376,7 @@ def launch_expert_unpermute_backward(
     dx: Tensor | None,
     dweights: Tensor | None,
 ) -> None:
-    """Write the gradients that are there: ``dx`` [M K, N] and ``dweights`` [M, K], both contiguous; one of them is."""
+    """Write ``dx`` [M K, N] and ``dweights`` [M, K], both contiguous; one of them may be None, and is skipped."""
     if x.numel() == 0:
         return
     tokens, width = dy.shape

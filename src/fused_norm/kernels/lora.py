@@ -620,9 +620,9 @@ class LoraLinear(Operator):
 
     def save(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Tensors, Scalars]:
         """As ``Operator.save``; if x gets the sum of both gradients, the dtype of adapter_x is None."""
-        saved, facts = super().save(arguments, results)
+        saved, scalars = super().save(arguments, results)
         is_summed = self.sums_gradients and arguments[0] is arguments[1]
-        return (saved, (*facts[:4], None, *facts[5:])) if is_summed else (saved, facts)
+        return (saved, (*scalars[:4], None, *scalars[5:])) if is_summed else (saved, scalars)
 
     def reference(self, *arguments: Any) -> Any:
         adapter_x, x, a, b, *weight, bias, mask = arguments[: self.tensor_count]

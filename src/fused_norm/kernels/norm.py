@@ -1,6 +1,6 @@
 """RMSNorm and what one kernel computes with it: the residual add, the norm of the branch, an output per consumer.
 
-The linears behind a norm consume the same tensor. Autograd adds up their gradients in kernels of its own, and under
+The linears after a norm consume the same tensor. Autograd adds up their gradients in kernels of its own, and under
 autocast each of them casts the tensor for itself, and its gradient back. An operator ``..._for_consumers`` writes the
 tensor once, in the dtype that its consumers cast it to, and returns one alias of it per consumer, so that its backward
 takes the gradients of all consumers as they are. It adds them as autograd does: in the norm's own dtype, the last

@@ -603,7 +603,7 @@ def launch_qk_forward(
     ``inverse`` turns the other way, with a single rounding. A ``layout`` other than ``half`` takes no norm.
     """
     both = _Heads(call, inputs, [(x,) for x in inputs[:2]], outputs, unsqueeze_dim, layout, angles_by_pair)
-    # Pairs of neighbours are loaded as halves are: two elements of a row, of those behind ``rotary`` too.
+    # Pairs of neighbours are loaded as halves are: two elements of a row, of those after ``rotary`` too.
     planned = both.rotary if layout == "half" else both.width
     plan = heads_forward_plan(*both.heads, both.width, planned, device_props(inputs[0].device))
     q_tiles, k_tiles = both.tiles(plan)
@@ -635,7 +635,7 @@ def launch_qk_backward(
     both = _Heads(call, inputs, list(zip(inputs[:2], incoming, strict=True)), dx, unsqueeze_dim)
     (q, q_d), (k, k_d) = both.sides
     cos, device = inputs[4], device_props(inputs[0].device)
-    loads = 2 if 0 < both.rotary < both.width else 1  # of d: partners are loaded by themselves
+    loads = 2 if 0 < both.rotary < both.width else 1  # of d: partners are loaded separately
     column_bytes = max(x.element_size() + loads * d.element_size() for x, d in both.sides if d is not None)
     angle_bytes = 0 if cos is None else 2 * cos.element_size()
     plan = heads_backward_plan(*both.heads, both.width, both.rotary, column_bytes, angle_bytes, device)

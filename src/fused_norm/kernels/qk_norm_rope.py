@@ -164,10 +164,10 @@ class Rope(HeadsOperator):
         return outputs
 
     def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
-        (cos, sin), (unsqueeze_dim, layout, angles_by_pair, *facts) = given.saved, given.saved_scalars
+        (cos, sin), (unsqueeze_dim, layout, angles_by_pair, *dtypes, q_order, k_order) = given.saved, given.saved_scalars
         dx = [
             call.empty_in_order(order, d.shape, dtype, d.device) if need and d is not None else None
-            for need, d, dtype, order in zip(given.needed, given.incoming, facts[:2], facts[2:], strict=True)
+            for need, d, dtype, order in zip(given.needed, given.incoming, dtypes, (q_order, k_order), strict=True)
         ]
         # The first of two sides is there in every launch.
         (d, grad), *others = [(d, grad) for d, grad in zip(given.incoming, dx, strict=True) if grad is not None]
@@ -263,8 +263,8 @@ def qk_norm(
         q and k normalised, each of its own shape and memory order.
 
     Raises:
-        TypeError: where ``rms_norm`` raises it.
-        ValueError: for heads of two sizes, one weight without the other, and where ``rms_norm`` raises it.
+        TypeError: as ``rms_norm`` does.
+        ValueError: for heads of two sizes, one weight without the other, and as ``rms_norm`` does.
     """
     return QK_NORM.checked(q, k, q_weight, k_weight, None, None, norm_spec(casting, zero_centered, eps), 1, None)
 
@@ -306,8 +306,8 @@ def qk_norm_rope(
         order is that of q and k if R is D; otherwise they are contiguous, as in stock code.
 
     Raises:
-        TypeError: for cos and sin that are None, and where ``rms_norm`` raises it.
-        ValueError: for cos and sin that do not fit q and k, and where ``qk_norm`` raises it.
+        TypeError: for cos and sin that are None, and as ``rms_norm`` does.
+        ValueError: for cos and sin that do not fit q and k, and as ``qk_norm`` does.
     """
     if cos is None and sin is None:
         raise TypeError("qk_norm_rope: cos and sin must be tensors, not None; qk_norm goes without them")
