@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -90,7 +91,7 @@ def _figure(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str
         axes.invert_yaxis()
         axes.set_title(title, fontsize=10)
     memory.set_yticklabels([])
-    narrow = {"ncols": len(COLOURS), "frameon": False, "columnspacing": 0.8, "handlelength": 1.0, "handletextpad": 0.4}
+    narrow: dict[str, Any] = {"ncols": len(COLOURS), "frameon": False, "columnspacing": 0.8, "handlelength": 1.0, "handletextpad": 0.4}
     figure.legend(*time.get_legend_handles_labels(), loc="outside lower right", **narrow)
     for axes in (curves, time, memory):
         axes.spines[["top", "right"]].set_visible(False)

@@ -135,6 +135,14 @@ def trainers(run: Results) -> str:
     return steps_in_markdown(run.of("trainers"), NAMES)
 
 
+def graphs(run: Results) -> str:
+    """The steps of trainers that were measured with CUDA graphs."""
+    steps = run.of("trainers")
+    rows = {step.row for step in steps if step.by == "fused-graphs"}
+    names = {variant: NAMES[variant] for variant in ("fused", "fused-graphs", "compile-layers")}
+    return steps_in_markdown([step for step in steps if step.row in rows], names)
+
+
 def steps_of(kind: str) -> Callable[[Results], str]:
     """The table of all steps of models of a kind, as ``kind_of`` calls it."""
 
@@ -235,6 +243,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[Results], str]]] = {
         "operators": operators,
     },
     "docs/options.md": {"memory": less_memory},
+    "docs/short_steps.md": {"graphs": graphs},
     "docs/settings.md": {"peaks": peaks}
     | {f"batches-{model}": batches_of(model) for model in ("Qwen3-0.6B", "Llama-3.2-1B")},
     "docs/tuning.md": {"operators-h100": operators_on_h100},
