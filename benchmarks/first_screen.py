@@ -91,8 +91,9 @@ def _figure(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str
         axes.invert_yaxis()
         axes.set_title(title, fontsize=10)
     memory.set_yticklabels([])
-    narrow: dict[str, Any] = {"ncols": len(COLOURS), "frameon": False, "columnspacing": 0.8, "handlelength": 1.0, "handletextpad": 0.4}
-    figure.legend(*time.get_legend_handles_labels(), loc="outside lower right", **narrow)
+    narrow: dict[str, Any] = {"columnspacing": 0.8, "handlelength": 1.0, "handletextpad": 0.4, "frameon": False}
+    handles, names = time.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower right", ncols=len(COLOURS), **narrow)
     for axes in (curves, time, memory):
         axes.spines[["top", "right"]].set_visible(False)
     return figure
