@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fused_norm.check.distances import distances, slope_errors
+from fused_norm.check.distances import distances, share_apart, slope_errors
 
 
 def test_a_distance_is_relative_to_the_stock_tensor_and_of_one_that_should_be_zero_to_all():
@@ -40,3 +40,13 @@ def test_a_slope_sees_what_all_numbers_have_in_common_and_averages_out_the_rest(
     assert slope_errors(smaller, stock)["a"] == pytest.approx(0.002, rel=0.05)
     assert slope_errors(rounded, stock).keys() == {"a"}, "of no zero and no few numbers"
     assert slope_errors({"zero": stock["zero"]}, stock)["a"] == math.inf
+
+
+def test_the_rows_that_differ_most_can_be_left_out_and_no_more_of_them():
+    stock = torch.ones(21, 72, dtype=torch.float16)
+    others = stock.clone()
+    others[4], others[9, :12] = 2.0, 2.0  # 84 numbers, 72 of them in one row
+    assert share_apart(others, stock) == pytest.approx(84 / (21 * 72))
+    assert share_apart(others, stock, rows_left_out=1 / 21) == pytest.approx(12 / (21 * 72))
+    for rows in range(1, 200):
+        assert share_apart(torch.zeros(rows, 1), torch.ones(rows, 1), rows_left_out=1 / rows) == (rows - 1) / rows

@@ -1,5 +1,7 @@
 """The command trains adapters, and what is frozen has the dtypes of people's own recipes."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from fused_norm import FusedNormError
 from fused_norm.cli import main
 
 from ..conftest import slow_rows
+from .runs import converge
 
 
 @pytest.mark.parametrize(
@@ -46,3 +49,13 @@ def test_adapters_are_trained_and_what_is_frozen_has_a_dtype_of_its_own(
     for layer in layers:
         assert layer.scaling["default"] != 1
         assert getattr(layer.lora_dropout["default"], "p", 0) == dropout
+
+
+@pytest.mark.slow
+def test_no_two_controls_of_adapters_with_dropout_come_out_the_same(tmp_path):
+    # Norms in fp32 alone hardly change what their readers cast to bf16.
+    row, _ = converge(tmp_path, "qwen3", "--dtype", "mixed", "--axis", "qlora-dropout", "--steps", "2")
+    assert row["outcome"] == "green", row["reasons"]
+    (file,) = (tmp_path / "out" / "comparisons").iterdir()
+    controls = json.loads(file.read_text())["controls"]
+    assert len({str(control["drifts"]) for control in controls}) == len(controls) == 4

@@ -322,6 +322,24 @@ def adapters_scaled_and_switched(run: Run) -> None:
 
 
 @case
+def adapters_activated_in_turns(run: Run) -> None:
+    """As a preference loss does whose reference is an adapter: each activation makes lists of names anew."""
+    for layer in run.adapters():
+        layer.update_layer("reference", 4, 8, config=run.model.peft_config["default"])
+    for seed in range(5):
+        for layer in run.adapters():
+            layer.set_adapter("reference")
+        with torch.no_grad():
+            run.note(run.loss(ONE, seed))
+        for layer in run.adapters():
+            layer.set_adapter("default")
+        run.step(ONE, seed)
+    for layer in run.adapters():
+        layer.set_adapter(["default", "reference"])
+    run.warm_up(3)
+
+
+@case
 def fusing_disabled_between(run: Run) -> None:
     run.warm_up(2)
     with fused_norm.disabled():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -44,7 +46,8 @@ def differences(replayed: Run, eager: Run) -> list[int]:
 QUICK = (
     "full-equal_bits", "full-padding_masks", "full-two_forwards_before_a_backward", "full-two_shapes_in_flight",
     "full-evaluation_between", "full-generation_between", "full-hidden_states_returned", "full-checkpointing_switched",
-    "lora-accumulation", "lora-adapters_scaled_and_switched", "lora-forwards_dropped", "lora-backward_from_within",
+    "lora-accumulation", "lora-adapters_scaled_and_switched",
+    "lora-adapters_activated_in_turns", "lora-forwards_dropped", "lora-backward_from_within",
 )  # fmt: skip
 """What the fast tests try; on a GPU all cases are fast."""
 
@@ -68,6 +71,22 @@ def test_replays_give_the_bits_of_eager(mode: str, name: str) -> None:
     replays = runs[True].replays
     assert replays.forwards > FEW_REPLAYS.get(name, len(runs[True].layers)), replays
     assert replays.backwards > FEW_REPLAYS.get(name, 0), replays
+
+
+def test_a_layer_is_looked_at_once_if_its_adapters_are_activated_in_turns() -> None:
+    run, looks = Run("lora", graphs=True), 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal looks
+        looks += event == "call" and frame.f_code.co_qualname == "Snapshot.__init__"
+
+    sys.setprofile(note)
+    try:
+        CASES["adapters_activated_in_turns"](run)
+    finally:
+        sys.setprofile(None)
+    states = 3  # the one adapter, the other, and both
+    assert looks == run.replays.captures == states * len(run.layers)
 
 
 @pytest.mark.slow

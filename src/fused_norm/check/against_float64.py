@@ -34,7 +34,7 @@ from ..spec import FusedNormError
 from .distances import distance, distances, ratio
 from .log_prob_losses import log_prob_outputs
 from .model_copies import deep_copy
-from .reordered_norms import reordered_norms
+from .reordered_sums import reordered_norms
 from .same_bits import other_bits
 
 SLACK = 0.25

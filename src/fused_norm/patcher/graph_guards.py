@@ -329,11 +329,31 @@ class Snapshot:
                 return False
             self._handles = RemovableHandle.next_id
         values = self._read()
-        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+        if len(values) != len(self._values):
+            return False
+        if not all(map(is_, values, self._values)) and not self._takes_over(values):
             return False
         return all(copy == value for value, copy in self._sets) and (
             not self._recorded or _records_none(self._recorded)
         )
+
+    def _takes_over(self, values: tuple[Any, ...]) -> bool:
+        """Return whether all objects that are other ones are lists equal to those before; these are compared from now.
+
+        PEFT makes a list for each layer whenever it activates an adapter, twice a step if the reference model is one.
+        """
+        others = [(old, new) for old, new in zip(self._values, values, strict=True) if old is not new]
+        if not all(_are_equal_lists(old, new) for old, new in others):
+            return False
+        are_there = set(map(id, values))
+        lists = {id(held): held for held in self._sequences}
+        for old, new in others:
+            lists[id(new)] = new
+            if id(old) not in are_there:
+                lists.pop(id(old), None)
+        self._sequences = list(lists.values())
+        self._values = self._read()
+        return True
 
     def _read(self) -> tuple[Any, ...]:
         layer = vars(self.modules[0])
@@ -538,6 +558,15 @@ def is_plain_value(value: Any) -> bool:
 
 def _plain_key(value: Any) -> Any:
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def _are_equal_lists(one: Any, other: Any) -> bool:
+    """Return whether two objects are lists of the same numbers, strings and the like."""
+    return (
+        type(one) is type(other) is list
+        and all(map(is_plain_value, chain(one, other)))
+        and list(map(_plain_key, one)) == list(map(_plain_key, other))
+    )
 
 
 def _is_config(value: Any) -> bool:

@@ -1,7 +1,8 @@
-"""Stock norms that compute in another order: the same mathematics, without any kernel.
+"""Stock norms and adapters that add up in another order: the same mathematics, without any kernel.
 
-They add up their rows in a random order, with the roundings of the stock forward; they differentiate the formula in a
-wider dtype, and round the gradient they pass on at random, up or down.
+Norms add up their rows in a random order, with the roundings of the stock forward; they differentiate the formula in a
+wider dtype, and round the gradient they pass on at random, up or down. Products of adapters take the columns of their
+factors in a random order, and round that gradient alike.
 """
 
 from __future__ import annotations
@@ -36,6 +37,37 @@ def reordered_norms(model: nn.Module, sites: Iterable[Site], *, seed: int) -> It
                 reordered = _ReorderedNorm(norm, site.spec, generator)
                 stack.enter_context(mock.patch.object(norm, "forward", reordered))
         yield
+
+
+@contextlib.contextmanager
+def reordered_adapters(model: nn.Module, *, seed: int) -> Iterator[None]:
+    """Let the products of a model's LoRA layers add up in another order for the length of a ``with``.
+
+    Args:
+        model: not patched.
+        seed: of the order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with contextlib.ExitStack() as stack:
+        for layer in model.modules():
+            for factor in (*getattr(layer, "lora_A", {}).values(), *getattr(layer, "lora_B", {}).values()):
+                stack.enter_context(mock.patch.object(factor, "forward", _ReorderedProduct(factor, generator)))
+        yield
+
+
+class _ReorderedProduct:
+    """The product with a factor of an adapter, with the columns of the factor in another order."""
+
+    def __init__(self, factor: nn.Linear, generator: torch.Generator) -> None:
+        self._factor, device = factor, factor.weight.device
+        self._order = torch.randperm(factor.in_features, generator=generator).to(device)
+        self._roundings = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        rounded = _RoundedAtRandom.apply(x.to(dtype), torch.float32, self._roundings)
+        return nn.functional.linear(rounded[..., self._order], self._factor.weight[:, self._order])
 
 
 class _ReorderedNorm:
