@@ -184,12 +184,12 @@ def batches_of(model: str) -> Callable[[Results], str]:
 
 def peaks(run: Results) -> str:
     """The peak of memory of recipes, with AdamW's two numbers for a parameter, and the smallest card."""
-    lines = [["", "tokens", "ours, GiB", "with AdamW, computed", "card", "stock, GiB"]]
+    lines = [["", "tokens", "ours, GiB", "with AdamW, computed", "card, GB", "stock, GiB"]]
     for name, (row, parameters, size) in PEAKS.items():
         stock, ours = (milliseconds_and_gibibytes(step_of(run, row, variant))[1] for variant in ("stock", "fused"))
         whole = float(ours) + 2 * parameters * size / 2**30
         card = next(card for card in _CARDS if whole <= 0.9 * card)
-        lines.append([name, row.rpartition(" ")[2], ours, f"{whole:.1f}", f"{card} GB", stock])
+        lines.append([name, row.rpartition(" ")[2], ours, f"{whole:.1f}", str(card), stock])
     return in_markdown(lines)
 
 
