@@ -235,9 +235,9 @@ def _report(results: Results, folder: Path) -> None:
     written = "no charts: they need matplotlib, pip install 'fused-norm[plots]'"
     if importlib.util.find_spec("matplotlib"):
         written = ", ".join(path.name for path in plots.draw(results, folder)) or "no charts"
-    steps = tables.steps_in_markdown(results)
+    steps = results.of("models")
     if steps:
-        (folder / "steps.md").write_text(steps + "\n", encoding="utf-8")
+        (folder / "steps.md").write_text(tables.steps_in_markdown(steps) + "\n", encoding="utf-8")
     print(text)
     print(f"\nin {folder}: report.txt, {'steps.md, ' if steps else ''}{written}")
 

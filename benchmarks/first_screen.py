@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -19,14 +20,20 @@ from fused_norm.convergence.curve_charts import as_svg
 
 from .pages import ROOT, first_table, stored_run
 
-COLOURS = {"stock": "#8b949e", "Liger": "#3a9a5b", "compiled": "#3b7dd8", "ours": "#e07b1a"}
+COLOURS = {
+    "stock": "#8b949e",
+    "ours": "#e07b1a",
+    "ours, graphs": "#c0392b",
+    "Liger": "#3a9a5b",
+    "compiled": "#3b7dd8",
+}
 """The columns of the README's table. All of them stand out on light and on dark paper."""
 
 DRAWN = {
-    "full fine-tuning, Qwen3-0.6B": "full fine-tuning",
-    "LoRA, Qwen3-0.6B": "LoRA",
-    "LoRA, checkpointing, Qwen3-0.6B": "checkpointing",
-    "QLoRA, checkpointing, Qwen3-0.6B": "QLoRA",
+    "SFT, full, 4x4096": "SFT, full",
+    "SFT, LoRA, 4x4096": "SFT, LoRA",
+    "SFT, LoRA, 1x512": "512 tokens",
+    "DPO, LoRA, 2x512": "DPO, LoRA",
 }
 """Rows of the table, by what the picture calls them."""
 
@@ -61,8 +68,8 @@ def for_light_and_dark(make: Callable[[], Figure], name: str) -> str:
 def _figure(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str], str]) -> Figure:
     # No pyplot: it would open a window system and keep the figure.
     # Two rows, so that its text is still read on the screen of a phone.
-    figure = Figure(figsize=(4.8, 5.2), layout="constrained")
-    panels = figure.subplot_mosaic([["curves"] * 2, ["time", "memory"]], height_ratios=[2, 5])
+    figure = Figure(figsize=(4.8, 6.0), layout="constrained")
+    panels = figure.subplot_mosaic([["curves"] * 2, ["time", "memory"]], height_ratios=[2, 6])
     curves, time, memory = (panels[name] for name in ("curves", "time", "memory"))
     curves.plot(losses["stock"], color=COLOURS["stock"], linewidth=4, alpha=0.6, label="stock")
     curves.plot(losses["fused"], color=COLOURS["ours"], linewidth=1.1, label="ours")
@@ -71,11 +78,11 @@ def _figure(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str
     for axes, unit, title in ((time, "ms", "ms, Qwen3-0.6B"), (memory, "GiB", "GiB at the peak")):
         # A group of bars for each row, a bar for each column that has a number, labelled with the cell's text.
         for place, name in enumerate(COLOURS):
-            texts = [cells[row, f"{name} {unit}"].strip("*") for row in DRAWN]
-            there = [(row + 0.2 * (place - 1.5), text) for row, text in enumerate(texts) if text]
-            places, labels = zip(*there, strict=True)
-            bars = axes.barh(places, list(map(float, labels)), height=0.19, color=COLOURS[name], label=name)
-            axes.bar_label(bars, labels, fontsize=9, padding=2)
+            texts = [cells.get((row, f"{name} {unit}"), "").strip("*") for row in DRAWN]
+            places = [row + 0.17 * (place - 2) for row, text in enumerate(texts) if text]
+            labels = [text for text in texts if text]
+            bars = axes.barh(places, list(map(float, labels)), height=0.16, color=COLOURS[name], label=name)
+            axes.bar_label(bars, labels, fontsize=8.5, padding=2)
         axes.set_yticks(range(len(DRAWN)), list(DRAWN.values()))
         axes.tick_params(length=0)
         axes.set_xticks([])
@@ -84,7 +91,9 @@ def _figure(losses: Mapping[str, Sequence[float]], cells: Mapping[tuple[str, str
         axes.invert_yaxis()
         axes.set_title(title, fontsize=10)
     memory.set_yticklabels([])
-    figure.legend(*time.get_legend_handles_labels(), loc="outside lower right", ncols=len(COLOURS), frameon=False)
+    narrow: dict[str, Any] = {"columnspacing": 0.8, "handlelength": 1.0, "handletextpad": 0.4, "frameon": False}
+    handles, names = time.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower right", ncols=len(COLOURS), **narrow)
     for axes in (curves, time, memory):
         axes.spines[["top", "right"]].set_visible(False)
     return figure

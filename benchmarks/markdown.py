@@ -18,7 +18,7 @@ def page_with(page: str, mark: str, table: str) -> str:
     Raises:
         ValueError: it has no such marks.
     """
-    marks = rf"(<!-- {mark}(?::[^>]*)? -->).*?(<!-- end of {mark} -->)"
+    marks = rf"(<!-- {re.escape(mark)}(?::[^>]*)? -->).*?(<!-- end of {re.escape(mark)} -->)"
     page, count = re.subn(marks, lambda match: f"{match[1]}\n\n{table}\n\n{match[2]}", page, flags=re.DOTALL)
     if count != 1:
         raise ValueError(f"the page has {count} places for {mark}, between <!-- {mark} --> and <!-- end of {mark} -->")

@@ -117,7 +117,7 @@ def _without(step: BenchmarkedModel, option: str) -> Patched:
     for options in choices:
         remove_fused_norm(step.model)
         report = apply_fused_norm(step.model, strict=False, **options)
-        blocks = [block for block in report.consumers if block.reason is None]
+        blocks = [block for block in report.shared_inputs if block.reason is None]
         fused.append({(site.path, site.kind) for site in (*report.fused, *blocks)})
     everything, others = fused
     if not others:
@@ -218,7 +218,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """
 
 
-_OPTIONS = ("rope", "qk", "residual", "sandwich", "norms", "mlp", "consumers", "linear", "adapter")
+_OPTIONS = ("rope", "qk", "residual", "post_norm", "norms", "mlp", "shared_inputs", "linear_4bit", "lora")
 _MEMORY_BUDGETS = (0.7, 0.4, 0.1)
 _FLOAT8_RECIPES = ("tensorwise", "rowwise")
 _COMPILED_STOCK, _COMPILED_FUSED = (partial(_compiled_by_layer, eager=eager) for eager in (_stock, _fused))

@@ -5,9 +5,11 @@ A table stands between two marks in its page, ``<!-- NAME: ... -->`` and ``<!-- 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .markdown import in_markdown, page_with
 from .model_cases import ModelCase
@@ -15,23 +17,33 @@ from .results import Result, Results
 from .tables import losses_in_markdown, pivot, speed, steps_in_markdown
 
 ROOT = Path(__file__).parents[1]
-RUN = ROOT / "benchmarks" / "results" / "h200" / "results.json"
-OPERATORS_ON_H100 = ROOT / "benchmarks" / "results" / "h100" / "operators" / "results.json"
+RESULTS = ROOT / "benchmarks" / "results"
+RUN = RESULTS / "h200" / "results.json"
+TRAINERS = RESULTS / "h200-trainers" / "results.json"
+BATCHES = RESULTS / "h200" / "largest_batch.json"
+OPERATORS_ON_H100 = RESULTS / "h100" / "operators" / "results.json"
 
 STEPS = {
-    "full fine-tuning, Qwen3-0.6B": "Qwen3-0.6B loss 4x4096",
-    "LoRA, Qwen3-0.6B": "Qwen3-0.6B lora loss 4x4096",
-    "LoRA, half of the labels masked, Qwen3-0.6B": "Qwen3-0.6B lora loss masked 4x4096",
-    "LoRA, checkpointing, Qwen3-0.6B": "Qwen3-0.6B lora checkpointing loss 4x4096",
-    "QLoRA, checkpointing, Qwen3-0.6B": "Qwen3-0.6B qlora checkpointing loss 4x4096",
-    "QLoRA, checkpointing, Qwen3-8B, 1x4096": "Qwen3-8B qlora checkpointing loss 1x4096",
-    "the same, adapters on q and v alone": "Qwen3-8B qlora qv checkpointing loss 1x4096",
-    "full, mixture of experts, Qwen3-30B-A3B, 6 layers, 2x4096": "Qwen3-30B-A3B (6 layers) loss 2x4096",
+    "SFT, full, 4x4096": "SFT Qwen3-0.6B 4x4096",
+    "SFT, LoRA, 4x4096": "SFT Qwen3-0.6B lora 4x4096",
+    "SFT, LoRA, 1x512": "SFT Qwen3-0.6B lora 1x512",
+    "DPO, LoRA, 2x512": "DPO Qwen3-0.6B lora 2x512",
+    "QLoRA, Qwen3-8B, 1x4096": "Qwen3-8B qlora checkpointing loss 1x4096",
+    "mixture of experts, full, 2x4096": "Qwen3-30B-A3B (6 layers) loss 2x4096",
 }
-"""The README's names for rows of the run, in its order: the steps that people run, which end in the loss."""
+"""The README's names for steps that people run: whole steps of TRL's trainers, and steps of models with their loss."""
 
-VARIANTS = {"stock": "stock", "Liger": "liger", "compiled": "compile-layers", "ours": "fused"}
-"""The README's names for variants."""
+NAMES = {
+    "stock": "stock",
+    "fused": "ours",
+    "fused-graphs": "ours, graphs",
+    "liger": "Liger",
+    "compile-layers": "compiled",
+}
+"""The names of variants on pages, in the order of their columns."""
+
+EAGER = {variant: name for variant, name in NAMES.items() if variant != "fused-graphs"}
+"""Those that are measured in every kind of step."""
 
 LEVELS = {
     "`recompute=False`": ("fused", ""),
@@ -59,14 +71,44 @@ LEVELS_OF = {
 """Steps that were measured in these ways, the word left out."""
 
 
+RECIPES = {
+    "stock": "stock",
+    "stock checkpointing": "stock, gradient checkpointing",
+    "fused": "ours",
+    "fused mlp": 'ours, `recompute="mlp"`',
+    "fused attention": 'ours, `recompute="attention"`',
+    "fused checkpointing": "ours, gradient checkpointing",
+}
+"""Recipes whose largest batches were measured, and their names on pages."""
+
+_MOST_TRIED = 150
+
+PEAKS: Mapping[str, tuple[str, float, int]] = {
+    "QLoRA, checkpointing, Qwen3-0.6B": ("Qwen3-0.6B qlora checkpointing loss 4x4096", 10.1e6, 4),
+    "QLoRA, checkpointing, Qwen3-4B": ("Qwen3-4B qlora checkpointing loss 1x4096", 33.0e6, 4),
+    "QLoRA, checkpointing, Qwen3-8B": ("Qwen3-8B qlora checkpointing loss 1x4096", 43.6e6, 4),
+    "LoRA, checkpointing, Qwen3-0.6B": ("Qwen3-0.6B lora checkpointing loss 4x4096", 10.1e6, 4),
+    "LoRA, checkpointing, Llama-3.1-8B": ("Llama-3.1-8B lora checkpointing loss 1x4096", 41.9e6, 4),
+    "LoRA, Qwen3-0.6B": ("Qwen3-0.6B lora loss 4x4096", 10.1e6, 4),
+    "full, checkpointing, Qwen3-0.6B, bf16": ("Qwen3-0.6B checkpointing loss 4x4096", 0.596e9, 2),
+    "full, Qwen3-0.6B, bf16": ("Qwen3-0.6B loss 4x4096", 0.596e9, 2),
+    "full, Llama-3.2-1B, bf16": ("Llama-3.2-1B loss 4x4096", 1.236e9, 2),
+    "full, gemma-3-1b-pt, bf16": ("gemma-3-1b-pt loss 4x4096", 1.0e9, 2),
+}
+"""Recipes whose peak is shown, by the names of pages: the row of the run, the trained parameters, and their bytes."""
+
+_CARDS = (8, 16, 24, 48, 80)
+
+
 def stored_run() -> Results:
-    """The run that pages show."""
-    return Results.load(RUN)
+    """The run that pages show: of models and operators, and of trainers."""
+    run = Results.load(RUN)
+    return replace(run, rows=[*run.rows, *Results.load(TRAINERS).of("trainers")])
 
 
 def step_of(run: Results, row: str, variant: str) -> Result | None:
     """The step of a variant, or None if it was not measured."""
-    return next((step for step in run.of("models") if (step.row, step.by) == (row, variant)), None)
+    return next((step for step in run.of("models", "trainers") if (step.row, step.by) == (row, variant)), None)
 
 
 def milliseconds_and_gibibytes(step: Result | None) -> tuple[str, str]:
@@ -81,30 +123,83 @@ def milliseconds_and_gibibytes(step: Result | None) -> tuple[str, str]:
 
 
 def first_table(run: Results) -> str:
-    """The steps that people run, and their variants, by names for people."""
+    """The steps that people run, and their variants, by names for people; memory of those that all steps have."""
     rows: dict[str, list[Result]] = {}
-    for step in run.of("models"):
-        rows.setdefault(step.row, []).append(step)
-    names = {variant: name for name, variant in VARIANTS.items()}
-    named = [replace(step, row=name, by=names.get(step.by, "")) for name, row in STEPS.items() for step in rows[row]]
-    return steps_in_markdown(replace(run, rows=named), list(VARIANTS)) or ""
+    for step in run.of("models", "trainers"):
+        rows.setdefault(step.row, []).append(step if step.by in EAGER else replace(step, peak_bytes=None))
+    return steps_in_markdown([replace(step, row=name) for name, row in STEPS.items() for step in rows[row]], NAMES)
 
 
-def all_steps(run: Results) -> str:
-    """Every step, those of ``STEPS`` first, with the variants that were measured in all kinds of step."""
-    places = {step: place for place, step in enumerate(STEPS.values())}
-    rows = sorted(_steps(run, generate=False), key=lambda row: places.get(row.row, len(places)))
-    return steps_in_markdown(replace(run, rows=rows), [*VARIANTS.values(), "fused-stock-loss"]) or ""
+def trainers(run: Results) -> str:
+    """Every step of a trainer."""
+    return steps_in_markdown(run.of("trainers"), NAMES)
 
 
-def generation(run: Results) -> str:
-    """The time of a token, for all sequences of the batch, and the peak of memory of each generation."""
-    rows = _steps(run, generate=True)
-    return steps_in_markdown(replace(run, rows=rows), list(VARIANTS.values())) or ""
+def graphs(run: Results) -> str:
+    """The steps of trainers that were measured with CUDA graphs."""
+    steps = run.of("trainers")
+    rows = {step.row for step in steps if step.by == "fused-graphs"}
+    names = {variant: NAMES[variant] for variant in ("fused", "fused-graphs", "compile-layers")}
+    return steps_in_markdown([step for step in steps if step.row in rows], names)
 
 
-def _steps(run: Results, *, generate: bool) -> list[Result]:
-    return [step for step in run.of("models") if ModelCase.named(step.row).generates == generate]
+def steps_of(kind: str) -> Callable[[Results], str]:
+    """The table of all steps of models of a kind, as ``kind_of`` calls it."""
+
+    def table(run: Results) -> str:
+        return steps_in_markdown([row for row in run.of("models") if kind_of(ModelCase.named(row.row)) == kind], EAGER)
+
+    return table
+
+
+def kind_of(case: ModelCase) -> str:
+    """What is trained, in a step that ends in the loss; else ``layers`` or ``generation``."""
+    if case.generates:
+        return "generation"
+    if "loss" not in case.step:
+        return "layers"
+    return next((word for word in ("qlora", "lora") if word in case.step), "full")
+
+
+KINDS = ("full", "lora", "qlora", "layers", "generation")
+"""What ``kind_of`` returns."""
+
+
+def batches_of(model: str) -> Callable[[Results], str]:
+    """The table of the batches of LoRA of a model that fit into memory of four sizes."""
+
+    def table(_: Results) -> str:
+        rows = json.loads(BATCHES.read_text(encoding="utf-8"))["rows"]
+        lines = [["", "16 GiB, computed", "24 GiB", "48 GiB, computed", "80 GiB", "tokens a second"]]
+        for recipe, name in RECIPES.items():
+            row = rows[f"{model} lora {recipe}"]
+            most = row["80"]
+            cells = [*map(str, (_batch_in(16, row), row["24"], _batch_in(48, row)))]
+            cells.append(f"{most} or more" if most == _MOST_TRIED else str(most))
+            lines.append([name, *cells, f"{row['tokens/s']:,}"])
+        return in_markdown(lines)
+
+    return table
+
+
+def peaks(run: Results) -> str:
+    """The peak of memory of recipes, with AdamW's two numbers for a parameter, and the smallest card."""
+    lines = [["", "tokens", "ours, GiB", "with AdamW, computed", "card, GB", "stock, GiB"]]
+    for name, (row, parameters, size) in PEAKS.items():
+        stock, ours = (milliseconds_and_gibibytes(step_of(run, row, variant))[1] for variant in ("stock", "fused"))
+        whole = float(ours) + 2 * parameters * size / 2**30
+        card = next(card for card in _CARDS if whole <= 0.9 * card)
+        lines.append([name, row.rpartition(" ")[2], ours, f"{whole:.1f}", str(card), stock])
+    return in_markdown(lines)
+
+
+def _batch_in(gibibytes: int, measured: Mapping[str, Any]) -> int:
+    """Sequences on the line through what fits in 24 and 80 GiB, of which a tenth of the memory is left at the peak."""
+    of_one, of_three = measured["peaks 1,3"]
+    count = measured["24"] + (measured["80"] - measured["24"]) * (gibibytes - 24) // (80 - 24)
+    while count and (of_one + (count - 1) * (of_three - of_one) / 2) > 0.9 * gibibytes:
+        count -= 1
+    return int(count)
 
 
 def less_memory(run: Results) -> str:
@@ -141,13 +236,16 @@ def operators_on_h100(_: Results) -> str:
 TABLES: Mapping[str, Mapping[str, Callable[[Results], str]]] = {
     "README.md": {"steps": first_table},
     "docs/numbers.md": {
-        "steps": all_steps,
-        "generation": generation,
+        "trainers": trainers,
+        **{kind: steps_of(kind) for kind in KINDS},
         "losses": losses_in_markdown,
         "options": options,
         "operators": operators,
     },
     "docs/options.md": {"memory": less_memory},
+    "docs/short_steps.md": {"graphs": graphs},
+    "docs/settings.md": {"peaks": peaks}
+    | {f"batches-{model}": batches_of(model) for model in ("Qwen3-0.6B", "Llama-3.2-1B")},
     "docs/tuning.md": {"operators-h100": operators_on_h100},
 }
 """What makes the tables of each page, by their marks."""

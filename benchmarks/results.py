@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fused_norm.old_names import OLD_NAMES
+
 from .samples import PairedRatio, Timing
 
 Part = Literal["kernels", "losses", "host", "models", "features", "trainers", "copy"]
@@ -149,6 +151,8 @@ class Results:
 
 
 def _result(row: dict[str, Any]) -> Result:
-    """The result of a line; what only former runs have measured is left out."""
+    """The result of a line; what only former runs have measured is left out, and old names of options are new ones."""
+    before, without, option = row.get("by", "").rpartition("without ")
+    row = row | {"by": before + without + OLD_NAMES.get(option, option)} if without else row
     known = {name: value for name, value in row.items() if name in Result.__dataclass_fields__}
     return Result(**{name: _VALUES[name](**value) if name in _VALUES else value for name, value in known.items()})

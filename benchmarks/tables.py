@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from .loss_providers import FLOORS
@@ -150,20 +151,23 @@ def _loss_table(losses: Sequence[Result]) -> str:
 
 
 def losses_in_markdown(results: Results) -> str:
-    """The table of heads with their loss for a page: ms, GiB and the error of dW, or of dX if the head is frozen."""
+    """Tables of heads with their loss for a page: milliseconds, GiB, and the error of dW, or of dX if it is frozen."""
+    cells: Mapping[str, Callable[[Result], str]] = {
+        "Milliseconds": lambda result: f"{1e3 * (result.seconds or 0):.1f}",
+        "GiB beyond the inputs": lambda result: _gibibytes(result.extra_bytes),
+        "Relative error to float64 of the weight's gradient; if the head is frozen, of the input's": lambda result: (
+            _error(result, "dW") or _error(result, "dX")
+        ),
+    }
 
-    def text(result: Result, _: Sequence[Result]) -> str:
+    def text(result: Result, _: Sequence[Result], cell: Callable[[Result], str]) -> str:
         if result.seconds is None:
             return "-" if result.verdict == "refused" else result.verdict
-        cells = (
-            f"{1e3 * result.seconds:.1f}",
-            _gibibytes(result.extra_bytes),
-            _error(result, "dW") or _error(result, "dX"),
-        )
-        return ", ".join(filter(None, cells))
+        return cell(result)
 
     losses = results.of("losses")
-    return in_markdown(pivot(losses, text)) if losses else ""
+    tables = (f"{name}:\n\n{in_markdown(pivot(losses, partial(text, cell=cell)))}" for name, cell in cells.items())
+    return "\n\n".join(tables) if losses else ""
 
 
 def _error(result: Result, name: str) -> str:
@@ -199,33 +203,34 @@ def _step_table(steps: Sequence[Result]) -> str:
     )
 
 
-def steps_in_markdown(results: Results, variants: Sequence[str] | None = None) -> str | None:
-    """The table of steps for a page; None without steps.
+def steps_in_markdown(steps: Sequence[Result], names: Mapping[str, str] | None = None) -> str:
+    """The table of steps for a page.
 
-    ``variants``: those that have columns, in order, among which the fastest is marked; None for all.
+    ``names``: of the variants that have columns, in their order, among which the fastest is marked; None for all of
+    them, by their own names.
     """
-    steps = results.of("models")
-    if variants is not None:
-        steps = [step for variant in variants for step in steps if step.by == variant]
-    return in_markdown(_ways(steps, "**{}**")) if steps else None
+    if names is not None:
+        steps = [replace(step, by=name) for variant, name in names.items() for step in steps if step.by == variant]
+    return in_markdown(_ways(steps, "**{}**"))
 
 
 def _ways(steps: Sequence[Result], fastest: str) -> list[list[str]]:
     """A line for each step, and for each variant a column of milliseconds and one of GiB, if memory was measured."""
     names = dict.fromkeys(step.by for step in steps)
-    width = 2 if any(step.peak_bytes for step in steps) else 1
-    lines = [["step", *(title for name in names for title in (f"{name} ms", "GiB")[:width])]]
+    with_memory = {step.by for step in steps if step.peak_bytes}
+    lines = [["step", *(title for name in names for title in (f"{name} ms", "GiB")[: 1 + (name in with_memory)])]]
     for row_name in dict.fromkeys(step.row for step in steps):
         of_row = {step.by: step for step in steps if step.row == row_name}
         best = _clearly_best(list(of_row.values()))
         lines.append([row_name])
-        for step in map(of_row.get, names):
+        for name in names:
+            step = of_row.get(name)
             if step is None or step.seconds is None:
                 cells = ["" if step is None else "-" if step.verdict == "refused" else step.verdict, ""]
             else:
                 time = (fastest if step is best else "{}").format(f"{1e3 * step.seconds:.1f}")
                 cells = [time, _gibibytes(step.peak_bytes)]
-            lines[-1] += cells[:width]
+            lines[-1] += cells[: 1 + (name in with_memory)]
     return lines
 
 

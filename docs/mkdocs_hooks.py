@@ -25,6 +25,5 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Link to them, and show the README's table of steps where a page links to it."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    steps = readme.partition("<!-- steps")[2].partition("-->\n")[2].partition("## Two commands")[0]
-    steps = steps.replace("<!-- end of steps -->\n", "").replace("](docs/", "](")
+    steps = readme.partition("## What it brings\n")[2].partition("## Which cards")[0].replace("](docs/", "](")
     return markdown.replace(f"](../{RESULTS}/", "](results/").replace(STEPS, steps)

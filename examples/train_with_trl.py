@@ -53,10 +53,7 @@ def main(argv=None):
         "report_to": "none",
     }
     lines = [line for line in Path(args.data).read_text().splitlines() if line.strip()]
-    # Linears of 4 bits keep the host busy, and compiled layers call them at less cost.
-    # What GRPO samples grows token by token, and is left uncompiled.
-    compiled = torch.cuda.is_available() and args.bits == 4 and args.method != "grpo"
-    callback = FusedNormCallback(compile_layers=compiled)  # and all options of apply_fused_norm
+    callback = FusedNormCallback()  # takes all options of apply_fused_norm
     given = {
         "model": args.model,
         "peft_config": LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),

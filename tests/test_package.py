@@ -80,21 +80,23 @@ def test_the_version_is_that_of_what_is_installed(monkeypatch):
     assert fused_norm.__version__ == "0.0"
 
 
-def test_links_of_a_readme_are_addresses_of_the_repository_that_builds(tmp_path, monkeypatch):
+def test_links_of_a_readme_are_addresses_of_the_repository(tmp_path, monkeypatch):
     pytest.importorskip("hatchling")
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
     text = "![a\nchart](results/a.png) [how](docs/how.md#so) [here](#here) [there](https://example.org/x.md)\n"
+    text += "pip install 'fused-norm @ git+https://git.example/OWNER/x'\n"
     (tmp_path / "README.md").write_text(text)
 
-    def metadata() -> dict:
+    def metadata(repository: str = "https://git.example/OWNER/x") -> dict:
         fields: dict = {}
-        hook.RepositoryHook(str(tmp_path), {}).update(fields)
+        hook.RepositoryHook(str(tmp_path), {"repository": repository}).update(fields)
         return fields
 
     monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
     assert metadata() == {"readme": {"content-type": "text/markdown", "text": text}}
+    assert metadata("https://git.example/you/x")["urls"]["Source"] == "https://git.example/you/x"
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://git.example")
     monkeypatch.setenv("GITHUB_REPOSITORY", "me/mine")
     monkeypatch.setenv("GITHUB_REF_NAME", "v1.0")
@@ -102,6 +104,7 @@ def test_links_of_a_readme_are_addresses_of_the_repository_that_builds(tmp_path,
     assert fields["readme"]["text"] == (
         "![a\nchart](https://git.example/me/mine/raw/v1.0/results/a.png) "
         "[how](https://git.example/me/mine/blob/v1.0/docs/how.md#so) [here](#here) [there](https://example.org/x.md)\n"
+        "pip install 'fused-norm @ git+https://git.example/me/mine'\n"
     )
     assert set(fields["urls"]) == {"Source", "Issues", "Changelog"}
     assert all(address.startswith("https://git.example/me/mine") for address in fields["urls"].values())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from .old_names import OldNames, takes_old_names
 from .spec import Casting, Kind
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ def _switch(kind: Kind, what: str, follows: str | None = None, *, alone: bool = 
     return field(default=None, metadata={"kind": kind, "what": what, "follows": follows, "alone": alone})
 
 
+@takes_old_names
 @dataclass(frozen=True)
-class FuseOptions:
+class FuseOptions(OldNames):
     """The options of ``apply_fused_norm``, checked on creation.
 
     Attributes:
@@ -51,15 +52,15 @@ class FuseOptions:
         rope: fuse the rotary embedding, with the norms of queries and keys if they come before it and are fused.
             None follows ``qk``.
         residual: fuse a residual add with the norm that follows it in the layer. None follows ``norms``.
-        sandwich: fuse the norm of a branch with the add of that branch. None follows ``residual``.
+        post_norm: fuse the norm of a branch with the add of that branch. None follows ``residual``.
         mlp: fuse the activation of a gated MLP with the product after it. None is on.
         conv: fuse the short causal convolution of a layer (linear attention, state spaces) with the SiLU after it, if
             PyTorch's would run. None is on.
         experts: fuse what a mixture of experts computes around its grouped products: the order of rows, the gate, and
             the weighted sum. None is on.
-        linear: dequantise the weights of bitsandbytes' 4-bit linears, those without an adapter, in one kernel, and read
-            and write 16 bits around them if stock code casts to these. None follows ``adapter``.
-        adapter: fuse PEFT's LoRA layers: the linear, and the adapter's products, scale and sum. If an adapter is on the
+        linear_4bit: dequantise the weights of bitsandbytes' 4-bit linears, those without an adapter, in one kernel, and
+            read and write 16 bits around them if stock code casts to these. None follows ``lora``.
+        lora: fuse PEFT's LoRA layers: the linear, and the adapter's products, scale and sum. If an adapter is on the
             weights of experts, their sum is computed again in the backward, and not kept for it. None is on.
         loss: fuse the vocabulary head of a language model with its loss, so that logits are not held:
             ``outputs.logits`` computes them when it is read, and raises if weights have been written to since. None is
@@ -67,13 +68,13 @@ class FuseOptions:
         modules: which sites may be fused, by the path of the norm in the model, or of the attention, MLP or LoRA layer
             if a site has no norm: a shell-style pattern (``"model.layers.*.input_layernorm"``), several of them, or
             a function of path and module. None is all.
-        casting: rounding points that norms get in place of their own, by patterns of their paths:
+        norm_rounding: rounding points that norms get in place of their own, by patterns of their paths:
             ``{"*.q_norm": "gemma"}``, or ``"llama"``. For models that learn from what an inference engine wrote, which
             may round elsewhere than transformers does. Under ``disabled()`` norms round as their own code does. None
             replaces nothing.
-        consumers: let the backward of a fused norm sum the gradients of the linears that consume it, and under autocast
-            write the norm in the dtype that they cast it to. Numbers stay the same to the bit, but for the order in
-            which a GPU adds up some rows, and for gradients if a loss reads hidden states too.
+        shared_inputs: let the backward of a fused norm sum the gradients of the linears that consume it, and under
+            autocast write the norm in the dtype that they cast it to. Numbers stay the same to the bit, but for the
+            order in which a GPU adds up some rows, and for gradients if a loss reads hidden states too.
         recompute: recompute norm outputs, rotated queries and keys and products of gates in the backward, instead of
             keeping them for it: less memory for a little more time, and the same bits unless such a tensor is written
             into in a way that autograd does not count, as ``.data`` and NumPy do. ``"mlp"`` also recomputes the
@@ -95,33 +96,28 @@ class FuseOptions:
     qk: bool | None = _switch("qk", "norms of the queries and keys")
     rope: bool | None = _switch("rope", "the rotary embedding, with these before it", follows="qk", alone=True)
     residual: bool | None = _switch("residual", "residual add + norm", follows="norms")
-    sandwich: bool | None = _switch("sandwich", "the norm of a branch + its add", follows="residual")
+    post_norm: bool | None = _switch("post_norm", "the norm of a branch + its add", follows="residual")
     mlp: bool | None = _switch("mlp", "the activation of a gated MLP + its product")
     conv: bool | None = _switch("conv", "a short causal convolution + its SiLU")
     experts: bool | None = _switch("experts", "the gate, rows and sums around the products of experts")
-    linear: bool | None = _switch(
-        "linear", "the weight of a 4-bit linear, dequantised in one kernel", follows="adapter", alone=True
+    linear_4bit: bool | None = _switch(
+        "linear_4bit", "the weight of a 4-bit linear, dequantised in one kernel", follows="lora", alone=True
     )
-    adapter: bool | None = _switch("adapter", "a LoRA layer: its linear, its adapter and their sum")
+    lora: bool | None = _switch("lora", "a LoRA layer: its linear, its adapter and their sum")
     loss: bool | None = _switch("loss", "the vocabulary head + its loss")
     modules: ModuleFilter | None = None
-    casting: Mapping[str, Casting] | None = None
-    consumers: bool = True
+    norm_rounding: Mapping[str, Casting] | None = None
+    shared_inputs: bool = True
     recompute: RecomputeLevel = False
     strict: bool = True
     cuda_graphs: bool = False
-    readers: InitVar[bool | None] = None
 
-    def __post_init__(self, readers: bool | None) -> None:
-        if readers is not None:
-            # stacklevel 4 is the line that calls apply_fused_norm.
-            warnings.warn("the option readers is called consumers now", FutureWarning, stacklevel=4)
-            object.__setattr__(self, "consumers", readers)
+    def __post_init__(self) -> None:
         for switch in SWITCHES.values():
             value = getattr(self, switch.option)
             if not isinstance(value, (bool, type(None))):
                 raise TypeError(f"{switch.option} must be True, False or None, not {value!r}")
-        for name in ("consumers", "strict", "cuda_graphs"):
+        for name in ("shared_inputs", "strict", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.recompute, (bool, str)) or self.recompute not in get_args(RecomputeLevel):
@@ -139,12 +135,14 @@ class FuseOptions:
             patterns = self.modules if isinstance(self.modules, Sequence) else ()
             if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
                 raise TypeError(f"modules must be a pattern, patterns or a function, not {self.modules!r}")
-        if self.casting is not None:
-            if not isinstance(self.casting, Mapping) or not all(isinstance(pattern, str) for pattern in self.casting):
-                raise TypeError(f"casting must map patterns of paths to castings, not {self.casting!r}")
-            for casting in self.casting.values():
+        if self.norm_rounding is not None:
+            if not isinstance(self.norm_rounding, Mapping) or not all(
+                isinstance(pattern, str) for pattern in self.norm_rounding
+            ):
+                raise TypeError(f"norm_rounding must map patterns of paths to castings, not {self.norm_rounding!r}")
+            for casting in self.norm_rounding.values():
                 if casting not in ("llama", "gemma"):
-                    raise ValueError(f"casting must give norms 'llama' or 'gemma', not {casting!r}")
+                    raise ValueError(f"norm_rounding must give norms 'llama' or 'gemma', not {casting!r}")
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -176,15 +174,15 @@ class FuseOptions:
             return selected
         return any(fnmatchcase(path, pattern) for pattern in self.patterns)
 
-    def casting_at(self, path: str) -> Casting | None:
-        """Return the casting that ``casting`` gives the norm at ``path``, None if it gives none.
+    def norm_rounding_at(self, path: str) -> Casting | None:
+        """Return the casting that ``norm_rounding`` gives the norm at ``path``, None if it gives none.
 
         Raises:
             ValueError: if it gives several.
         """
-        castings = {casting for pattern, casting in (self.casting or {}).items() if fnmatchcase(path, pattern)}
+        castings = {casting for pattern, casting in (self.norm_rounding or {}).items() if fnmatchcase(path, pattern)}
         if len(castings) > 1:
-            raise ValueError(f"casting gives {path} several castings: {', '.join(sorted(castings))}")
+            raise ValueError(f"norm_rounding gives {path} several castings: {', '.join(sorted(castings))}")
         return next(iter(castings), None)
 
     def _decisive(self, kind: Kind) -> str:

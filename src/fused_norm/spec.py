@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 Casting = Literal["llama", "gemma", "rounded_gamma", "weight_dtype", "rounded_rstd", "none"]
 RotaryLayout = Literal["half", "interleaved", "deinterleaved"]
-Kind = Literal["norm", "qk", "rope", "residual", "sandwich", "mlp", "conv", "experts", "linear", "adapter", "loss"]
+Kind = Literal["norm", "qk", "rope", "residual", "post_norm", "mlp", "conv", "experts", "linear_4bit", "lora", "loss"]
 
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -46,7 +46,7 @@ def test_a_variant_changes_its_twin_and_nothing_else():
     [
         ("fused-recompute", "qwen3 generate", "nothing is kept for a backward"),
         ("fused-stock-loss", "qwen3", "the step has no loss"),
-        ("without sandwich", "llama", "nothing of the kind"),
+        ("without post_norm", "llama", "nothing of the kind"),
         ("compile", "qwen3 generate", "static cache"),
         ("fused-graphs", "qwen3 generate", "measured for training steps"),
     ],

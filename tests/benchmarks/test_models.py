@@ -111,5 +111,5 @@ def test_every_option_can_be_left_out(run):
     models.measure(run, [ModelCase.named("tiny-qwen3 loss 1x8")], FEATURES, torch.float32, "features")
     verdicts = {row.by: row.verdict for row in run.results.of("features")}
     assert {name for name, verdict in verdicts.items() if verdict != "ok"} <= {
-        "without sandwich", "without linear", "without adapter",
+        "without post_norm", "without linear_4bit", "without lora",
     }  # fmt: skip

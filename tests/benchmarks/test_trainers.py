@@ -51,8 +51,8 @@ def test_trainers_run_every_variant_with_the_losses_and_gradients_of_stock(name,
 def test_a_variant_that_is_not_replayed_in_the_trainer_is_refused(run, monkeypatch):
     replayed = VARIANTS["fused-graphs"]
 
-    def replayed_before(step):
-        patched = replayed(step)
+    def replayed_before(step, **options):
+        patched = replayed(step, **options)
         for layer in step.model.model.layers:
             layer.self_attn.register_forward_pre_hook(lambda *_: None)
         return patched

@@ -28,7 +28,7 @@ from fused_norm.cli import main
 from fused_norm.model_configs import FAMILIES, build, tiny_config
 
 SITES = FAMILIES["qwen3"].sites()
-OTHERS = {"modules", "casting", "consumers", "recompute", "strict", "cuda_graphs"}
+OTHERS = {"modules", "norm_rounding", "shared_inputs", "recompute", "strict", "cuda_graphs"}
 SWITCHES = {field.name for field in fields(FuseOptions)} - OTHERS
 SUMMARY = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "rope", "residual", "mlp"))
 
@@ -156,8 +156,8 @@ def test_inspect_prints_what_would_be_fused_as_json(line, model, sites, inspecte
 
 
 def test_inspect_tells_which_blocks_get_outputs_of_a_norm_of_their_own_and_which_layers_recompute(inspected):
-    assert inspected("{} --no-consumers")["consumers"] == []
-    assert len(inspected("{} --consumers")["consumers"]) == 4
+    assert inspected("{} --no-shared-inputs")["shared_inputs"] == []
+    assert len(inspected("{} --shared-inputs")["shared_inputs"]) == 4
     assert "recompute" not in inspected("{}")
     rows = [(row["path"], row["reason"]) for row in inspected("{} --recompute")["recompute"]]
     assert rows == [("model.layers.0", None), ("model.layers.1", None)]
@@ -585,7 +585,7 @@ def test_run_fuses_adapters_that_the_script_puts_into_its_model(script, capsys):
     lora = "peft.get_peft_model(model, peft.LoraConfig(target_modules=['q_proj']))"
     assert main(["run", str(script(f"import peft{LOAD}{lora}\n"))]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fused-norm: ")]
-    assert [(SUMMARY in line, "2 adapter" in line) for line in lines] == [(True, False), (True, True)]
+    assert [(SUMMARY in line, "2 lora" in line) for line in lines] == [(True, False), (True, True)]
 
 
 def test_run_leaves_processes_without_models_as_they_are(script, tmp_path, monkeypatch, capfd):
@@ -651,7 +651,7 @@ def test_env_says_how_rows_of_a_width_are_planned(capsys):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("inspect", [f"--no-{name}" for name in SWITCHES]),
+        ("inspect", [f"--no-{name.replace('_', '-')}" for name in SWITCHES]),
         ("converge", ["{demo,quick,full}", "folder of results, report (converge)"]),
         ("demo", ["{demo,quick,full}", "folder of results, report (demo)"]),
         *((command, []) for command in ("check", "run", "env")),

@@ -94,7 +94,7 @@ def test_a_checkpoint_of_the_users_own_is_trained_with_its_weights_and_tokens(tm
     assert main(arguments) == 0
     (row,) = json.loads((tmp_path / "report.json").read_text())["results"]
     assert row["name"] == "mine.fp32.eager.all.seed0"
-    some = {"norm": 5, "rope": 2, "residual": 2, "mlp": 2, "loss": 1, "consumers": 4}
+    some = {"norm": 5, "rope": 2, "residual": 2, "mlp": 2, "loss": 1, "shared_inputs": 4}
     assert {kind: count for kind, count in row["fused"]["sites"].items() if count} == some
     assert main([*arguments, "--tokenizer", "bytes"]) == 2
     assert "mine has 12 tokens, too few for bytes" in capsys.readouterr().err

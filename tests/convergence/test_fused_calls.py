@@ -29,7 +29,7 @@ def test_layers_with_adapters_and_their_norms_are_held_to_stock(precision, fault
     calls = row["calls"]
     assert bool(planted) == bool(fault)
     if fault == "adapter-fallback":
-        assert len([site for site in calls["not_seen"] if site.endswith("(adapter)")]) == 7
+        assert len([site for site in calls["not_seen"] if site.endswith("(lora)")]) == 7
     elif fault:
         wrong = [check for check in row["checks"] if not check["ok"] and check["measure"] == "call_gradients"]
         assert row["outcome"] == "red"

@@ -93,7 +93,7 @@ KINDS = {
 def test_features_fuse_their_kinds_of_sites_and_no_others():
     for feature, kinds in KINDS.items():
         with fused_for(feature)(build("qwen3", seed=0)) as sites:
-            assert {site.kind for site in sites} - {"consumers"} == kinds, feature
+            assert {site.kind for site in sites} - {"shared_inputs"} == kinds, feature
 
 
 def test_what_the_fused_model_alone_does_is_compared_with_the_runs_of_the_eager_one(command):

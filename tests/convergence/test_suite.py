@@ -79,10 +79,10 @@ def test_the_quick_tier_covers_features_and_executions_and_each_is_green_with_wh
     for row in rows:
         execution, feature, sites = row["comparison"]["execution"], row["comparison"]["feature"], row["fused"]["sites"]
         is_compiled = execution == "compile"  # its linears read what a stock norm returns, and its head is stock
-        assert sites["adapter"] == LORA.get(execution, 0) * layers, row["name"]
-        assert sites["linear"] == (5 * layers if execution == "qlora-qv" else 0), row["name"]
+        assert sites["lora"] == LORA.get(execution, 0) * layers, row["name"]
+        assert sites["linear_4bit"] == (5 * layers if execution == "qlora-qv" else 0), row["name"]
         read = layers * (2 if feature in ("all", "norms+residual") else 1)  # norms whose only consumers are linears
-        assert sites["consumers"] == (0 if is_compiled else read), row["name"]
+        assert sites["shared_inputs"] == (0 if is_compiled else read), row["name"]
         assert sites["loss"] == (feature in ("all", "norms+loss") and not is_compiled), row["name"]
 
 

@@ -33,6 +33,15 @@ def test_the_package_is_described_in_one_way(capsys):
     assert f"{description}." in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_pages_install_from_the_address_of_the_repository(page):
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
+    address = hatch["metadata"]["hooks"]["custom"]["repository"]
+    assert re.findall(
+        r'^pip install "fused-norm @ git\+(.+)"$', (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE
+    ) == [address], f"write the address that pyproject.toml names, {address}, into {page}"
+
+
 def supported_releases():
     page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (Python|PyTorch|Triton|transformers)\b[^|]*\|(.*)\|$", page, re.MULTILINE)

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from fused_norm.model_configs import tiny_config
 
+from ..examples.checkpoints import tokenizer_of_bytes
 from .markdown_pages import ROOT, run_page
 
 FAST = {"README.md", "docs/index.md"}
@@ -18,8 +19,15 @@ PAGES = [
     for name in sorted(str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
 ]
 
-STAND_INS = {"Qwen/Qwen3-0.6B": ("qwen3", 28), "google/gemma-3-1b-pt": ("gemma3_text", 2)}
+STAND_INS = {
+    "Qwen/Qwen3-0.6B": ("qwen3", 28),
+    "Qwen/Qwen3-1.7B": ("qwen3", 2),
+    "google/gemma-3-1b-pt": ("gemma3_text", 2),
+}
 """Models on the hub that pages name, with the family and number of layers of the tiny model that replaces each."""
+
+ON_A_CPU = {} if torch.cuda.is_available() else {'("out", ': '("out", use_cpu=True, '}
+"""What the arguments of a Trainer in bf16 need on a machine without a GPU."""
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +38,14 @@ def stand_ins(tmp_path_factory):
         folders[name] = str(tmp_path_factory.mktemp("hub") / name.rpartition("/")[2])
         config = tiny_config(family, num_hidden_layers=layers)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folders[name])
+        tokenizer_of_bytes().save_pretrained(folders[name])
     return folders
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_run_and_print_what_the_page_shows(page, stand_ins, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_page(ROOT / page, tmp_path, stand_ins)
+    run_page(ROOT / page, tmp_path, stand_ins | ON_A_CPU)
 
 
 def test_what_the_readme_links_to_is_there():

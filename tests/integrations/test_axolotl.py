@@ -25,7 +25,7 @@ def manager(monkeypatch):
     return manager
 
 
-@pytest.mark.parametrize("options", [None, {"mlp": False, "consumers": False}])
+@pytest.mark.parametrize("options", [None, {"mlp": False, "shared_inputs": False}])
 def test_a_loaded_model_is_patched_with_the_options_of_the_config(options, manager):
     assert manager.get_input_args() == ["fused_norm.integrations.axolotl.FusedNormArgs"]
     model = build("qwen3", seed=0)

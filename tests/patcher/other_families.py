@@ -125,16 +125,16 @@ STACK = SIZES | {"num_hidden_layers": 1, "query_pre_attn_scalar": 16, "layer_typ
 
 
 OTHERS: Mapping[str, OtherFamily] = {
-    "glm4": OtherFamily(counts(loss=1, norm=9, rope=2, residual=2, sandwich=4, mlp=2), in_bf16=True),
+    "glm4": OtherFamily(counts(loss=1, norm=9, rope=2, residual=2, post_norm=4, mlp=2), in_bf16=True),
     # Neighbours are turned together: in fp32 in Cohere, whose norms are LayerNorms, and in ERNIE.
     "cohere": OtherFamily(counts(loss=1, rope=2, mlp=2), in_bf16=True),
     "ernie4_5": OtherFamily(counts(loss=1, norm=5, rope=2, residual=2, mlp=2), in_bf16=True),
     "helium": OtherFamily(counts(loss=1, norm=5, rope=2, residual=2, mlp=2)),
     # No norm in the layer takes a sum. The norms of q and k are over all heads, and differ in width: no pair.
-    "olmo2": OtherFamily(counts(loss=1, norm=5, qk=4, rope=2, sandwich=4, mlp=2), in_bf16=True),
+    "olmo2": OtherFamily(counts(loss=1, norm=5, qk=4, rope=2, post_norm=4, mlp=2), in_bf16=True),
     # Its layers without a window do not rotate.
     "exaone4": OtherFamily(
-        counts(loss=1, norm=5, qk=4, rope=1, sandwich=4, mlp=2),
+        counts(loss=1, norm=5, qk=4, rope=1, post_norm=4, mlp=2),
         {"sliding_window": 8, "layer_types": LAYERS},
     ),
     "granite": OtherFamily(
@@ -158,7 +158,7 @@ OTHERS: Mapping[str, OtherFamily] = {
     "stablelm": OtherFamily(counts(loss=1, rope=2, mlp=2), {"partial_rotary_factor": 0.5}, only_in_5=True),
     # Queries and keys are rotated separately; the norm before each layer's router runs twice.
     "gemma3n_text": OtherFamily(
-        counts(loss=1, norm=18, qk=4, rope=4, sandwich=6, mlp=2),
+        counts(loss=1, norm=18, qk=4, rope=4, post_norm=6, mlp=2),
         {
             "layer_types": LAYERS, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
             "num_kv_shared_layers": 0, "laurel_rank": 4, "activation_sparsity_pattern": [0.9, 0.0],
@@ -168,7 +168,7 @@ OTHERS: Mapping[str, OtherFamily] = {
     ),
     # The norm is called inside the branch's call, in both kinds of layers.
     "lfm2": OtherFamily(
-        {"norm": 5, "qk": 2, "rope": 1, "residual": 2, "sandwich": 0, "mlp": 2, "loss": 1},
+        {"norm": 5, "qk": 2, "rope": 1, "residual": 2, "post_norm": 0, "mlp": 2, "loss": 1},
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
         in_bf16=True,
     ),
@@ -183,7 +183,7 @@ OTHERS: Mapping[str, OtherFamily] = {
     ),
     # A layer has two attentions and two dense MLPs; its norms are in lists, four of the layer and four of attentions.
     "longcat_flash": OtherFamily(
-        {"norm": 17, "residual": 6, "sandwich": 0, "rope": 4},
+        {"norm": 17, "residual": 6, "post_norm": 0, "rope": 4},
         {
             "num_layers": 2, "num_hidden_layers": 4, "num_key_value_heads": 4, "ffn_hidden_size": 96,
             "expert_ffn_hidden_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
@@ -194,7 +194,7 @@ OTHERS: Mapping[str, OtherFamily] = {
     ),
     # Its Mamba layers add a transformer layer's output, if there is any: two of three have nothing to add.
     "zamba2": OtherFamily(
-        {"norm": 9, "residual": 3, "sandwich": 0, "rope": 0},
+        {"norm": 9, "residual": 3, "post_norm": 0, "rope": 0},
         {
             "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 16,
             "mamba_ngroups": 1, "n_mamba_heads": 4, "chunk_size": 8, "num_mem_blocks": 1, "adapter_rank": 8,
@@ -216,7 +216,7 @@ OTHERS: Mapping[str, OtherFamily] = {
     ),
     # A layer of the encoder has four norms, a layer of the decoder six; dropout follows those of branches.
     "t5gemma": OtherFamily(
-        {"norm": 12, "residual": 3, "sandwich": 5},
+        {"norm": 12, "residual": 3, "post_norm": 5},
         {"encoder": STACK, "decoder": STACK, "dropout_rate": 0.2, "vocab_size": 64},
         encoder_and_decoder,
         TOKENS_WITH_AN_IMAGE,
@@ -235,7 +235,7 @@ OTHERS: Mapping[str, OtherFamily] = {
     ),
     # A layer has nine norms; of those after branches, a single norm is added in a return, the others have a factor.
     "gemma3n_audio": OtherFamily(
-        counts(norm=18, sandwich=2),
+        counts(norm=18, post_norm=2),
         {
             "hidden_size": 64, "input_feat_size": 32, "conf_num_attention_heads": 4, "conf_num_hidden_layers": 2,
             "sscp_conv_channel_size": (16, 8), "conf_reduction_factor": 2,
@@ -246,7 +246,7 @@ OTHERS: Mapping[str, OtherFamily] = {
     ),
     # A block of the tower has two norms, and so has a layer of the text; there are two more.
     "qwen2_5_vl": OtherFamily(
-        {"norm": 10, "residual": 4, "sandwich": 0, "rope": 4},
+        {"norm": 10, "residual": 4, "post_norm": 0, "rope": 4},
         {
             **WITH_AN_IMAGE, "vision_config": VISION | {"fullatt_block_indexes": [1], "window_size": 16},
             "vision_start_token_id": START, "vision_end_token_id": END,
@@ -257,7 +257,7 @@ OTHERS: Mapping[str, OtherFamily] = {
     ),
     # A layer of the text has four norms; the tower has two besides those of its blocks.
     "glm4v": OtherFamily(
-        {"norm": 15, "residual": 4, "sandwich": 4, "rope": 4},
+        {"norm": 15, "residual": 4, "post_norm": 4, "rope": 4},
         {
             **WITH_AN_IMAGE, "vision_config": VISION | {"image_size": 16}, "image_start_token_id": START,
             "image_end_token_id": END,

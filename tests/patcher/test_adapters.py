@@ -56,7 +56,7 @@ def fused_calls(run: Callable[[], Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"use_dora": True}, "DoraLinearVariant may compute more with its input"),
+        ({"use_dora": True}, "DoRA is not fused"),
         ({"lora_bias": True}, "its adapter has a bias"),
         ({"r": 257}, "a rank of 257 is more than 256"),
     ],
@@ -65,16 +65,16 @@ def test_layers_that_no_call_runs_fused_are_kept_with_the_reason(config: dict, r
     model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8))
     lora = peft.LoraConfig(target_modules=["0"], **config)
     fused, report = fused_copy(peft.get_peft_model(model, lora), strict=False)
-    assert {site.reason for site in (*report.fused, *report.kept) if site.kind == "adapter"} == {reason}
+    assert {site.reason for site in (*report.fused, *report.kept) if site.kind == "lora"} == {reason}
     assert [type(layer) for layer in layers(fused)] == [Linear]
 
 
 def test_the_options_leave_adapters_out_and_removing_gives_them_their_class_back(device: str) -> None:
-    for options, reason in (({"adapter": False}, "switched off: adapter=False"), ({"modules": "*norm"}, None)):
+    for options, reason in (({"lora": False}, "switched off: lora=False"), ({"modules": "*norm"}, None)):
         _, report = fused_copy(adapted(device), **options)
-        assert {site.reason for site in report.kept if site.kind == "adapter"} == {reason or "not selected by modules"}
+        assert {site.reason for site in report.kept if site.kind == "lora"} == {reason or "not selected by modules"}
     model, report = fused_copy(adapted(device), modules="*.q_proj", strict=False)
-    assert report.counts["adapter"] == 2
+    assert report.counts["lora"] == 2
     fused_norm.remove_fused_norm(model)
     assert {type(layer) for layer in layers(model)} == {Linear}
 
@@ -92,11 +92,11 @@ def test_layers_that_come_after_the_patch_are_logged_and_fused_by_another_one(
             run()
         assert not caplog.messages
         assert not fused_calls(run)
-        messages = [message for message in caplog.messages if "come since the model was patched" in message]
+        messages = [message for message in caplog.messages if "were added after apply_fused_norm" in message]
         assert sorted(message.partition(":")[0] for message in messages) == [
             f"Qwen3{block} runs LoRA layers as PEFT has them" for block in ("Attention", "MLP")
         ]
-        assert fused_norm.apply_fused_norm(model).counts["adapter"] == len(fused_calls(run)) == 10
+        assert fused_norm.apply_fused_norm(model).counts["lora"] == len(fused_calls(run)) == 10
 
 
 def test_a_forward_that_other_code_puts_on_pefts_class_runs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,14 +132,14 @@ def wrapped_losses(rank: int, ranks: int) -> dict[tuple[str, bool], tuple[list[f
     for way, is_fused in itertools.product(WRAPPED, (False, True)):
         model: Any = adapted("cpu", model_dtype=torch.float32).train()
         if "later" not in way:
-            fused_norm.apply_fused_norm(model, adapter=is_fused)
+            fused_norm.apply_fused_norm(model, lora=is_fused)
         if way == "ddp":
             model = DistributedDataParallel(model)
         else:
             for module in (*model.base_model.model.model.layers, model):
                 fully_shard(module, mesh=mesh)
         if "later" in way:
-            fused_norm.apply_fused_norm(model, adapter=is_fused)
+            fused_norm.apply_fused_norm(model, lora=is_fused)
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer, losses = torch.optim.AdamW(weights, lr=1e-2), []
         ids = torch.randint(0, 256, (1, 8), generator=torch.Generator().manual_seed(rank))
@@ -168,7 +168,7 @@ def test_adapters_train_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_adapters_are_merged_switched_added_and_copied_as_in_stock(device: str) -> None:
     stock = adapted(device)
-    reference, _ = fused_copy(stock, adapter=False)
+    reference, _ = fused_copy(stock, lora=False)
     fused = pickle.loads(pickle.dumps(fused_copy(stock)[0]))
     assert not {type(layer) for layer in layers(fused)} & {Linear}
 

@@ -119,7 +119,7 @@ FEWER = (
     {"qk": False, "rope": True},
     {"mlp": False, "rope": False},
     {"modules": "model.layers.1.*"},
-    {"residual": False, "sandwich": True},
+    {"residual": False, "post_norm": True},
 )
 
 
@@ -171,9 +171,9 @@ def test_options_choose_kinds_and_modules(options: dict, expected: dict) -> None
         ({"norms": "yes"}, TypeError, "norms must be True, False or None, not 'yes'"),
         ({"strict": 1}, TypeError, "strict must be"),
         ({"norms": False, "residual": True}, ValueError, "residual=True contradicts norms=False"),
-        ({"norms": False, "sandwich": True}, ValueError, "sandwich=True contradicts norms=False"),
+        ({"norms": False, "post_norm": True}, ValueError, "post_norm=True contradicts norms=False"),
         (
-            dict.fromkeys(("norms", "qk", "mlp", "conv", "experts", "adapter", "loss"), False),
+            dict.fromkeys(("norms", "qk", "mlp", "conv", "experts", "lora", "loss"), False),
             ValueError,
             "loss=False leave nothing to fuse",
         ),
@@ -369,7 +369,7 @@ def test_norms_that_differ_are_not_computed_together(device: str) -> None:
     assert {(site.path, site.kind, site.reason, site.cause) for site in report.kept} == {
         (
             "model.layers.0.post_attention_layernorm",
-            "sandwich",
+            "post_norm",
             "it differs from the norm after the add in more than the weight",
             "unrecognised",
         ),
@@ -482,31 +482,18 @@ def test_the_arguments_are_the_fields_of_the_options() -> None:
     assert all(argument.kind is inspect.Parameter.KEYWORD_ONLY for argument in arguments)
     fields = dataclasses.fields(FuseOptions)
     assert [(argument.name, argument.default, argument.annotation) for argument in arguments] == [
-        *((field.name, field.default, field.type) for field in fields),
-        ("readers", None, "bool | None"),
+        (field.name, field.default, field.type) for field in fields
     ]
-
-
-def test_the_old_name_of_consumers_is_accepted_with_a_warning() -> None:
-    model = build("llama", seed=0)
-    for consumers in (True, False):
-        with pytest.warns(FutureWarning, match="readers is called consumers"):
-            options = FuseOptions(readers=consumers)
-        assert options == FuseOptions(consumers=consumers)
-        with pytest.warns(FutureWarning, match="readers is called consumers") as warned:
-            report = fused_norm.apply_fused_norm(model, readers=consumers)
-        assert warned[0].filename == __file__
-        assert bool(report.consumers) == consumers
 
 
 @pytest.mark.parametrize(
     ("options", "left_out", "reason"),
     [
-        ({"norms": False}, {"norm", "residual", "sandwich"}, "norms=False"),
-        ({"residual": False}, {"residual", "sandwich"}, "residual=False"),
-        ({"residual": False, "sandwich": True}, {"residual"}, "residual=False"),
-        ({"sandwich": False}, {"sandwich"}, "sandwich=False"),
-        ({"norms": False, "qk": False}, {"norm", "residual", "sandwich", "qk", "rope"}, None),
+        ({"norms": False}, {"norm", "residual", "post_norm"}, "norms=False"),
+        ({"residual": False}, {"residual", "post_norm"}, "residual=False"),
+        ({"residual": False, "post_norm": True}, {"residual"}, "residual=False"),
+        ({"post_norm": False}, {"post_norm"}, "post_norm=False"),
+        ({"norms": False, "qk": False}, {"norm", "residual", "post_norm", "qk", "rope"}, None),
     ],
 )
 def test_an_option_leaves_out_what_depends_on_it(options: dict, left_out: set[str], reason: str | None) -> None:
@@ -518,14 +505,14 @@ def test_an_option_leaves_out_what_depends_on_it(options: dict, left_out: set[st
 
 def test_a_class_that_others_derived_from_a_fused_one_is_not_replaced() -> None:
     model = build(tiny_config("gemma3_text", num_hidden_layers=1), seed=0)
-    assert fused_norm.apply_fused_norm(model, sandwich=False).counts["residual"] == 1
+    assert fused_norm.apply_fused_norm(model, post_norm=False).counts["residual"] == 1
     (layer,) = model.model.layers
     sharded = type("FSDPLayer", (type(layer),), {})  # as fully_shard does
     layer.__class__ = sharded
     report = fused_norm.apply_fused_norm(model)
     assert type(layer) is sharded
     assert report.counts["residual"] == 1
-    assert [(site.kind, site.cause) for site in report.kept] == [("sandwich", "overridden")] * 2
+    assert [(site.kind, site.cause) for site in report.kept] == [("post_norm", "overridden")] * 2
     assert all("built on its layer" in site.reason for site in report.kept)
     before = snapshot(model)
     with pytest.raises(FusedNormError, match="derived from a fused class afterwards"):
@@ -559,17 +546,17 @@ def test_a_forward_put_on_a_class_runs_below_what_others_derived_from_the_fused_
 PRINTED = {
     "llama": {
         "LlamaForCausalLM": "head+loss",
-        "LlamaDecoderLayer": "add+norm, consumers",
-        "LlamaAttention": "rope, consumers",
-        "LlamaMLP": "gate (silu), consumers",
+        "LlamaDecoderLayer": "add+norm, shared_inputs",
+        "LlamaAttention": "rope, shared_inputs",
+        "LlamaMLP": "gate (silu), shared_inputs",
         "LlamaRMSNorm": "(72,), eps=1e-05, fused: norm (llama)",
         "Linear": "in_features=72, out_features=264, bias=False, fused: head of a fused loss",
     },
     "gemma2": {
         "Gemma2ForCausalLM": "head+loss",
-        "Gemma2DecoderLayer": "norm+add+norm, norm+add, consumers, recompute",
-        "Gemma2Attention": "rope, consumers",
-        "Gemma2MLP": "gate (gelu_tanh), consumers",
+        "Gemma2DecoderLayer": "norm+add+norm, norm+add, shared_inputs, recompute",
+        "Gemma2Attention": "rope, shared_inputs",
+        "Gemma2MLP": "gate (gelu_tanh), shared_inputs",
         "Gemma2RMSNorm": "(72,), eps=1e-06, fused: norm (gemma)",
         "Linear": "in_features=72, out_features=264, bias=False, fused: head of a fused loss",
     },

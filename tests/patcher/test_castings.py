@@ -39,7 +39,7 @@ def model(device: str) -> nn.Module:
 
 
 def test_a_norm_rounds_as_it_is_told_with_and_without_an_add(model, device):
-    fused_norm.apply_fused_norm(model, casting={"model.layers.*.input_layernorm": "gemma"})
+    fused_norm.apply_fused_norm(model, norm_rounding={"model.layers.*.input_layernorm": "gemma"})
     norm, norm_of_stock = model.model.layers[0].input_layernorm, model.model.layers[0].post_attention_layernorm
     width, eps = norm.weight.numel(), norm.variance_epsilon
     x, r = (torch.randn(16, width, device=device).to(BF16) for _ in range(2))
@@ -54,7 +54,7 @@ def test_what_kernels_do_not_take_rounds_as_it_is_told_and_stock_code_runs_only_
     model, device
 ):
     stock = copy.deepcopy(model.model.norm)
-    fused_norm.apply_fused_norm(model, casting={"model.norm": "gemma"})
+    fused_norm.apply_fused_norm(model, norm_rounding={"model.norm": "gemma"})
     norm, x = model.model.norm, torch.randn(3, 8, stock.weight.numel(), device=device).to(BF16)
     expected = RoundedOnce(stock)(x)
     assert not torch.equal(expected, stock(x))
@@ -70,7 +70,7 @@ def test_a_model_computes_what_it_would_with_norms_of_that_code(model, device):
             setattr(layer.self_attn, name, RoundedOnce(getattr(layer.self_attn, name)))
     before = fused_norm.apply_fused_norm(copy.deepcopy(model))
     fused_norm.apply_fused_norm(twin, strict=False)
-    report = fused_norm.apply_fused_norm(model, casting=ON_HEADS)
+    report = fused_norm.apply_fused_norm(model, norm_rounding=ON_HEADS)
     assert report.counts["norm"] == before.counts["norm"]
     ids = tokens(device)
     assert torch.equal(model(ids).logits, twin(ids).logits)
@@ -78,8 +78,8 @@ def test_a_model_computes_what_it_would_with_norms_of_that_code(model, device):
 
 def test_the_report_says_where_rounding_points_were_replaced_and_a_norms_own_replace_nothing(model):
     plain = fused_norm.apply_fused_norm(copy.deepcopy(model))
-    assert fused_norm.apply_fused_norm(copy.deepcopy(model), casting={"*": "llama"}) == plain
-    report = fused_norm.apply_fused_norm(model, casting=ON_HEADS)
+    assert fused_norm.apply_fused_norm(copy.deepcopy(model), norm_rounding={"*": "llama"}) == plain
+    report = fused_norm.apply_fused_norm(model, norm_rounding=ON_HEADS)
     rows = {site.path: site for site in report.fused if site.kind == "qk"}
     assert {site.spec.casting for site in rows.values()} == {"gemma"}
     assert {site.replaced for site in rows.values()} == {"llama"}
@@ -89,10 +89,10 @@ def test_the_report_says_where_rounding_points_were_replaced_and_a_norms_own_rep
 
 
 def test_the_last_call_decides_and_copies_keep_it(model):
-    fused_norm.apply_fused_norm(model, casting=ON_HEADS)
+    fused_norm.apply_fused_norm(model, norm_rounding=ON_HEADS)
     norm = model.model.layers[0].self_attn.q_norm
     cls = type(norm)
-    fused_norm.apply_fused_norm(model, casting=ON_HEADS)
+    fused_norm.apply_fused_norm(model, norm_rounding=ON_HEADS)
     assert {type(twin) for twin in (norm, copy.deepcopy(norm), pickle.loads(pickle.dumps(norm)))} == {cls}
     report = fused_norm.apply_fused_norm(model)
     assert norm.fused_norm_spec.casting == "llama"
@@ -102,11 +102,11 @@ def test_the_last_call_decides_and_copies_keep_it(model):
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"casting": "gemma"}, TypeError, "casting must map patterns"),
-        ({"casting": {"*": "none"}}, ValueError, "'llama' or 'gemma', not 'none'"),
-        ({"casting": {"*.q_nrom": "gemma"}}, fused_norm.FusedNormError, "selects none of the"),
-        ({"casting": {"*.q_norm": "gemma", "*": "llama"}}, ValueError, "q_norm several castings: gemma, llama"),
-        ({"casting": ON_HEADS, "qk": False}, fused_norm.FusedNormError, "q_norm .* stays stock: .*qk=False"),
+        ({"norm_rounding": "gemma"}, TypeError, "norm_rounding must map patterns"),
+        ({"norm_rounding": {"*": "none"}}, ValueError, "'llama' or 'gemma', not 'none'"),
+        ({"norm_rounding": {"*.q_nrom": "gemma"}}, fused_norm.FusedNormError, "selects none of the"),
+        ({"norm_rounding": {"*.q_norm": "gemma", "*": "llama"}}, ValueError, "q_norm several castings: gemma, llama"),
+        ({"norm_rounding": ON_HEADS, "qk": False}, fused_norm.FusedNormError, "q_norm .* stays stock: .*qk=False"),
     ],
 )
 def test_what_is_unclear_is_refused_and_changes_nothing(options, error, says, model):

@@ -214,10 +214,10 @@ def test_what_is_compiled_by_itself_is_called() -> None:
         module.compile(backend="eager")
     report = fused_norm.apply_fused_norm(model)
     expected = sites("gemma3_text")
-    assert report.counts == {**expected, "mlp": expected["mlp"] - 1, "sandwich": expected["sandwich"] - 1}
+    assert report.counts == {**expected, "mlp": expected["mlp"] - 1, "post_norm": expected["post_norm"] - 1}
     assert {(site.kind, site.reason) for site in report.kept} == {
         ("mlp", "hooks or other code stand on its activation"),
-        ("sandwich", "hooks or other code stand on its norm"),
+        ("post_norm", "hooks or other code stand on its norm"),
     }
 
 
@@ -231,7 +231,7 @@ def test_a_hook_on_a_norm_keeps_what_takes_the_norm_in(order: str, device: str, 
     handles = [norm.register_full_backward_pre_hook(lambda module, gradients: None) for norm in norms]
     report = fused_norm.apply_fused_norm(model)
     expected = sites("gemma3_text")
-    assert report.counts == {**expected, "residual": 2, "sandwich": 5}
+    assert report.counts == {**expected, "residual": 2, "post_norm": 5}
     assert [site.path for site in report.fused if site.kind == "rope" and site.spec is None] == [
         "model.layers.1.self_attn"
     ]
@@ -380,7 +380,7 @@ def sharded_losses(order: str, rank: int, ranks: int, steps: int) -> list[float]
     fully_shard(model.model.layers[2], mesh=mesh)
     fully_shard(model, mesh=mesh)
     if order == "shard, patch":
-        units = {"residual": 2, "sandwich": 5}  # but for those that would span a unit
+        units = {"residual": 2, "post_norm": 5}  # but for those that would span a unit
         assert fused_norm.apply_fused_norm(model).counts == {**sites("gemma3_text"), **units}
     if order == "patch, shard":
         with pytest.raises(FusedNormError, match="remove_fused_norm before sharding"):

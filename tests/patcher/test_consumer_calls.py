@@ -93,7 +93,7 @@ def compare(
 ) -> None:
     """Assert stock's numbers, and the bits of a model whose norms write one output; ``change``: after a first step."""
     steps = []
-    for variant in (fused_copy(model, strict=False), fused_copy(model, strict=False, consumers=False), model):
+    for variant in (fused_copy(model, strict=False), fused_copy(model, strict=False, shared_inputs=False), model):
         if change is not None:
             step(variant, device, autocast)
             change(variant)
@@ -262,7 +262,7 @@ def test_who_sees_a_call_sees_what_it_would_see_of_stock(part: str, how: str, de
     stock = adapted("q")
     seen: list[Seen] = []
     steps = []
-    shared = fused_copy(stock, strict=False, consumers=False)
+    shared = fused_copy(stock, strict=False, shared_inputs=False)
     for model in (fused_copy(stock, strict=False), shared, stock):
         seen.append([])
         noted(PARTS[part](model), how, seen[-1])

@@ -104,9 +104,9 @@ def test_gradients_are_as_near_to_float64_as_those_of_stock_at_hidden_states_too
 def test_every_bit_is_that_of_one_output(family: str, how: str, rerun: str, device: str) -> None:
     without = model_of(family, how, device)
     within = copy.deepcopy(without)
-    fused_norm.apply_fused_norm(without, consumers=False)
+    fused_norm.apply_fused_norm(without, shared_inputs=False)
     report = fused_norm.apply_fused_norm(within, recompute=rerun == "recomputed")
-    assert [row.reason for row in report.consumers] == [None] * 2 * within.config.num_hidden_layers
+    assert [row.reason for row in report.shared_inputs] == [None] * 2 * within.config.num_hidden_layers
     if rerun == "checkpointed":
         without.gradient_checkpointing_enable({"use_reentrant": False})
         within.gradient_checkpointing_enable({"use_reentrant": False})
@@ -150,7 +150,7 @@ def test_linears_read_the_dtype_that_autocast_casts_to_unless_it_is_switched_off
     assert read() == {BF16}
     with fused_norm.disabled():
         assert read() == {FP32}
-    fused_norm.apply_fused_norm(model, consumers=False)
+    fused_norm.apply_fused_norm(model, shared_inputs=False)
     assert read() == {FP32}
     fused_norm.apply_fused_norm(model)
     assert read() == {BF16}

@@ -18,7 +18,7 @@ from .by_reference import by_reference
 from .models import EXPERTS_ARE_MLPS, assert_all_near, logged, random_model, relative, slow_but
 from .other_families import OTHERS, SIZES
 
-CONV_ALONE: dict[str, Any] = dict.fromkeys(("norms", "qk", "mlp", "experts", "adapter", "loss"), False)
+CONV_ALONE: dict[str, Any] = dict.fromkeys(("norms", "qk", "mlp", "experts", "lora", "loss"), False)
 CONVOLVING: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3_next": (dict(OTHERS["qwen3_next"].sizes), 1),
     "lfm2": (dict(OTHERS["lfm2"].sizes), 1),

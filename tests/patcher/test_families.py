@@ -16,7 +16,7 @@ from .other_families import OTHERS, TOKENS, TOKENS_OF_TOWERS, model_of
 QUICK = ("glm4", "olmo2", "exaone4", "granite", "phi3", "lfm2", "qwen3_next", "t5", "aimv2_vision_model", "qwen2_5_vl")
 OPERATORS = {
     "residual": ("add_rms_norm", "norm_add_norm"),
-    "sandwich": ("norm_add", "norm_add_norm"),
+    "post_norm": ("norm_add", "norm_add_norm"),
     "rope": ("rope", "qk_norm_rope"),
     "experts": ("expert_gate",),
     "loss": ("linear_cross_entropy",),

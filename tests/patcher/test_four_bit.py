@@ -107,7 +107,7 @@ def compare(
         same = torch.equal if device == "cpu" else near(4e-3)
     fused, stock = copy.deepcopy(model), copy.deepcopy(model)
     fused_norm.apply_fused_norm(fused, strict=False, recompute=recompute)
-    fused_norm.apply_fused_norm(stock, strict=False, adapter=False)
+    fused_norm.apply_fused_norm(stock, strict=False, lora=False)
     change(fused), change(stock)
     expected, without = step(stock, device, **how)
     assert not without.keys() & {"lora_linear_4bit", "lora_add", "linear_4bit"}
@@ -390,16 +390,16 @@ def test_a_patched_model_is_saved_copied_and_switched_off_as_a_stock_one(device:
 def test_a_linear_that_is_not_quantised_yet_is_kept() -> None:
     model = nn.ModuleDict({"linear": Linear4bit(64, 64, compute_dtype=BF16), "norm": nn.RMSNorm(64)})
     report = fused_norm.apply_fused_norm(model, strict=False)
-    (row,) = [row for row in report.kept if row.kind == "linear"]
+    (row,) = [row for row in report.kept if row.kind == "linear_4bit"]
     assert row.reason == "its weight is not quantised, or not frozen"
 
 
 def test_adapters_that_come_after_the_patch_get_their_linear_back(device: str) -> None:
     model = model_of(device, target_modules=["v_proj"]).unload()
-    assert fused_norm.apply_fused_norm(model, strict=False).counts["linear"] == 7
+    assert fused_norm.apply_fused_norm(model, strict=False).counts["linear_4bit"] == 7
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=QV, init_lora_weights=False)).to(device)
     report = fused_norm.apply_fused_norm(adapted, strict=False)
-    assert (report.counts["linear"], report.counts["adapter"]) == (5, 2)
+    assert (report.counts["linear_4bit"], report.counts["lora"]) == (5, 2)
     assert type(adapted.base_model.model.layers[0].self_attn.q_proj.base_layer) is Linear4bit
     assert compare(adapted, device)["lora_linear_4bit"] == 2
 
@@ -410,7 +410,7 @@ def sharded_step(rank: int, ranks: int) -> dict[bool, tuple[list[Tensor], dict[s
     for is_fused in (False, True):
         model = model_of("cpu", quant_storage=BF16, target_modules=QV)
         model.enable_input_require_grads()
-        fused_norm.apply_fused_norm(model, strict=False, adapter=is_fused)
+        fused_norm.apply_fused_norm(model, strict=False, lora=is_fused)
         for module in (*model.get_base_model().layers, model):
             fully_shard(module, mesh=mesh)
         ids = torch.randint(0, 128, (1, 8), generator=torch.Generator().manual_seed(rank))

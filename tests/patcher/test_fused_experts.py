@@ -316,7 +316,7 @@ def test_adapters_on_parameters_are_trained(device: str) -> None:
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets, init_lora_weights=False)
     model = peft.get_peft_model(model_of("qwen3_moe", device), config)
-    fused, report = fused_copy(model, adapter=False)
+    fused, report = fused_copy(model, lora=False)
     assert report.counts["experts"] == 2
     assert operators_of(lambda: step(fused)) == OPERATORS * 2
     actual, expected = step(fused), step(model)

@@ -192,5 +192,5 @@ def test_a_model_trains_as_stock_and_its_gated_norms_refuse_other_rounding_point
     model = stock
     before = [type(module) for module in model.modules()]
     with pytest.raises(fused_norm.FusedNormError, match="which a norm with a gate does not take"):
-        fused_norm.apply_fused_norm(model, casting={"*.mixer.norm": "gemma"})
+        fused_norm.apply_fused_norm(model, norm_rounding={"*.mixer.norm": "gemma"})
     assert [type(module) for module in model.modules()] == before

@@ -43,7 +43,7 @@ def descriptors() -> list[object]:
 
 
 def adapters(reports: list[fused_norm.PatchReport]) -> list[int]:
-    return [report.counts.get("adapter", 0) for report in reports]
+    return [report.counts.get("lora", 0) for report in reports]
 
 
 fused_sites = fused_norm.remove_fused_norm
@@ -179,7 +179,7 @@ def test_on_load_covers_the_base_of_an_adapter(checkpoint, adapter):
         named_by_the_adapter = AutoModelForCausalLM.from_pretrained(adapter)
         auto_peft = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
         around_a_base = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), adapter)
-    assert [report.counts | {"adapter": 0} for report in reports] == [SITES] * 5
+    assert [report.counts | {"lora": 0} for report in reports] == [SITES] * 5
     assert adapters(reports) == [4, 0, 4, 0, 4], "in a load, and twice behind one"
     for model in (named_by_the_adapter, auto_peft, around_a_base):
         torch.testing.assert_close(logits(model), logits(stock), rtol=1e-5, atol=1e-5)

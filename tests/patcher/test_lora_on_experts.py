@@ -185,10 +185,10 @@ def test_what_is_kept_is_what_full_fine_tuning_keeps_and_the_factors(experts: st
 
 def test_experts_that_are_fused_too_have_the_bits_that_they_have_with_pefts_sums(sums: Sums) -> None:
     model = adapted(dtype=BF16)
-    with_pefts, report = fused_copy(model, adapter=False, experts=True)
-    assert report.counts["adapter"] == 0
+    with_pefts, report = fused_copy(model, lora=False, experts=True)
+    assert report.counts["lora"] == 0
     both, report = fused_copy(model, experts=True)
-    assert (report.counts["adapter"], report.counts["experts"]) == (PARAMETERS, 2)
+    assert (report.counts["lora"], report.counts["experts"]) == (PARAMETERS, 2)
     loss = loss_of(both)
     assert sums.alive == 0
     loss.backward()
@@ -443,12 +443,12 @@ def test_patching_ends_and_repeats_and_survives_copies(sums: Sums) -> None:
         assert (sums.made - before, sums.alive) == (2 * PARAMETERS, PARAMETERS)
     del loss
     wrapper = fused.base_model.model.model.layers[0].mlp.experts
-    assert "fused: weight+adapter" in repr(wrapper)
+    assert "fused: weight+lora" in repr(wrapper)
     assert list(fused.state_dict()) == list(model.state_dict())
     assert fused_norm.remove_fused_norm(fused) == PARAMETERS
     assert type(wrapper) is peft.tuners.lora.layer.ParamWrapper
-    _, report = fused_copy(model, adapter=False, norms=True, strict=False)
-    assert {row.reason for row in rows_of(report)} == {"switched off: adapter=False"}
+    _, report = fused_copy(model, lora=False, norms=True, strict=False)
+    assert {row.reason for row in rows_of(report)} == {"switched off: lora=False"}
 
 
 def test_without_gradients_each_sum_is_computed_once_and_the_parameter_is_put_back(sums: Sums) -> None:

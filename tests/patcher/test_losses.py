@@ -656,7 +656,7 @@ class WithASumOfItsOwn(modeling_llama.LlamaForCausalLM):
 
 def test_a_model_that_is_rewritten_for_other_sites_keeps_its_loss_each_time() -> None:
     model = WithASumOfItsOwn(tiny_config("llama"))
-    for options in ({}, {}, {"norms": False, "consumers": False}, {}, {"loss": False}, {}):
+    for options in ({}, {}, {"norms": False, "shared_inputs": False}, {}, {"loss": False}, {}):
         report = fused_norm.apply_fused_norm(model, **options)
         is_rewritten = "outer" in {site.path for site in report.fused if site.kind == "residual"}
         assert report.counts["loss"] == (not is_rewritten), options

@@ -21,7 +21,7 @@ from .ranks import called_operators
 
 BF16 = torch.bfloat16
 MODELS = [slow("qwen3"), "llama", "gemma3_text", "qwen3 with LoRA"]
-OPTIONS = [{}, slow({"consumers": False, "recompute": True}), {"recompute": "attention"}]
+OPTIONS = [{}, slow({"shared_inputs": False, "recompute": True}), {"recompute": "attention"}]
 
 
 @contextlib.contextmanager

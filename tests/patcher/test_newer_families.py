@@ -72,7 +72,7 @@ def test_a_norm_that_computes_something_else_is_fused_as_what_it_computes(model_
 )
 def test_a_variant_of_gemma_4_is_no_error(model_type: str, overrides: dict[str, object]) -> None:
     report = fused_norm.apply_fused_norm(build(tiny_config(model_type, **overrides), seed=0))
-    assert report.counts["sandwich"] == (8 if "hidden_size_per_layer_input" in overrides else 12)
+    assert report.counts["post_norm"] == (8 if "hidden_size_per_layer_input" in overrides else 12)
 
 
 @pytest.mark.parametrize("model_type", NEWER_MODEL_TYPES)

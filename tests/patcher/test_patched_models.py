@@ -39,15 +39,15 @@ def test_a_forward_runs_every_site_fused(model_type: str, device: str, launches:
     fused(tokens(device), use_cache=False)
     counts = sites(model_type)
     # A norm of a sum is computed with its add and with the norm of the branch; the layer's last add has a norm too.
-    with_norm = counts["residual"] if counts["sandwich"] else 0
+    with_norm = counts["residual"] if counts["post_norm"] else 0
     assert launches.count("norm_add_norm") == with_norm
     assert launches.count("add_rms_norm") == counts["residual"] - with_norm
-    assert launches.count("norm_add") == counts["sandwich"] - with_norm
+    assert launches.count("norm_add") == counts["post_norm"] - with_norm
     pairs = sum(site.kind == "rope" and site.spec is not None for site in fused_norm.apply_fused_norm(fused).fused)
     assert launches.count("qk_norm_rope") == pairs
     assert launches.count("rope") == counts["rope"] - pairs
     assert launches.count("glu") == counts["mlp"]
-    alone = counts["norm"] - counts["residual"] - counts["sandwich"]
+    alone = counts["norm"] - counts["residual"] - counts["post_norm"]
     assert launches.count("rms_norm") == alone + counts["qk"] - 2 * pairs
     assert launches.count("qk_norm") == 0
 

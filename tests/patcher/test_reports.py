@@ -22,7 +22,7 @@ _OF_RELEASE_4 = STORED / "transformers_4"
 def report_on(model_type: str) -> str:
     report = fused_norm.apply_fused_norm(build(model_type, seed=0))
     rows = [
-        f"{row.kind:<9} {row.path}: {row.what if row.reason is None else f'kept: {row.reason}'}" for row in report.rows
+        f"{row.kind:<13} {row.path}: {row.what if row.reason is None else f'kept: {row.reason}'}" for row in report.rows
     ]
     return "".join(f"{line}\n" for line in [report.summary(), *rows])
 

@@ -19,7 +19,7 @@ from .other_families import TOKENS_WITH_AN_IMAGE, model_of
 def test_a_dropout_between_a_norm_and_its_add_drops_in_training_as_in_stock(device: str, launches: list[str]) -> None:
     stock, ids = model_of("t5gemma", device), TOKENS_WITH_AN_IMAGE.to(device)
     fused = copy.deepcopy(stock)
-    assert fused_norm.apply_fused_norm(fused, strict=False).counts["sandwich"] == 5
+    assert fused_norm.apply_fused_norm(fused, strict=False).counts["post_norm"] == 5
     results = []
     for model in (stock.train(), fused.train()):
         torch.manual_seed(3)

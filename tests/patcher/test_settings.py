@@ -36,7 +36,7 @@ def test_the_rotation_that_a_config_chooses_has_the_row(interleaved: bool, devic
     monkeypatch.setattr(modeling_deepseek_v3, "apply_rotary_pos_emb_interleave", lambda q, k, cos, sin: (k, q))
     model = deepseek(device, rope_interleave=interleaved, q_lora_rank=28 if interleaved else None)
     report = fused_norm.apply_fused_norm(model)
-    assert {row.reason for row in report.consumers} == {None}
+    assert {row.reason for row in report.shared_inputs} == {None}
     kept = [site.reason or "" for site in report.kept if site.kind == "rope"]
     assert [reason.partition(",")[0] for reason in kept] == (
         ["apply_rotary_pos_emb_interleave was replaced"] * 2 if interleaved else []

@@ -155,7 +155,7 @@ def test_outputs_and_gradients_of_the_head_alone_are_rounded_where_trls_are(
 ) -> None:
     how = {"dtype": dtype, "cast_lm_head_to_fp32": cast, "temperature": 0.7, "changed": scaled}
     stock, fused = make(trl, **how), make(trl, **how)
-    others = dict.fromkeys(("norms", "qk", "rope", "residual", "sandwich", "mlp"), False)
+    others = dict.fromkeys(("norms", "qk", "rope", "residual", "post_norm", "mlp"), False)
     assert loss_row(fused, **others).reason is None
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         of_stock, of_fused = results(stock), results(fused)

@@ -54,15 +54,15 @@ _KINDS: Mapping[str, _Kind] = {
     "norm": _Kind({"rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "gated_rms_norm"}),
     "qk": _Kind({"rms_norm", "qk_norm", "qk_norm_rope"}),
     "residual": _Kind({"add_rms_norm", "norm_add_norm"}),
-    "sandwich": _Kind({"norm_add", "norm_add_norm"}),
+    "post_norm": _Kind({"norm_add", "norm_add_norm"}),
     "rope": _Kind({"qk_norm_rope", "rope"}, {"fused_norm_rotated", "fused_norm_rope", "fused_norm_rope_one"}),
     "mlp": _Kind({"glu", "glu_for_consumers"}, {"fused_norm_gate", "fused_norm_gate_packed", "fused_norm_product"}),
     "conv": _Kind({"causal_conv1d"}, {"fused_norm_conv", "fused_norm_conv_module"}),
     "experts": _Kind({"expert_gate"}, {"forward"}),
-    "linear": _Kind({"linear_4bit"}, {"forward"}),
-    "adapter": _Kind({"lora_add", "lora_linear", "lora_linear_4bit", "lora_summands_4bit", _IN_FLOAT32}, {"forward"}),
+    "linear_4bit": _Kind({"linear_4bit"}, {"forward"}),
+    "lora": _Kind({"lora_add", "lora_linear", "lora_linear_4bit", "lora_summands_4bit", _IN_FLOAT32}, {"forward"}),
     "loss": _Kind({"linear_cross_entropy"}, {"fused_norm_cross_entropy"}),
-    "consumers": _Kind({_OWN_INPUTS}, {"fused_norm_inputs"}),
+    "shared_inputs": _Kind({_OWN_INPUTS}, {"fused_norm_inputs"}),
 }
 
 CONVOLUTION_METHODS = _KINDS["conv"].methods
@@ -77,7 +77,7 @@ _METHODS: Mapping[type, Sequence[str]] = {
     **dict.fromkeys((FusedNorm, FusedGatedNorm, FusedExperts, FusedLinear4bit, FusedAdapter), ("forward",)),
     FusedBlock: (
         *("fused_norm_add", "fused_norm_passthrough", "fused_norm_then_add", "fused_norm_pair"),
-        *sorted(set[str]().union(*(_KINDS[kind].methods for kind in ("rope", "mlp", "conv", "consumers")))),
+        *sorted(set[str]().union(*(_KINDS[kind].methods for kind in ("rope", "mlp", "conv", "shared_inputs")))),
     ),
     FusedHead: tuple(_KINDS["loss"].methods),
 }
@@ -289,7 +289,7 @@ def sites_not_compiled(sites: Iterable[Site], graphs: Sequence[Sequence[str]]) -
 
 def computes(call: FusedCall) -> bool:
     """Return whether a call computes something, and does not just hand tensors to linears."""
-    return call.method.__name__ not in _KINDS["consumers"].methods
+    return call.method.__name__ not in _KINDS["shared_inputs"].methods
 
 
 def is_tensor(value: Any) -> bool:

@@ -10,11 +10,15 @@ import json
 import math
 import os
 import re
+import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from ..old_names import OLD_NAMES
 from ..options import SWITCHES, FuseOptions, RecomputeLevel
 
 if TYPE_CHECKING:
@@ -36,17 +40,28 @@ def as_flags(text: str) -> str:
     """A message with options of ``apply_fused_norm`` written as flags: ``--no-strict`` for ``strict=False``."""
     named = "|".join([*SWITCHES, "recompute", "strict"])
     return re.sub(
-        rf"\b({named})=(True|False)\b", lambda option: ("--" if option[2] == "True" else "--no-") + option[1], text
+        rf"\b({named})=(True|False)\b",
+        lambda option: ("--" if option[2] == "True" else "--no-") + _flag(option[1]),
+        text,
     )
+
+
+def _flag(option: str) -> str:
+    """The name of an option as a flag has it, without the dashes before it."""
+    return option.replace("_", "-")
 
 
 def add_fuse_options(parser: argparse.ArgumentParser) -> None:
     """The flags of ``apply_fused_norm``: for each kind of site, with a ``--no-`` form, and those of other options."""
-    for name, switch in SWITCHES.items():
-        text = f"fuse {switch.what}" + (f"; follows --{switch.follows}" if switch.follows else "")
-        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
-    text = "let linears after a fused norm share one backward, and one cast"
-    parser.add_argument("--consumers", action=argparse.BooleanOptionalAction, default=True, help=text)
+    texts = {
+        name: f"fuse {switch.what}" + (f"; follows --{_flag(switch.follows)}" if switch.follows else "")
+        for name, switch in SWITCHES.items()
+    }
+    texts["shared_inputs"] = "let linears after a fused norm share one backward, and one cast"
+    texts |= {old: argparse.SUPPRESS for old, new in OLD_NAMES.items() if new in texts}
+    for name, text in texts.items():
+        action, absent = argparse.BooleanOptionalAction, argparse.SUPPRESS
+        parser.add_argument(f"--{_flag(name)}", action=action, default=absent, help=text)
     text = "only sites whose path matches, such as 'model.layers.*'; may be given several times"
     parser.add_argument("--modules", action="append", metavar="PATTERN", help=text)
     text = "recompute outputs of fused operators in the backward; with mlp or attention those of linears too"
@@ -69,16 +84,22 @@ def _recompute_level(text: str) -> RecomputeLevel:
 
 
 def fuse_options(args: argparse.Namespace, *, strict: bool) -> FuseOptions:
-    """The options chosen by the arguments of ``add_fuse_options``.
+    """The options chosen by the arguments of ``add_fuse_options``. Prints a line for each that has its old name.
 
     Raises:
         UsageError: they contradict each other.
     """
+    given = {field.name for field in fields(FuseOptions)} | {*OLD_NAMES}
+    chosen = {name: value for name, value in vars(args).items() if name in given}
     try:
-        chosen = {name: getattr(args, name) for name in (*SWITCHES, "consumers", "modules", "recompute", "cuda_graphs")}
-        return FuseOptions(**chosen, strict=strict)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", FutureWarning)
+            options = FuseOptions(**{**chosen, "strict": strict})
     except ValueError as error:
         raise UsageError(str(error)) from error
+    for warning in warned:
+        print(warning.message, file=sys.stderr)
+    return options
 
 
 def interpret_without_gpu(device: str | None = None) -> torch.device:

@@ -147,7 +147,7 @@ class PairedRuns:
             return CallRecord(bits=bits, not_seen=sites_not_seen(sites, calls, may_be_idle=True))
         if self.comparison.execution in ("compile", LOG_PROBS):
             return None
-        bits = self.check_bits(fused, consumers=False)  # all linears that read a norm read one output
+        bits = self.check_bits(fused, shared_inputs=False)  # all linears that read a norm read one output
         if self.comparison.execution == "loss":
             shares = self.check_bits(fused, loss_of_read_logits, loss=False)  # the head returns logits
             bits |= {f"{name}, of logits that are read": share for name, share in shares.items()}
@@ -288,7 +288,7 @@ class PairedRuns:
         if is_compiled or loss_of is not None:  # the head is stock, or its operator is called after the forward
             changed = [site for site in changed if site.kind != "loss"]
         if is_compiled:  # linears read what a stock norm returns
-            changed = [site for site in changed if site.kind != "consumers"]
+            changed = [site for site in changed if site.kind != "shared_inputs"]
             not_seen = sites_not_compiled(changed, first_graphs)
         else:
             not_seen = sites_not_seen(changed, calls, may_be_idle=True)
@@ -303,7 +303,7 @@ class PairedRuns:
             final=final,
             rounding=torch.finfo(getattr(torch, precision.weights)).eps / 2,
             norm_weights=tuple(name for name in final if name.endswith(norms)),
-            sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, "consumers")},
+            sites={kind: sum(site.kind == kind for site in changed) for kind in (*KINDS, "shared_inputs")},
             not_seen=not_seen,
         )
 
@@ -351,6 +351,6 @@ def fused_for(feature: str) -> ModelChange:
     @contextlib.contextmanager
     def fused(model: nn.Module) -> Iterator[Sequence[Site]]:
         report = apply_fused_norm(model, **options_for_feature(feature))
-        yield *report.fused, *(row for row in report.consumers if row.reason is None)
+        yield *report.fused, *(row for row in report.shared_inputs if row.reason is None)
 
     return fused

@@ -420,7 +420,7 @@ class LoraAdd(Operator):
         if not all(t.numel() for t in tensors):
             return Unsupported("")
         if x.dtype == torch.float32:
-            return Unsupported("x is torch.float32, products of which are left to PyTorch")
+            return Unsupported("the input is float32; only 16-bit products are fused: use bf16 autocast")
         return why_adapter_unsupported(a, b, scale)
 
     def why_unlike_eager(self, *arguments: Any) -> str | None:

@@ -164,7 +164,8 @@ class Rope(HeadsOperator):
         return outputs
 
     def backward(self, call: Call, given: BackwardArguments) -> tuple[Tensor | None, ...]:
-        (cos, sin), (unsqueeze_dim, layout, angles_by_pair, *dtypes, q_order, k_order) = given.saved, given.saved_scalars
+        cos, sin = given.saved
+        unsqueeze_dim, layout, angles_by_pair, *dtypes, q_order, k_order = given.saved_scalars
         dx = [
             call.empty_in_order(order, d.shape, dtype, d.device) if need and d is not None else None
             for need, d, dtype, order in zip(given.needed, given.incoming, dtypes, (q_order, k_order), strict=True)

@@ -119,17 +119,17 @@ _VOCAB = 264
 
 _QK_NORMS: Mapping[Kind, int] = MappingProxyType({"qk": 2})
 _LLAMA_LAYER: Mapping[Kind, int] = MappingProxyType({"norm": 2, "rope": 1, "residual": 1, "mlp": 1})
-_FOUR_NORMS: Mapping[Kind, int] = MappingProxyType({**_LLAMA_LAYER, "norm": 4, "sandwich": 2})
+_FOUR_NORMS: Mapping[Kind, int] = MappingProxyType({**_LLAMA_LAYER, "norm": 4, "post_norm": 2})
 """A layer that also normalises what its attention and its MLP return."""
 
 _GEMMA_4_LAYER: Mapping[Kind, int] = MappingProxyType(
-    {"norm": 5, "qk": 1, "rope": 1, "residual": 1, "sandwich": 3, "mlp": 2}
+    {"norm": 5, "qk": 1, "rope": 1, "residual": 1, "post_norm": 3, "mlp": 2}
 )
 _OLMO: Mapping[str, Any] = MappingProxyType(
     {
         "spec": NormSpec("gemma", eps=1e-6, casts_weight=False),
         # It normalises only what its attention and its MLP return.
-        "layer_sites": {**_QK_NORMS, "norm": 2, "rope": 1, "sandwich": 2, "mlp": 1},
+        "layer_sites": {**_QK_NORMS, "norm": 2, "rope": 1, "post_norm": 2, "mlp": 1},
     }
 )
 _OLMO_SIZES: Mapping[str, Any] = MappingProxyType(

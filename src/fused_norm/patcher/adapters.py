@@ -57,7 +57,7 @@ class FusedAdapter(Fused):
     """Base of the classes put on LoRA layers; a subclass also derives from PEFT's class."""
 
     fused_norm_is_quantised: ClassVar[bool]
-    fused_norm_what = "linear+adapter"
+    fused_norm_what = "linear+lora"
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the linear and add its adapter's output, by kernels if they compute what PEFT's layer does.
@@ -209,7 +209,8 @@ def why_stock(layer: Any, called: list[Any] | None = None) -> str | None:
         return f"it has {len(active)} active adapters"
     (name,) = active
     if name in own["lora_variant"]:
-        return f"{type(own['lora_variant'][name]).__name__} may compute more with its input"
+        variant = type(own["lora_variant"][name]).__name__.removesuffix("LinearVariant")
+        return f"{variant.replace('Dora', 'DoRA').replace('Lora', 'LoRA')} is not fused"
     products: list[Any] = []
     for part in ("lora_A", "lora_B"):
         product = parts[part]._modules.get(name)
@@ -253,7 +254,7 @@ def _fused(layer: Any, origin: Any) -> FusedModule:
 
 
 ADAPTERS = ModuleFeature(
-    "adapter",
+    "lora",
     lambda module: is_lora_layer(module) or is_quantised_lora_layer(module),
     why_overridden,
     _fused,

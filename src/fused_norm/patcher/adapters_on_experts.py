@@ -41,7 +41,7 @@ class FusedAdapterOnExperts(Fused):
     """
 
     fused_norm_running: ClassVar[tuple[RunningCode, ...]]
-    fused_norm_what = "weight+adapter"
+    fused_norm_what = "weight+lora"
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the module inside, with the sum of its parameter and the adapter in place of the parameter.
@@ -187,4 +187,4 @@ def _fused(wrapper: Any, origin: Any) -> FusedModule:
     return FusedModule(FusedAdapterOnExperts, {"fused_norm_running": found_once(_compared, _compared)})
 
 
-ADAPTERS_ON_EXPERTS = ModuleFeature("adapter", is_adapter_on_parameter, why_forward_replaced, _fused)
+ADAPTERS_ON_EXPERTS = ModuleFeature("lora", is_adapter_on_parameter, why_forward_replaced, _fused)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..model_configs import FAMILIES
+from ..old_names import takes_old_names
 from ..options import FuseOptions, ModuleFilter, RecomputeLevel
 from ..spec import Casting, FusedNormError, Kind
 from .class_swap import ClassChange, Fused, change_class, original_class, stock_class, why_class_overridden
@@ -27,6 +28,7 @@ _MLP = re.compile("mlp|expert|feed_forward")
 """The last names of modules of known families that rotate queries and keys, or hold a gate."""
 
 
+@takes_old_names
 def apply_fused_norm(
     model: nn.Module,
     *,
@@ -34,20 +36,19 @@ def apply_fused_norm(
     qk: bool | None = None,
     rope: bool | None = None,
     residual: bool | None = None,
-    sandwich: bool | None = None,
+    post_norm: bool | None = None,
     mlp: bool | None = None,
     conv: bool | None = None,
     experts: bool | None = None,
-    linear: bool | None = None,
-    adapter: bool | None = None,
+    linear_4bit: bool | None = None,
+    lora: bool | None = None,
     loss: bool | None = None,
     modules: ModuleFilter | None = None,
-    casting: Mapping[str, Casting] | None = None,
-    consumers: bool = True,
+    norm_rounding: Mapping[str, Casting] | None = None,
+    shared_inputs: bool = True,
     recompute: RecomputeLevel = False,
     strict: bool = True,
     cuda_graphs: bool = False,
-    readers: bool | None = None,
 ) -> PatchReport:
     """Make norms, residual adds, rotary embeddings, gates, LoRA layers, the loss and more of ``model`` fused.
 
@@ -60,21 +61,23 @@ def apply_fused_norm(
     model as it is now. If neither has changed it is a no-op.
 
     ``model`` is a transformers model, or any module that holds one, on any device, meta included. All other arguments
-    are the fields of ``FuseOptions``, which describes each; ``readers`` is the old name of ``consumers``.
+    are the fields of ``FuseOptions``, which describes each. Their old names are taken too, with a FutureWarning:
+    ``consumers`` for ``shared_inputs``, ``sandwich`` for ``post_norm``, ``linear`` for ``linear_4bit``, ``casting`` for
+    ``norm_rounding``, ``adapter`` for ``lora``.
 
     Returns:
         A row for every site, fused or kept; under ``recompute`` and ``cuda_graphs`` a row for every layer too, and
-        under ``consumers`` one for every block that reads a fused norm.
+        under ``shared_inputs`` one for every block that reads a fused norm.
 
     Raises:
         FusedNormError: if ``strict`` and nothing was fused, or a known family lacks a site it should have; if
-            ``modules`` has a pattern that selects nothing; if ``casting`` has one that selects no norm, or a norm that
-            stays stock; if a fused site is to be stock again, and other code has built on its class, as FSDP does when
-            it shards. The model is as it was.
+            ``modules`` has a pattern that selects nothing; if ``norm_rounding`` has one that selects no norm, or a norm
+            that stays stock; if a fused site is to be stock again, and other code has built on its class, as FSDP does
+            when it shards. The model is as it was.
         TypeError, ValueError: for a model that is no module, and for options as in ``FuseOptions``.
     """
-    kinds = norms, qk, rope, residual, sandwich, mlp, conv, experts, linear, adapter, loss  # in the order of the fields
-    options = FuseOptions(*kinds, modules, casting, consumers, recompute, strict, cuda_graphs, readers)
+    kinds = norms, qk, rope, residual, post_norm, mlp, conv, experts, linear_4bit, lora, loss  # as the fields are
+    options = FuseOptions(*kinds, modules, norm_rounding, shared_inputs, recompute, strict, cuda_graphs)
     _check_is_module(model)
     rows, changes = survey(model, options)
     parts = list(_known_parts(model, rows))
@@ -196,7 +199,7 @@ def _lacking(part: _ModelPart) -> Iterator[str]:
     """Yield a message for each kind of site of which a part of a model has fewer than its family."""
     for kind, count in part.counts.items():
         sites = part.rows_of(kind)
-        if kind in ("residual", "sandwich"):  # kept for their layer's sake, all have the row of the layer
+        if kind in ("residual", "post_norm"):  # kept for their layer's sake, all have the row of the layer
             sites = [row for row in part.rows_of("residual") if row.path == part.path] * count or sites
         unrecognised = [row for row in sites if row.cause == "unrecognised"]
         if len(sites) - len(unrecognised) < count:

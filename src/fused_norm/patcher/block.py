@@ -128,18 +128,18 @@ class Block:
 
     @property
     def wants_consumers(self) -> bool:
-        """Whether the option ``consumers`` is on."""
-        return self._model.options.consumers
+        """Whether the option ``shared_inputs`` is on."""
+        return self._model.options.shared_inputs
 
     def decide_consumers(self, index: int, linears: tuple[str, ...], why_shared: str | None) -> bool:
         """Decide whether the ``linears`` that read argument ``index`` get inputs of their own; it gets a row."""
-        rewrite = Rewrite("inputs", index, linears, what="consumers")
+        rewrite = Rewrite("inputs", index, linears, what="shared_inputs")
         reason = self.why_overridden or why_shared
         if self.is_sealed and not self.module.fused_norm_linears:
             reason = reason or "other code has built on its class since that was patched"
         if not self._model.options.selects(self.path, self.module):
             reason = "not selected by modules"
-        self.consumers_row = Site(self.path, "consumers", self.origin.__name__, reason=reason)
+        self.consumers_row = Site(self.path, "shared_inputs", self.origin.__name__, reason=reason)
         if reason is None and rewrite not in self.rewrites:
             self.rewrites.append(rewrite)
         return reason is None
@@ -188,10 +188,10 @@ class Block:
         row = replace(row, spec=site.spec, replaced=site.replaced)
         if site.reason is not None:
             return row.skipped(f"its norm is kept: {site.reason}", site.cause)
-        if has_hooks(norm) or is_called_around(norm, with_residual=kind not in ("sandwich", "rope")):
+        if has_hooks(norm) or is_called_around(norm, with_residual=kind not in ("post_norm", "rope")):
             return row.skipped("hooks or other code stand on its norm", "overridden")
         decisive = option or kind
-        own = decisive if decisive in ("residual", "sandwich", "rope") else None, name
+        own = decisive if decisive in ("residual", "post_norm", "rope") else None, name
         return self._unless_prevented(row, decisive, norm, own)
 
     def own_row(self, kind: Kind) -> Site:

@@ -143,7 +143,7 @@ def _fused(linear: Any, origin: Any) -> FusedModule:
     return FusedModule(FusedLinear4bit, {"fused_norm_is_quantised": True})
 
 
-LINEARS_4BIT = ModuleFeature("linear", is_linear_4bit, why_overridden, _fused)
+LINEARS_4BIT = ModuleFeature("linear_4bit", is_linear_4bit, why_overridden, _fused)
 
 
 def why_unreadable(linear: Any, *, is_called: bool = False) -> str | None:

@@ -50,9 +50,11 @@ class FusedBlock(Fused):
     def fused_norm_what(self) -> str:
         """``add+norm x2``, what rewrites fuse and how often, and ``recompute`` and ``graphs`` if they are on."""
         rewrites = self.fused_norm_rewrites
-        counts = Counter(rewrite.what for rewrite in rewrites if rewrite.what != "consumers")
+        counts = Counter(rewrite.what for rewrite in rewrites if rewrite.what != "shared_inputs")
         whats = [what if count == 1 else f"{what} x{count}" for what, count in counts.items()]
-        whats += ["consumers"] if any("consumers" in (rewrite.what, *rewrite.parts) for rewrite in rewrites) else []
+        whats += (
+            ["shared_inputs"] if any("shared_inputs" in (rewrite.what, *rewrite.parts) for rewrite in rewrites) else []
+        )
         options = {"recompute": self.fused_norm_recompute, "graphs": self.fused_norm_cuda_graphs}
         return ", ".join(whats + [name for name, is_on in options.items() if is_on])
 

@@ -1,4 +1,4 @@
-"""Runtime of ``consumers``: one alias of the norm's output per linear that reads it, made at the time of a call.
+"""Runtime of ``shared_inputs``: one alias of the norm's output per linear that reads it, made at the time of a call.
 
 The rewritten forward of a layer passes what a norm returns on to the attention or MLP that consumes it, in place of the
 one tensor that stock code passes. If other code may see what is passed there, because of a hook or a wrapper on the
@@ -26,10 +26,7 @@ from .fused_norm_module import spec_and_weights, warn_once
 from .hooks import are_plain_calls
 from .recompute import recomputes
 
-_SINCE = (
-    "they have come since the model was patched; apply_fused_norm once more fuses them, if its options do not leave"
-    " them out"
-)
+_SINCE = "LoRA layers were added after apply_fused_norm; call it again to fuse them"
 
 
 class ConsumerSpec(NamedTuple):

@@ -12,20 +12,21 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+from ..old_names import ByKind, OldNames
 from ..options import RecomputeLevel
 from ..spec import KINDS, Casting, Kind, NormSpec
 from .cuda_graphs import Replays
 
 Cause = Literal["option", "overridden", "unrecognised"]
-RowKind = Kind | Literal["consumers", "recompute", "graphs"]
+RowKind = Kind | Literal["shared_inputs", "recompute", "graphs"]
 
 _WHATS: Mapping[RowKind, str] = MappingProxyType(
     {
-        "linear": "weight dequantised in one kernel",
-        "adapter": "sum with the adapter",
+        "linear_4bit": "weight dequantised in one kernel",
+        "lora": "sum with the adapter",
         "conv": "causal convolution",
         "loss": "cross entropy without logits",
-        "consumers": "an output of the norm for each linear",
+        "shared_inputs": "an output of the norm for each linear",
         "recompute": "outputs computed again in the backward",
         "graphs": "replayed as CUDA graphs",
     }
@@ -34,16 +35,16 @@ _WHATS: Mapping[RowKind, str] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(OldNames):
     """One place in a model where something may be fused, and what became of it.
 
     Attributes:
         path: a module's name in the model, as in ``named_modules``. ``norm``, ``qk``: the norm. ``residual``: the norm
-            that takes the sum, or the layer if none does. ``sandwich``: the norm of the branch. ``rope``: the
-            attention. ``mlp``: the module with the product. ``conv``: the module around the convolution. ``linear``:
-            the 4-bit linear. ``adapter``: the LoRA layer, or PEFT's wrapper of a parameter. ``loss``: the head.
-            ``consumers``: the attention or MLP. ``recompute`` and ``graphs``: the layer.
-        kind: one of ``KINDS``; ``consumers`` for an attention or MLP that reads a fused norm, each of whose linears
+            that takes the sum, or the layer if none does. ``post_norm``: the norm of the branch. ``rope``: the
+            attention. ``mlp``: the module with the product. ``conv``: the module around the convolution.
+            ``linear_4bit``: the 4-bit linear. ``lora``: the LoRA layer, or PEFT's wrapper of a parameter. ``loss``: the
+            head. ``shared_inputs``: the attention or MLP. ``recompute`` and ``graphs``: the layer.
+        kind: one of ``KINDS``; ``shared_inputs`` for an attention or MLP that reads a fused norm, each of whose linears
             gets an output of that norm of its own; ``recompute`` for a layer with something fused in it, which
             recomputes outputs of fused operators in its backward; ``graphs`` for a layer that is replayed as CUDA
             graphs.
@@ -51,8 +52,8 @@ class Site:
             layer or language model.
         spec: what the norm computes; None if it was not recognised, and for a site without one.
         reason: why it was kept as it was; None if it was fused.
-        cause: the source of that reason. ``option``: the caller's options. ``overridden``: other code that has
-            replaced or wrapped it. ``unrecognised``: it does not compute what is fused here. None for ``consumers``,
+        cause: the source of that reason. ``option``: the caller's options. ``overridden``: other code that has replaced
+            or wrapped it. ``unrecognised``: it does not compute what is fused here. None for ``shared_inputs``,
             ``recompute`` and ``graphs``.
         activation: what the activation of an MLP computes; None if it was not recognised.
         replaced: the casting of the stock norm if the caller's options give it another one, which ``spec`` has.
@@ -95,7 +96,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class PatchReport:
+class PatchReport(OldNames):
     """The result of ``apply_fused_norm``: one row for every site, fused or kept.
 
     Attributes:
@@ -135,15 +136,15 @@ class PatchReport:
         return tuple(row for row in self.rows if row.kind == "graphs") if self.has_graphs else None
 
     @property
-    def consumers(self) -> tuple[Site, ...]:
-        """Under ``consumers`` the blocks that read fused norms."""
-        return tuple(row for row in self.rows if row.kind == "consumers")
+    def shared_inputs(self) -> tuple[Site, ...]:
+        """Under ``shared_inputs`` the blocks that read fused norms."""
+        return tuple(row for row in self.rows if row.kind == "shared_inputs")
 
     @property
     def counts(self) -> dict[Kind, int]:
         """Fused sites by kind."""
         numbers = Counter([site.kind for site in self.fused])
-        return {kind: numbers[kind] for kind in KINDS}
+        return ByKind({kind: numbers[kind] for kind in KINDS})
 
     def why_not_replayed(self, since: Replays | None = None) -> str | None:
         """Return why no layer was replayed as CUDA graphs, forward and backward; None if one was.
@@ -158,9 +159,9 @@ class PatchReport:
         return "; ".join(reasons) or "never called"
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The report as JSON: model, model_type, counts, and rows: fused, kept, recompute, graphs and consumers."""
+        """The report as JSON: model, model_type, counts, and rows: fused, kept, recompute, graphs and shared_inputs."""
         fields = {"model": self.model, "model_type": self.model_type, "counts": self.counts}
-        lists = {name: getattr(self, name) for name in ("fused", "kept", "recompute", "graphs", "consumers")}
+        lists = {name: getattr(self, name) for name in ("fused", "kept", "recompute", "graphs", "shared_inputs")}
         rows = {name: [row.to_dict() for row in sites] for name, sites in lists.items() if sites is not None}
         return json.dumps({**fields, **rows}, indent=indent)
 
@@ -178,7 +179,9 @@ class PatchReport:
         rows: list[tuple[str, ...]] = [("fused", row.module, row.what, row.kind, row.path) for row in self.fused]
         rows += [("kept", row.module, row.reason or "", row.kind, row.path) for row in self.kept]
         others = [
-            row for row in (*(self.recompute or ()), *(self.graphs or ()), *self.consumers) if row.reason is not None
+            row
+            for row in (*(self.recompute or ()), *(self.graphs or ()), *self.shared_inputs)
+            if row.reason is not None
         ]
         rows += [(f"no {row.kind} in", row.module, row.reason or "", row.kind, row.path) for row in others]
         # A line for each status, module and what, and below it one for each kind and path, with numbers in it as ``*``.

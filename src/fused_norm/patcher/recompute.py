@@ -392,7 +392,7 @@ class _Recomputable:
                 if not tensor.untyped_storage().size() and tensor.numel():  # as FSDP frees them between their uses
                     raise RuntimeError(
                         f"the memory of a tensor of shape {tuple(tensor.shape)} was freed before the backward, which "
-                        "computes another from it; apply_fused_norm(model, recompute=False), or adapter=False for "
+                        "computes another from it; apply_fused_norm(model, recompute=False), or lora=False for "
                         "adapters on experts, goes without it"
                     )
             outputs = self._compute()

@@ -111,7 +111,7 @@ def survey(model: nn.Module, options: FuseOptions) -> tuple[list[Site], list[Cla
 def _check_patterns(
     model: SurveyedModel, norms: Mapping[str, nn.Module], selectable: Mapping[str, nn.Module], example: str | None
 ) -> None:
-    """Raise FusedNormError if a pattern of the options ``modules`` or ``casting`` selects nothing."""
+    """Raise FusedNormError if a pattern of the options ``modules`` or ``norm_rounding`` selects nothing."""
     options, count, name = model.options, len(norms), type(model.modules[""]).__name__
     for pattern in options.patterns:
         named = replace(options, modules=pattern)
@@ -120,22 +120,22 @@ def _check_patterns(
                 f"modules={pattern!r} selects none of the {count} norms of {name}, and no attention, MLP, LoRA layer or"
                 f" head; one of their paths is {example}"
             )
-    for pattern in options.casting or ():
-        if not any(replace(options, casting={pattern: "llama"}).casting_at(path) for path in norms):
+    for pattern in options.norm_rounding or ():
+        if not any(replace(options, norm_rounding={pattern: "llama"}).norm_rounding_at(path) for path in norms):
             raise FusedNormError(
-                f"casting={{{pattern!r}: ...}} selects none of the {count} norms of {name};"
+                f"norm_rounding={{{pattern!r}: ...}} selects none of the {count} norms of {name};"
                 f" one of their paths is {next(iter(norms), None)}"
             )
 
 
 def _check_castings(model: SurveyedModel) -> None:
-    """Raise FusedNormError if the option ``casting`` names a norm that stays stock, or one with a gate."""
+    """Raise FusedNormError if the option ``norm_rounding`` names a norm that stays stock, or one with a gate."""
     for path, site in model.norm_sites.items():
         gated = isinstance(site.spec, GatedNormSpec)
-        if model.options.casting_at(path) is not None and (gated or site.reason is not None):
-            refused = f"casting gives {path} other rounding points, but it stays stock: {site.reason}"
+        if model.options.norm_rounding_at(path) is not None and (gated or site.reason is not None):
+            refused = f"norm_rounding gives {path} other rounding points, but it stays stock: {site.reason}"
             if gated:
-                refused = f"casting gives {path} other rounding points, which a norm with a gate does not take"
+                refused = f"norm_rounding gives {path} other rounding points, which a norm with a gate does not take"
             raise FusedNormError(refused)
 
 
@@ -156,7 +156,7 @@ def _survey_norm(path: str, norm: nn.Module, model: SurveyedModel) -> Surveyed:
         site = site.skipped(replaced, "overridden") if replaced else site.skipped(str(error))
         return site, None if override else origin
     stock = recognised.spec.casting
-    casting = model.options.casting_at(path) or stock
+    casting = model.options.norm_rounding_at(path) or stock
     spec = replace(recognised.spec, casting=casting)
     site = replace(site, spec=spec, replaced=None if casting == stock else stock)
     if override:  # it may call the forward that it found: the class stays
@@ -423,7 +423,7 @@ def _layers(model: SurveyedModel, sites: Iterable[Site]) -> Iterator[str]:
         for depth in range(1, len(names)):
             if isinstance(model.modules[".".join(names[:depth])], nn.ModuleList):
                 path = ".".join(names[: depth + 1])
-                is_linear = path == site.path and site.kind in ("linear", "adapter")
+                is_linear = path == site.path and site.kind in ("linear_4bit", "lora")
                 is_layer = path not in model.norm_sites and not is_linear
                 if is_layer and path not in seen:
                     seen.add(path)

@@ -97,8 +97,8 @@ class Add(Match):
         consumer: the one module that reads the result of ``after``, or None.
         conditions: those on settings of the module under which the add is computed, and those of ``after``.
 
-    The parts of a rewrite are ``norm``, ``inner``, ``dropout``, ``consumers``, and ``called`` if other code sees the
-    call of the norm.
+    The parts of a rewrite are ``norm``, ``inner``, ``dropout``, ``shared_inputs``, and ``called`` if other code sees
+    the call of the norm.
     """
 
     pattern = "adds"
@@ -148,7 +148,7 @@ class Add(Match):
         if "norm" in parts and norm is not None:
             yield "residual", norm
         if "inner" in parts:
-            yield "sandwich", (before if "dropout" in parts else inner) or ""
+            yield "post_norm", (before if "dropout" in parts else inner) or ""
 
     def decide(self, block: Block, index: int, found: Patterns) -> Iterator[Site]:
         """The rows of the add with the norm after it, and with the norm of its branch.
@@ -168,9 +168,9 @@ class Add(Match):
             if all(may_hold(conditions, block.module) for conditions in self.conditions):
                 yield after
             if self.consumer is not None and after.reason is None and self.consumer.decide(block):
-                parts += ("consumers",)
+                parts += ("shared_inputs",)
         if name is not None and block.holds_norm(name):
-            row = block.norm_row(name, "sandwich")
+            row = block.norm_row(name, "post_norm")
             if after is not None and after.reason is None and not alike(row, after):
                 row = row.skipped("it differs from the norm after the add in more than the weight")
             parts += part if row.reason is None else ()
@@ -200,7 +200,7 @@ class Add(Match):
             return
         if self.scale is not None:
             named["scale"] = self.scale
-        if "consumers" in rewrite.parts and self.consumer is not None:
+        if "shared_inputs" in rewrite.parts and self.consumer is not None:
             named["consumer"] = copy.deepcopy(self.consumer.module)
         after, y = self.after, f"{_Y}{rewrite.index}"
         method = "fused_norm_add_by_call" if "called" in rewrite.parts else "fused_norm_add"

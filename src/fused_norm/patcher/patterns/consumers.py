@@ -174,7 +174,7 @@ class ConsumedNorm(Match):
         consumer: the one module that reads its result, or None.
         later: the names that hold its input and are read after it.
 
-    The parts of a rewrite are ``consumers`` and ``input``, if there are such names.
+    The parts of a rewrite are ``shared_inputs`` and ``input``, if there are such names.
     """
 
     pattern = "consumed_norms"
@@ -209,16 +209,16 @@ class ConsumedNorm(Match):
             return ()
         if not block.holds_norm(norm) or block.norm_row(norm, "norm").reason is not None:
             return ()
-        parts: tuple[str, ...] = ("consumers",) if self.consumer is not None and self.consumer.decide(block) else ()
+        parts: tuple[str, ...] = ("shared_inputs",) if self.consumer is not None and self.consumer.decide(block) else ()
         parts += ("input",) if self.later else ()
         if parts:
-            block.rewrites.append(Rewrite("consumed_norms", index, parts, what="consumers"))
+            block.rewrites.append(Rewrite("consumed_norms", index, parts, what="shared_inputs"))
         return ()
 
     def edit(self, rewrite: Rewrite, forward: EditedForward) -> None:
         """Name the consumer in the call of the norm, and let later reads of its input read what it passes through."""
         x, nodes = f"{_X}{rewrite.index}", {"NORM": self.call.func, "INPUT": self.call.args[0]}
-        if "consumers" in rewrite.parts and self.consumer is not None:
+        if "shared_inputs" in rewrite.parts and self.consumer is not None:
             nodes["CONSUMER"] = copy.deepcopy(self.consumer.module)
         self.statement.targets = [ast.Tuple([*self.statement.targets, ast.Name(x, ast.Store())], ast.Store())]
         self.statement.value = forward.code(f"self.fused_norm_passthrough({', '.join(nodes)})", **nodes)
