@@ -97,6 +97,7 @@ def compare(
     change: Callable[[Any], Any] = lambda model: None,
     same: Callable[[Tensor, Tensor], bool] | None = None,
     recompute: Any = False,
+    shared_inputs: bool = True,
     **how: Any,
 ) -> Counter[str]:
     """Assert twice the results of PEFT's layers with the same norms; return the calls of the patched model.
@@ -106,7 +107,7 @@ def compare(
     if same is None:
         same = torch.equal if device == "cpu" else near(4e-3)
     fused, stock = copy.deepcopy(model), copy.deepcopy(model)
-    fused_norm.apply_fused_norm(fused, strict=False, recompute=recompute)
+    fused_norm.apply_fused_norm(fused, strict=False, recompute=recompute, shared_inputs=shared_inputs)
     fused_norm.apply_fused_norm(stock, strict=False, lora=False)
     change(fused), change(stock)
     expected, without = step(stock, device, **how)
@@ -274,6 +275,15 @@ def test_a_model_whose_kernels_drop_has_the_bits_of_pefts_layers(
     assert counts["lora_linear_4bit"] == 7
     # There are two steps. The attention's output has 16 bits, for which a CPU draws other masks.
     assert len(masks) == 2 * (6 if device == "cpu" else 7)
+
+
+@pytest.mark.parametrize("shared_inputs", [True, False])
+def test_what_pytorch_drops_has_the_bits_of_pefts_layers(shared_inputs: bool, device: str, monkeypatch) -> None:
+    # Gradients of dropout in float32 have all of its places: their sum depends on its order.
+    monkeypatch.setattr(adapters, "mask_of_dropout", lambda *_: None)
+    model = model_of(device, lora_dropout=0.3)
+    model.enable_input_require_grads()
+    assert compare(model, device, shared_inputs=shared_inputs)["lora_linear_4bit"] == 7
 
 
 def test_the_other_16_bits_are_dropped_by_pytorch_which_rounds_to_them(

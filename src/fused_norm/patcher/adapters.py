@@ -128,6 +128,8 @@ class FusedAdapter(Fused):
                 if mask is not None:
                     factors = dropout_factors(dropout.p)
                 elif self.fused_norm_is_quantised:
+                    # A node before that of dropout: x gets the gradient of its adapter first, as in stock.
+                    x = x.view_as(x)
                     dropped = dropout(self._cast_for_adapter(own, a.dtype))
                 else:  # x would get the gradient of its linear before that of its adapter, which stock adds first
                     operator = None
