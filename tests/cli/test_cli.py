@@ -33,7 +33,7 @@ SWITCHES = {field.name for field in fields(FuseOptions)} - OTHERS
 SUMMARY = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "rope", "residual", "mlp"))
 
 
-def process(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def process(*arguments: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run ``python`` with ``arguments`` in a process that imports this package and is offline."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(fused_norm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
@@ -41,6 +41,7 @@ def process(*arguments: object, cwd: Path | None = None) -> subprocess.Completed
     }
     # Users do not set it, so the command has to.
     environment.pop("TRITON_INTERPRET", None)
+    environment |= variables
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
 
@@ -401,7 +402,7 @@ def test_check_finds_a_tiny_model_within_budget(capsys, device):
     assert "a tiny qwen3, random weights, seed 0" in out
     assert ("Triton's interpreter" if device == "cpu" else "Triton on") in out
     assert "truth in float64" in out
-    assert "verdict: within budget" in out
+    assert "verdict: within budget in one step" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -449,7 +450,7 @@ def test_check_takes_a_model_of_which_the_loss_alone_is_fused_and_without_it_say
 ):
     GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=264).save_pretrained(tmp_path)
     assert main(["check", str(tmp_path), "--batch", "1", "--seq", "8", "--dtype", "float32"]) == 0
-    assert "verdict: within budget" in capsys.readouterr().out
+    assert "verdict: within budget in one step" in capsys.readouterr().out
     assert main(["check", str(tmp_path), "--no-loss"]) == 2
     first, summary, head, *rows = capsys.readouterr().err.splitlines()[-8:]
     assert first == "fused-norm check: nothing to fuse in GPT2LMHeadModel, so there is nothing to check"
@@ -635,8 +636,20 @@ def test_env_says_what_a_bug_report_needs(capsys):
     assert facts["fused_norm"] == fused_norm.__version__
     assert str(torch.__version__).startswith(facts["torch"])  # a build suffix such as +cu130 may follow
     assert facts["transformers"]
-    assert facts["kernels run in"]
+    assert facts["patched models run"].startswith("Triton on " if torch.cuda.is_available() else "Triton's interpreter")
     assert any(name.startswith("plans on") for name in facts) == torch.cuda.is_available()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there kernels run")
+def test_without_kernels_env_says_that_stock_code_runs_and_there_is_nothing_to_compare():
+    facts = process("-m", "fused_norm", "env")
+    why = "stock code: no GPU that torch can use, and TRITON_INTERPRET=1 is not set"
+    assert f"patched models run  {why}\n" in facts.stdout, facts.stdout + facts.stderr
+    for command in ("check", "converge"):
+        refused = process("-m", "fused_norm", command, "llama", TRITON_INTERPRET="0")
+        assert refused.returncode == 2
+        why = "patched models run stock code on this CPU: kernels need Triton, and TRITON_INTERPRET=1"
+        assert refused.stderr.endswith(f"fused-norm {command}: {why}\n"), refused.stderr
 
 
 def test_env_says_how_rows_of_a_width_are_planned(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,10 +21,10 @@ from . import STOPPED
 from .common import (
     MODEL_HELP,
     UsageError,
-    backend,
     find_causal_lm,
     in_one_line,
     interpret_without_gpu,
+    kernels_on,
     on_this_machine,
     positive,
     positive_float,
@@ -90,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     from ..convergence.training import accelerator_for
     from ..convergence.verdict import ComparisonResult
 
+    words = kernels_on(device)
     first = accelerator_for(cpu=device.type == "cpu").is_main_process
     plan = plan_for(args, device)
     if args.jobs > 1 and plan.processes > 1:
@@ -104,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         spread = f"{plan.processes} processes ({plan.facts['spread']})"
     elif args.jobs > 1:
         spread = f"{args.jobs} processes share the comparisons"
-    say(f"device: {backend(device)}, {spread}")
+    say(f"device: {words}, {spread}")
     say(f"text:   {plan.facts['text']}")
     shared = f"{_counted(len(by_baseline(plan.comparisons)), 'stock run')} with {plan.settings.controls} controls each"
     say(f"plan:   {_counted(len(plan.comparisons), 'comparison')}, {shared}")
@@ -125,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     results.sort(key=lambda result: plan.comparisons.index(result.comparison))
     if first and results:
         say("\n" + "\n\n".join(filter(None, (report.table(results), report.explanations(results)))))
-        say(f"\n{report.summary(results)}")
+        say("\n" + textwrap.fill(report.summary(results), 80))
         missing = set(plan.comparisons) - {result.comparison for result in results}
         with writing_to(args.out):
             all_results = [*results, *map(ComparisonResult, sorted(missing))]
