@@ -15,7 +15,7 @@ import textwrap
 import types
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ from transformers import BertConfig, GPT2Config
 import fused_norm
 from fused_norm import FuseOptions
 from fused_norm.cli import main
-from fused_norm.model_configs import FAMILIES, build, tiny_config
+from fused_norm.model_configs import FAMILIES, build, families, families_here, tiny_config
 
 SITES = FAMILIES["qwen3"].sites()
 OTHERS = {"modules", "norm_rounding", "shared_inputs", "recompute", "strict", "cuda_graphs"}
@@ -638,6 +638,40 @@ def test_env_says_what_a_bug_report_needs(capsys):
     assert facts["transformers"]
     assert facts["patched models run"].startswith("Triton on " if torch.cuda.is_available() else "Triton's interpreter")
     assert any(name.startswith("plans on") for name in facts) == torch.cuda.is_available()
+
+
+def printed_row(capsys, model_type):
+    """Return the row that ``inspect --row`` prints for a type, and what it prints after that."""
+    assert main(["inspect", model_type, "--row"]) == 0
+    row, _, after = capsys.readouterr().out.partition(",\n\n")
+    return eval(row, vars(families)), after
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "glm4", "olmo3", "qwen3_5_moe_text", "gpt_oss"])
+def test_inspect_prints_a_row_of_the_table_that_says_what_the_table_says(model_type, capsys):
+    if model_type not in families_here():
+        pytest.skip(f"this release of transformers has no {model_type}")
+    row, after = printed_row(capsys, model_type)
+    known = FAMILIES[model_type]
+    for layers in (2, 4):
+        assert row.sites(layers) == known.sites(layers)
+    assert replace(row.spec, eps=known.spec.eps) == known.spec
+    assert after.startswith("Its tiny model has the sites that the row claims: ")
+    assert f"{model_type} is in the table. Its name goes into" in after
+
+
+def test_inspect_prints_rows_of_other_families_and_the_files_that_want_their_names(capsys):
+    row, after = printed_row(capsys, "exaone4")
+    (other,) = row.layers_of_type.values()
+    assert row.sites(2) == {"loss": 1, "norm": 5, "qk": 4, "rope": 1, "post_norm": 4, "mlp": 2}
+    assert other.keys() == {"layer_sites"}
+    assert "exaone4 is not in the table yet." in after
+    places = re.findall(r"^  (\S+)  ", after, re.MULTILINE)
+    assert len(places) > 5
+    assert [place for place in places if not (Path(__file__).parents[2] / place).exists()] == []
+    assert main(["inspect", "gpt2", "--row"]) == 2
+    assert "no norm of a decoder is fused in GPT2LMHeadModel" in capsys.readouterr().err
+    assert main(["inspect", "llama", "--row", "--no-mlp"]) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there kernels run")
