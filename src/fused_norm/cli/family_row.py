@@ -84,7 +84,8 @@ def row_of(model: nn.Module, config: Any, report: PatchReport, name: str | None)
         spec=spec,
         tiny=_tiny_model_of(text, spec),
         shapes=() if name is None else (Shape(name, *(values.get(field.name) for field in fields(Shape)[1:])),),
-        **usual,
+        layer_sites=usual["layer_sites"],
+        newer_sites=usual["newer_sites"],
         layers_of_type={
             name: {which: numbers for which, numbers in sites.items() if numbers != usual[which]}
             for name, sites in of_type.items()
