@@ -25,7 +25,7 @@ from transformers import BertConfig, GPT2Config
 import fused_norm
 from fused_norm import FuseOptions
 from fused_norm.cli import main
-from fused_norm.model_configs import FAMILIES, build, families, families_here, tiny_config
+from fused_norm.model_configs import FAMILIES, Family, Shape, build, families_here, tiny_config
 
 SITES = FAMILIES["qwen3"].sites()
 OTHERS = {"modules", "norm_rounding", "shared_inputs", "recompute", "strict", "cuda_graphs"}
@@ -640,11 +640,16 @@ def test_env_says_what_a_bug_report_needs(capsys):
     assert any(name.startswith("plans on") for name in facts) == torch.cuda.is_available()
 
 
+TINY = {name: size for name, size in FAMILIES["llama"].tiny.items() if name.startswith(("vocab", "hidden", "num_"))}
+"""What all tiny models have."""
+
+
 def printed_row(capsys, model_type):
     """Return the row that ``inspect --row`` prints for a type, and what it prints after that."""
     assert main(["inspect", model_type, "--row"]) == 0
     row, _, after = capsys.readouterr().out.partition(",\n\n")
-    return eval(row, vars(families)), after
+    names = {"Family": Family, "NormSpec": fused_norm.NormSpec, "Shape": Shape, "_tiny": lambda **given: TINY | given}
+    return eval(row, names), after
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "glm4", "olmo3", "qwen3_5_moe_text", "gpt_oss"])

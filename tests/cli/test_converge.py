@@ -255,6 +255,8 @@ def test_the_demo_trains_three_families_compares_and_draws(tmp_path, capsys):
     assert main(["demo", "--steps", "5", "--out", str(tmp_path / "new" / "folder")]) == 0
     out = capsys.readouterr().out
     assert "source of the standard library" in out
+    if not torch.cuda.is_available():  # before it begins
+        assert re.search(r"^time: +about \d+ (s|minutes), by two steps .*\n.*green", out, re.MULTILINE)
     assert "No difference beyond rounding noise in 5 steps: 3 of 3 comparisons\n" in out
     for family in ("Qwen3", "Llama", "Gemma"):
         assert re.search(rf"^green +{family}, bf16 autocast, eager +\d", out, re.MULTILINE)

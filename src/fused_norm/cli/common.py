@@ -122,6 +122,9 @@ def interpret_without_gpu(device: str | None = None) -> torch.device:
         raise UsageError(f"device {device!r} cannot be used: take cpu or cuda")
     if chosen.type == "cpu" and importlib.util.find_spec("triton"):
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        from ..check.fast_interpreter import speed_up
+
+        speed_up()
     return chosen
 
 

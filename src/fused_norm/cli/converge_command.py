@@ -81,16 +81,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, compare, and write the report; the exit code is in the help."""
     refuse_misspelt(args)
+    began = time.perf_counter()
     if os.environ.get("RANK", "0") == "0":
         print("loading torch, transformers and accelerate takes some seconds", flush=True)
     on_cpu = args.device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     device = interpret_without_gpu("cpu" if on_cpu else args.device)
     # After the choice of the interpreter, because these import the kernels.
     from ..convergence import report
+    from ..convergence.estimate import seconds_of
     from ..convergence.suite import ResultStore, run_plan
     from ..convergence.training import accelerator_for
     from ..convergence.verdict import ComparisonResult
 
+    loading = time.perf_counter() - began
     words = kernels_on(device)
     first = accelerator_for(cpu=device.type == "cpu").is_main_process
     plan = plan_for(args, device)
@@ -110,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
     say(f"text:   {plan.facts['text']}")
     shared = f"{_counted(len(by_baseline(plan.comparisons)), 'stock run')} with {plan.settings.controls} controls each"
     say(f"plan:   {_counted(len(plan.comparisons), 'comparison')}, {shared}")
+    if args.tier == "demo" and device.type == "cpu" and plan.processes == 1 and set(args.axis or ()) <= {"eager"}:
+        say(f"time:   {in_words(seconds_of(plan, args.jobs, loading))}, by two steps timed just now")
     results: list[ComparisonResult] = []
     progress = _Progress(plan, say, visible=first and args.jobs == 1)
     stopped = False
@@ -304,6 +309,12 @@ class _Progress(Progress):
         whole = len(self._plan.comparisons)
         progress = f"[{whole - len(self._missing)}/{whole}]"
         self._say(f"{progress} {result.verdict.status:<7} {result.comparison.title}  ({how})")
+
+
+def in_words(seconds: float) -> str:
+    """A time that is about right."""
+    tens = max(10 * round(seconds / 10), 10)
+    return f"about {tens} s" if tens < 120 else f"about {round(seconds / 60)} minutes"
 
 
 def _counted(number: int, what: str) -> str:
