@@ -113,8 +113,11 @@ def run(args: argparse.Namespace) -> int:
     say(f"text:   {plan.facts['text']}")
     shared = f"{_counted(len(by_baseline(plan.comparisons)), 'stock run')} with {plan.settings.controls} controls each"
     say(f"plan:   {_counted(len(plan.comparisons), 'comparison')}, {shared}")
-    if args.tier == "demo" and device.type == "cpu" and plan.processes == 1 and set(args.axis or ()) <= {"eager"}:
-        say(f"time:   {in_words(seconds_of(plan, args.jobs, loading))}, by two steps timed just now")
+    is_timed = args.tier == "demo" and device.type == "cpu" and set(args.axis or ()) <= {"eager"}
+    if store is not None and plan.processes == 1 and is_timed:
+        missing = [each for each in plan.comparisons if store.load(each, plan.settings_key(each)) is None]
+        if missing:
+            say(f"time:   {_in_words(seconds_of(plan, missing, args.jobs, loading))}, by two steps timed just now")
     results: list[ComparisonResult] = []
     progress = _Progress(plan, say, visible=first and args.jobs == 1)
     stopped = False
@@ -133,9 +136,9 @@ def run(args: argparse.Namespace) -> int:
     if first and results:
         say("\n" + "\n\n".join(filter(None, (report.table(results), report.explanations(results)))))
         say("\n" + textwrap.fill(report.summary(results), 80))
-        missing = set(plan.comparisons) - {result.comparison for result in results}
+        not_run = set(plan.comparisons) - {result.comparison for result in results}
         with writing_to(args.out):
-            all_results = [*results, *map(ComparisonResult, sorted(missing))]
+            all_results = [*results, *map(ComparisonResult, sorted(not_run))]
             (args.out / "report.json").write_text(report.as_json(all_results, plan.facts), encoding="utf-8")
             (args.out / "report.html").write_text(report.as_page(all_results, plan.facts), encoding="utf-8")
         say(f"report: {args.out / 'report.html'}")
@@ -311,7 +314,7 @@ class _Progress(Progress):
         self._say(f"{progress} {result.verdict.status:<7} {result.comparison.title}  ({how})")
 
 
-def in_words(seconds: float) -> str:
+def _in_words(seconds: float) -> str:
     """A time that is about right."""
     tens = max(10 * round(seconds / 10), 10)
     return f"about {tens} s" if tens < 120 else f"about {round(seconds / 60)} minutes"

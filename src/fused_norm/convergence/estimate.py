@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,15 +19,16 @@ _CHECKS = 8
 """What it takes to hold a fused model to stock modules and to other options, in steps of it."""
 
 
-def seconds_of(plan: Plan, jobs: int, loading: float) -> float:
-    """Return about how many seconds the comparisons of a plan take, if their models are of one size.
+def seconds_of(plan: Plan, comparisons: Sequence[Comparison], jobs: int, loading: float) -> float:
+    """Return about how many seconds these comparisons of a plan take, if their models are of one size.
 
     Args:
-        plan: all of its comparisons run eagerly, on a CPU.
+        plan: with text, models and settings.
+        comparisons: one at least; all of them run eagerly, on a CPU.
         jobs: processes that share the groups of comparisons with a stock run in common.
         loading: the seconds that it took this process to load what others load once more.
     """
-    settings, groups = plan.settings, list(by_baseline(plan.comparisons).values())
+    settings, groups = plan.settings, list(by_baseline(comparisons).values())
     stock, fused = (_step(plan, groups[0][0], is_fused) for is_fused in (False, True))
     a_group = settings.steps * (1 + settings.controls) * stock + (settings.steps + _CHECKS) * len(groups[0]) * fused
     # Other programs that are running now are taken to go on.
