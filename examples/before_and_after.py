@@ -1,6 +1,7 @@
 """Tokens a second and peak memory of training, by stock code and then fused: what the examples that train print."""
 
 import contextlib
+import os
 import time
 
 import torch
@@ -8,9 +9,12 @@ from transformers import TrainerCallback
 
 import fused_norm
 
+RUNS_KERNELS = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+FUSED = "fused" if RUNS_KERNELS else "patched, stock code all the same (no GPU)"
+
 
 class BeforeAndAfter(TrainerCallback):
-    """Takes the first half of the steps by the stock code, and prints the speed and the peak memory of both halves.
+    """Takes the first half of the steps by the stock code, and prints which code runs, its speed and its peak memory.
 
     The first step of each half is not counted. The losses are those of a run that is fused from its start, but for
     roundings.
@@ -23,8 +27,10 @@ class BeforeAndAfter(TrainerCallback):
     def on_step_begin(self, *args, **kwargs):
         if self.step == 0 < self.half:
             self.stock.enter_context(fused_norm.disabled())
+            print(f"steps 1 to {self.half}: stock code, inside fused_norm.disabled(), to compare with")
         elif self.step == self.half:
             self.stock.close()
+            print(f"steps {self.half + 1} to {self.steps}: {FUSED}")
         if self.step in (1, self.half + 1):
             self.started = self.now()
             if torch.cuda.is_available():
@@ -32,7 +38,7 @@ class BeforeAndAfter(TrainerCallback):
 
     def on_step_end(self, *args, **kwargs):
         self.step += 1
-        last = {self.half: ("stock", self.half), self.steps: ("fused", self.steps - self.half)}
+        last = {self.half: ("stock", self.half), self.steps: (FUSED, self.steps - self.half)}
         name, steps = last.get(self.step, ("", 0))
         if steps > 1:
             speed = (steps - 1) * self.tokens / (self.now() - self.started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import linecache
@@ -9,7 +10,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,14 +19,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from .interpreter import speed_up
-
 HAS_GPU = torch.cuda.is_available()
+as_triton_has_it: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 if not HAS_GPU:
     interprets = "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1"
     assert interprets, "Triton decides at its import whether it interprets kernels"
     os.environ["TRITON_INTERPRET"] = "1"
-    speed_up()
+    from fused_norm.check.fast_interpreter import speed_up
+
+    as_triton_has_it = speed_up()
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a process that a shell starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -36,6 +36,7 @@ REASONS: dict[str, str] = {
     "fused_norm.check.against_stock.CallRecord": "sets the numbers of a verdict one by one",
     "fused_norm.check.distances.distances": "measures what every verdict is made of, on numbers worked out by hand",
     "fused_norm.check.distances.share_apart": "measures what every verdict is made of, on numbers worked out by hand",
+    "fused_norm.check.fast_interpreter.speed_up": "makes tests faster, and is compared with Triton's own",
     "fused_norm.check.distances.slope_errors": "measures what every verdict is made of, on numbers worked out by hand",
     "fused_norm.check.fused_calls.sites_not_compiled": "reads graphs that no compiler makes on demand",
     "fused_norm.check.fused_calls.sites_not_seen": ("is asked about sites without a call, which no model of tests has"),

@@ -15,17 +15,18 @@ import textwrap
 import types
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import BertConfig, GPT2Config
 
 import fused_norm
 from fused_norm import FuseOptions
 from fused_norm.cli import main
-from fused_norm.model_configs import FAMILIES, build, tiny_config
+from fused_norm.model_configs import FAMILIES, Family, Shape, build, families_here, tiny_config
 
 SITES = FAMILIES["qwen3"].sites()
 OTHERS = {"modules", "norm_rounding", "shared_inputs", "recompute", "strict", "cuda_graphs"}
@@ -33,7 +34,7 @@ SWITCHES = {field.name for field in fields(FuseOptions)} - OTHERS
 SUMMARY = ", ".join(f"{SITES[kind]} {kind}" for kind in ("norm", "qk", "rope", "residual", "mlp"))
 
 
-def process(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def process(*arguments: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run ``python`` with ``arguments`` in a process that imports this package and is offline."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(fused_norm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
@@ -41,6 +42,7 @@ def process(*arguments: object, cwd: Path | None = None) -> subprocess.Completed
     }
     # Users do not set it, so the command has to.
     environment.pop("TRITON_INTERPRET", None)
+    environment |= variables
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
 
@@ -401,7 +403,7 @@ def test_check_finds_a_tiny_model_within_budget(capsys, device):
     assert "a tiny qwen3, random weights, seed 0" in out
     assert ("Triton's interpreter" if device == "cpu" else "Triton on") in out
     assert "truth in float64" in out
-    assert "verdict: within budget" in out
+    assert "verdict: within budget in one step" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -449,7 +451,7 @@ def test_check_takes_a_model_of_which_the_loss_alone_is_fused_and_without_it_say
 ):
     GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=264).save_pretrained(tmp_path)
     assert main(["check", str(tmp_path), "--batch", "1", "--seq", "8", "--dtype", "float32"]) == 0
-    assert "verdict: within budget" in capsys.readouterr().out
+    assert "verdict: within budget in one step" in capsys.readouterr().out
     assert main(["check", str(tmp_path), "--no-loss"]) == 2
     first, summary, head, *rows = capsys.readouterr().err.splitlines()[-8:]
     assert first == "fused-norm check: nothing to fuse in GPT2LMHeadModel, so there is nothing to check"
@@ -635,8 +637,61 @@ def test_env_says_what_a_bug_report_needs(capsys):
     assert facts["fused_norm"] == fused_norm.__version__
     assert str(torch.__version__).startswith(facts["torch"])  # a build suffix such as +cu130 may follow
     assert facts["transformers"]
-    assert facts["kernels run in"]
+    assert facts["patched models run"].startswith("Triton on " if torch.cuda.is_available() else "Triton's interpreter")
     assert any(name.startswith("plans on") for name in facts) == torch.cuda.is_available()
+
+
+TINY = {name: size for name, size in FAMILIES["llama"].tiny.items() if name.startswith(("vocab", "hidden", "num_"))}
+"""What all tiny models have."""
+
+
+def printed_row(capsys, model_type):
+    """Return the row that ``inspect --row`` prints for a type, and what it prints after that."""
+    assert main(["inspect", model_type, "--row"]) == 0
+    row, _, after = capsys.readouterr().out.partition(",\n\n")
+    names = {"Family": Family, "NormSpec": fused_norm.NormSpec, "Shape": Shape, "_tiny": lambda **given: TINY | given}
+    return eval(row, names), after
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "glm4", "olmo3", "qwen3_5_moe_text", "gpt_oss"])
+def test_inspect_prints_a_row_of_the_table_that_says_what_the_table_says(model_type, capsys):
+    if model_type not in families_here():
+        pytest.skip(f"this release of transformers has no {model_type}")
+    row, after = printed_row(capsys, model_type)
+    known = FAMILIES[model_type]
+    for layers in (2, 4):
+        missing = known.sites(layers).keys() - row.sites(layers).keys()
+        assert missing <= ({"experts"} if transformers.__version__.startswith("4.") else set())
+        assert row.sites(layers) == {kind: n for kind, n in known.sites(layers).items() if kind not in missing}
+    assert replace(row.spec, eps=known.spec.eps) == known.spec
+    assert after.startswith("Its tiny model has the sites that the row claims: ")
+    assert f"{model_type} is in the table. Its name goes into" in after
+
+
+def test_inspect_prints_rows_of_other_families_and_the_files_that_want_their_names(capsys):
+    row, after = printed_row(capsys, "exaone4")
+    (other,) = row.layers_of_type.values()
+    assert row.sites(2) == {"loss": 1, "norm": 5, "qk": 4, "rope": 1, "post_norm": 4, "mlp": 2}
+    assert other.keys() == {"layer_sites"}
+    assert "exaone4 is not in the table yet." in after
+    places = re.findall(r"^  (\S+)  ", after, re.MULTILINE)
+    assert len(places) > 5
+    assert [place for place in places if not (Path(__file__).parents[2] / place).exists()] == []
+    assert main(["inspect", "gpt2", "--row"]) == 2
+    assert "no norm of a decoder is fused in GPT2LMHeadModel" in capsys.readouterr().err
+    assert main(["inspect", "llama", "--row", "--no-mlp"]) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there kernels run")
+def test_without_kernels_env_says_that_stock_code_runs_and_there_is_nothing_to_compare():
+    facts = process("-m", "fused_norm", "env")
+    why = "stock code: no GPU that torch can use, and TRITON_INTERPRET=1 is not set"
+    assert f"patched models run  {why}\n" in facts.stdout, facts.stdout + facts.stderr
+    for command in ("check", "converge"):
+        refused = process("-m", "fused_norm", command, "llama", TRITON_INTERPRET="0")
+        assert refused.returncode == 2
+        why = "patched models run stock code on this CPU: kernels need Triton, and TRITON_INTERPRET=1"
+        assert refused.stderr.endswith(f"fused-norm {command}: {why}\n"), refused.stderr
 
 
 def test_env_says_how_rows_of_a_width_are_planned(capsys):

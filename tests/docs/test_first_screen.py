@@ -42,10 +42,8 @@ def test_where_others_are_ahead_is_said():
     text = " ".join(README.split())
     run = stored_run()
     assert {row for row, share in share_of("compiled", "ms").items() if share > 1} == {"DPO, LoRA, 2x512"}
-    assert share_of("compiled", "ms")["DPO, LoRA, 2x512"] < 1.02
-    assert "Compiled layers are level in DPO." in text
-    assert share_of("ours, graphs", "ms")["DPO, LoRA, 2x512"] < 0.7
-    assert "In DPO they cost time in this run" in text
+    assert "without graphs compiled layers are ahead there" in text
+    assert share_of("ours, graphs", "ms")["DPO, LoRA, 2x512"] > 1.1
     shares = []
     for row in {row.row for row in run.rows if " dropout " in row.row and " loss " in row.row}:
         compiled, ours = (step_of(run, row, by) for by in ("compile-layers", "fused"))

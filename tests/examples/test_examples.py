@@ -115,11 +115,15 @@ def test_trl_samples_and_rewards_as_stock_does(checkpoint, called, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loop_with_compiled_layers_takes_the_steps_of_stock(checkpoint, large_graphs):
+def test_a_loop_with_compiled_layers_takes_the_steps_of_stock_and_says_which_steps_are(
+    checkpoint, large_graphs, capsys
+):
     arguments = ["--model", checkpoint, "--steps", "3", "--length", "16", "--backend", "aot_eager"]
     fused, stock = fused_and_stock("train_loop", arguments)
     assert len(fused) == 3
     assert fused == pytest.approx(stock, rel=CLOSE["rtol"])
+    printed = re.findall(r"^step(s .*?:.{6}| \d)", capsys.readouterr().out, re.MULTILINE)
+    assert printed[:5] == ["s 1 to 1: stock", " 1", "s 2 to 3: fused", " 2", " 3"]
 
 
 @pytest.mark.slow

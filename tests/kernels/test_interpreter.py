@@ -1,11 +1,11 @@
-"""What makes Triton's interpreter faster for tests changes no result."""
+"""What makes Triton's interpreter faster changes no result."""
 
 from __future__ import annotations
 
 import pytest
 from triton import knobs
 
-from ..interpreter import as_triton_has_it
+from ..conftest import as_triton_has_it
 from .calls import CALLS, every_call
 from .numerics import assert_same
 
@@ -14,7 +14,7 @@ if not knobs.runtime.interpret:
 
 
 @CALLS
-def test_what_makes_it_faster_for_tests_changes_no_bit(case: str) -> None:
+def test_what_makes_it_faster_changes_no_bit(case: str) -> None:
     call = every_call("cpu")[case]
     call.results()  # after which all types of its operands are known
     fast = call.results()

@@ -23,7 +23,7 @@ from fused_norm.model_configs import build
 from .models import tokens
 
 _PACKAGE = str(Path(fused_norm.__file__).parent)
-_ONLY_INTERPRETED = ("kernels/codegen.py", "kernels/triton/")  # and of a first call
+_ONLY_INTERPRETED = ("check/fast_interpreter.py", "kernels/codegen.py", "kernels/triton/")  # and of a first call
 
 
 _FOR_DECORATORS = 0 if transformers.__version__ == "5.17.0" else 9

@@ -51,12 +51,17 @@ class PlantedFault:
     def count(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         """Count a call with these pairs of right and actual results."""
         tensors = [pair for pair in pairs if all(isinstance(value, Tensor) for value in pair)]
-        others = [((one != other) & ~((one != one) & (other != other))).double() for one, other in tensors]
-        self.count_all(max([where.mean().item() for where in others if where.numel()], default=0.0))
+        self.count_all(max([_share_different(*pair) for pair in tensors], default=0.0))
 
     def count_all(self, share: float = 1.0) -> None:
         """Count a call in which it changed this share of the numbers."""
         self.calls, self.share = self.calls + 1, max(self.share, share)
+
+
+def _share_different(right: Tensor, actual: Tensor) -> float:
+    """Return the share of the numbers that differ."""
+    different = ~((right == actual) | (right.isnan() & actual.isnan()))
+    return different.double().mean().item() if different.numel() else 0.0
 
 
 @dataclass(frozen=True)

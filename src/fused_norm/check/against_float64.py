@@ -193,7 +193,9 @@ class StepCheck:
             f"stock: rms of {STOCK_STEPS} steps, all but one with the sums of norms in another order",
             f"budget: stock error * ({1 + SLACK:g} + 4 / sqrt(independent errors)) + {torch.finfo(self.dtype).eps:.1e}",
             *([] if self.replay is None else [f"CUDA graphs: {self.replay}"]),
-            f"verdict: {over} of {len(self.deviations)} results are over budget" if over else "verdict: within budget",
+            f"verdict: {over} of {len(self.deviations)} results are over budget"
+            if over
+            else "verdict: within budget in one step",
         ]
         if self.replay is not None and self.replay.differing:
             lines[-1] += ", and CUDA graphs compute something else"

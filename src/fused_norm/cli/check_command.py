@@ -10,11 +10,11 @@ from .common import (
     MODEL_HELP,
     UsageError,
     add_fuse_options,
-    backend,
     find_causal_lm,
     fuse_options,
     in_one_line,
     interpret_without_gpu,
+    kernels_on,
     positive,
     refuse_missing_path,
     take_layers,
@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from ..kernels.vocabulary_head import IGNORED
     from ..patcher import apply_fused_norm
 
+    words = kernels_on(device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     source = find_causal_lm(args.model)
     if source.weights is None and args.model == source.config.model_type and args.model in model_configs.FAMILIES:
@@ -98,6 +99,6 @@ def run(args: argparse.Namespace) -> int:
         print(result.to_json())
     else:
         print(f"{source.name}{'' if source.weights else f', random weights, seed {args.seed}'}")
-        print(f"fused operators: {backend(device)}")
+        print(f"fused operators: {words}")
         print(result)
     return 0 if result.ok else 1

@@ -122,11 +122,14 @@ def interpret_without_gpu(device: str | None = None) -> torch.device:
         raise UsageError(f"device {device!r} cannot be used: take cpu or cuda")
     if chosen.type == "cpu" and importlib.util.find_spec("triton"):
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        from ..check.fast_interpreter import speed_up
+
+        speed_up()
     return chosen
 
 
-def backend(device: torch.device) -> str:
-    """The code that computes the fused operators on ``device``, in words."""
+def backend(device: torch.device) -> str | None:
+    """The code that computes the fused operators on ``device``, in words; None if patched models run stock code."""
     if device.type != "cpu":
         import torch
 
@@ -136,7 +139,19 @@ def backend(device: torch.device) -> str:
 
         if INTERPRETED:
             return "Triton's interpreter, on the CPU"
-    return "the PyTorch reference, on the CPU"
+    return None
+
+
+def kernels_on(device: torch.device) -> str:
+    """The code that computes the fused operators on ``device``, in words.
+
+    Raises:
+        UsageError: patched models run stock code there, so that there is nothing to compare with stock.
+    """
+    words = backend(device)
+    if words is None:
+        raise UsageError("patched models run stock code on this CPU: kernels need Triton, and TRITON_INTERPRET=1")
+    return words
 
 
 MODEL_HELP = "a model directory, a config.json, a model type such as qwen3, or a name on the hub"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,10 +21,10 @@ from . import STOPPED
 from .common import (
     MODEL_HELP,
     UsageError,
-    backend,
     find_causal_lm,
     in_one_line,
     interpret_without_gpu,
+    kernels_on,
     on_this_machine,
     positive,
     positive_float,
@@ -80,16 +81,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, compare, and write the report; the exit code is in the help."""
     refuse_misspelt(args)
+    began = time.perf_counter()
     if os.environ.get("RANK", "0") == "0":
         print("loading torch, transformers and accelerate takes some seconds", flush=True)
     on_cpu = args.device == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     device = interpret_without_gpu("cpu" if on_cpu else args.device)
     # After the choice of the interpreter, because these import the kernels.
     from ..convergence import report
+    from ..convergence.estimate import seconds_of
     from ..convergence.suite import ResultStore, run_plan
     from ..convergence.training import accelerator_for
     from ..convergence.verdict import ComparisonResult
 
+    loading = time.perf_counter() - began
+    words = kernels_on(device)
     first = accelerator_for(cpu=device.type == "cpu").is_main_process
     plan = plan_for(args, device)
     if args.jobs > 1 and plan.processes > 1:
@@ -104,10 +109,15 @@ def run(args: argparse.Namespace) -> int:
         spread = f"{plan.processes} processes ({plan.facts['spread']})"
     elif args.jobs > 1:
         spread = f"{args.jobs} processes share the comparisons"
-    say(f"device: {backend(device)}, {spread}")
+    say(f"device: {words}, {spread}")
     say(f"text:   {plan.facts['text']}")
     shared = f"{_counted(len(by_baseline(plan.comparisons)), 'stock run')} with {plan.settings.controls} controls each"
     say(f"plan:   {_counted(len(plan.comparisons), 'comparison')}, {shared}")
+    is_timed = args.tier == "demo" and device.type == "cpu" and set(args.axis or ()) <= {"eager"}
+    if store is not None and plan.processes == 1 and is_timed:
+        missing = [each for each in plan.comparisons if store.load(each, plan.settings_key(each)) is None]
+        if missing:
+            say(f"time:   {_in_words(seconds_of(plan, missing, args.jobs, loading))}, by two steps timed just now")
     results: list[ComparisonResult] = []
     progress = _Progress(plan, say, visible=first and args.jobs == 1)
     stopped = False
@@ -125,10 +135,10 @@ def run(args: argparse.Namespace) -> int:
     results.sort(key=lambda result: plan.comparisons.index(result.comparison))
     if first and results:
         say("\n" + "\n\n".join(filter(None, (report.table(results), report.explanations(results)))))
-        say(f"\n{report.summary(results)}")
-        missing = set(plan.comparisons) - {result.comparison for result in results}
+        say("\n" + textwrap.fill(report.summary(results), 80))
+        not_run = set(plan.comparisons) - {result.comparison for result in results}
         with writing_to(args.out):
-            all_results = [*results, *map(ComparisonResult, sorted(missing))]
+            all_results = [*results, *map(ComparisonResult, sorted(not_run))]
             (args.out / "report.json").write_text(report.as_json(all_results, plan.facts), encoding="utf-8")
             (args.out / "report.html").write_text(report.as_page(all_results, plan.facts), encoding="utf-8")
         say(f"report: {args.out / 'report.html'}")
@@ -302,6 +312,12 @@ class _Progress(Progress):
         whole = len(self._plan.comparisons)
         progress = f"[{whole - len(self._missing)}/{whole}]"
         self._say(f"{progress} {result.verdict.status:<7} {result.comparison.title}  ({how})")
+
+
+def _in_words(seconds: float) -> str:
+    """A time that is about right."""
+    tens = max(10 * round(seconds / 10), 10)
+    return f"about {tens} s" if tens < 120 else f"about {round(seconds / 60)} minutes"
 
 
 def _counted(number: int, what: str) -> str:

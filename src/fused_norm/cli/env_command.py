@@ -97,7 +97,8 @@ def environment() -> dict[str, str]:
     if not torch.cuda.is_available():
         facts["GPU"] = "none that torch can use"
     facts["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "not set")
-    facts["kernels run in"] = backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    words = backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    facts["patched models run"] = words or "stock code: no GPU that torch can use, and TRITON_INTERPRET=1 is not set"
     facts |= plan_tables()
     return facts
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..options import FuseOptions
 from .common import (
     MODEL_HELP,
     UsageError,
@@ -26,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--source", action="store_true", help="print the rewritten forwards too, as they run")
+    row = "print its row for the table of families, and the files that want its name"
+    output.add_argument("--row", action="store_true", help=row)
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add_fuse_options(parser)
 
@@ -39,7 +42,14 @@ def run(args: argparse.Namespace) -> int:
     source = find_model(args.model, trust_remote_code=args.trust_remote_code)
     model = _build_empty(source, args.trust_remote_code)
     report = apply_fused_norm(model, **vars(options))
-    if args.json:
+    if args.row:
+        if options != FuseOptions(strict=False):
+            raise UsageError("--row goes with no options on what is fused")
+        from .family_row import row_of
+
+        name = source.name if source.name == args.model and "/" in args.model else None
+        print(*row_of(model, source.config, report, name), sep="\n")
+    elif args.json:
         print(report.to_json())
     else:
         print(f"{source.name}, built without weights\n")

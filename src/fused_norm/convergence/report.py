@@ -31,14 +31,20 @@ def exit_code(results: Sequence[ComparisonResult]) -> int:
 
 
 def summary(results: Sequence[ComparisonResult]) -> str:
-    """The answer in one sentence."""
+    """The answer in one sentence, with the number of steps that it is on."""
     counts = Counter(result.verdict.status for result in results)
     whole = f"{len(results)} comparison{'s' * (len(results) != 1)}"
+    said = [result for result in results if result.verdict.status != "invalid"]
+    numbers = [len(result.fused.losses) for result in said if result.fused is not None] or [0]
+    steps = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+    noise = f"beyond rounding noise in {steps} step{'s' * (steps != '1')}"
     silent = f"; {counts['invalid']} said nothing" if counts["invalid"] else ""
     if counts["red"]:
-        return f"No: training came out differently in {counts['red']} of {whole}{silent}"
-    answer = "Not known" if silent or not results else "Yes"
-    return f"{answer}: training came out the same in {counts['green']} of {whole}{silent}"
+        return f"Differences {noise}: {counts['red']} of {whole}{silent}"
+    if silent or not results:
+        others = f"; no difference {noise} in the others" if said else ""
+        return f"Not known: {counts['invalid']} of {whole} said nothing{others}"
+    return f"No difference {noise}: {counts['green']} of {whole}"
 
 
 def table(results: Iterable[ComparisonResult]) -> str:
@@ -100,7 +106,7 @@ def as_page(results: Sequence[ComparisonResult], facts: Mapping[str, Any]) -> st
     return template.substitute(
         summary=html.escape(summary(results)),
         status={0: "green", 1: "red", 2: "invalid"}[exit_code(results)],
-        where=html.escape(f"{facts.get('kernels run in', 'kernels of unknown kind')}; {versions}"),
+        where=html.escape(f"{facts.get('patched models run', 'kernels of unknown kind')}; {versions}"),
         explanations=f"<h2>What went wrong</h2>\n<pre>{_marked(wrong)}</pre>" if wrong else "",
         cards="\n".join(_card(result) for result in results if result.stock and result.fused and result.controls),
         shares=_as_html(shares),

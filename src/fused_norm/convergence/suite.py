@@ -22,6 +22,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from ..check.against_stock import CallRecord
+from ..check.fast_interpreter import speed_up
 from ..spec import FusedNormError
 from .comparison import PRECISIONS, Comparison, by_baseline
 from .near_ties import noted_choices
@@ -102,7 +103,7 @@ def run_groups_in_processes(plan: Plan, jobs: int, groups: Sequence[Group]) -> I
         os.environ.setdefault(variable, "1")
     spawn = multiprocessing.get_context("spawn")
     longest_first = sorted(groups, key=lambda group: (group[0].execution != "compile", -len(group)))
-    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=speed_up) as pool:
         try:
             # Ctrl-C goes to all processes, and only this one is to answer it: the others inherit that they do not.
             answer = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -326,7 +326,7 @@ _FAMILIES = (
     ),
     Family(
         model_type="gpt_oss",
-        spec=NormSpec("gemma", eps=1e-5),
+        spec=NormSpec("gemma", eps=1e-5, casts_weight=False),
         layer_sites={"norm": 2, "rope": 1, "residual": 1},
         newer_sites={"experts": 1},
         tiny=_tiny(

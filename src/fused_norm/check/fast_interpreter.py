@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter, which takes most of the tests' time, faster, with the same bits.
+"""Makes Triton's interpreter, which takes most of the time of commands and tests on a CPU, faster, with the same bits.
 
 An operation of a kernel takes numpy microseconds, and the interpreter many times that for the types, shapes and names
 of its operands. The same few types come back in every program of every grid, so everything that follows from them is
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,17 @@ _replaced: list[tuple[Any, str, Any, Any]] = []
 """Where the interpreter has been changed: the owner of a name, the name, its value before and now."""
 
 
-def speed_up() -> None:
-    """Replace slow parts of the interpreter by faster ones for the rest of the process.
+def speed_up() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Replace slow parts of the interpreter by faster ones for the rest of the process: for processes of ours alone.
 
-    If a release of Triton has other parts, it stays as it is and is only slower.
+    It is a no-op in a process that does not interpret kernels, and the second time. If a release of Triton has other
+    parts, it stays as it is and is only slower.
+
+    Returns:
+        What makes a context in which the interpreter is Triton's own.
     """
+    if _replaced or os.environ.get("TRITON_INTERPRET") != "1":
+        return _as_triton_has_it
     import triton.language as tl
     from triton.language import core, semantic
     from triton.runtime import interpreter
@@ -44,17 +51,17 @@ def speed_up() -> None:
         (interpreter, "_patch_builtin"): _remembered_patch,
     }
     if not all(name in vars(owner) for owner, name in makers) or not hasattr(tl, "math"):
-        return
+        return _as_triton_has_it
     for (owner, name), make in makers.items():
         before = getattr(owner, name)
         now = make(before)
         _replaced.append((owner, name, before, now))
         setattr(owner, name, now)
+    return _as_triton_has_it
 
 
 @contextlib.contextmanager
-def as_triton_has_it() -> Iterator[None]:
-    """A context in which the interpreter is Triton's own."""
+def _as_triton_has_it() -> Iterator[None]:
     for owner, name, before, _ in _replaced:
         setattr(owner, name, before)
     try:
@@ -172,7 +179,7 @@ def _shifted(convert: Any) -> Any:
 
 
 def _remembered_patch(_: Any) -> Any:
-    """Replace the functions of Triton's language, which are looked up once, before a test replaces any of them."""
+    """Replace the functions of Triton's language, which are looked up once, before anything replaces one of them."""
     import triton.language as tl
     from triton.language import core
     from triton.runtime import interpreter
