@@ -1,4 +1,4 @@
-"""One step of a user's own Trainer, stock and fused, both compared with the same step computed in float64.
+"""A forward and backward of a user's own Trainer, stock and fused, both compared with the same in float64.
 
 The loss is the Trainer's own, of the first batch of its own data. All steps are taken on a copy of its model, by a
 shallow copy of the Trainer, of which everything is copied that its methods write to.

@@ -1,7 +1,7 @@
-"""Routers that choose between experts whose scores are equal but for a rounding.
+"""Let a run's routers choose the experts that the stock run chose if scores are equal but for a rounding.
 
-Either choice is right, and it moves the weights of whole experts: a run that chooses otherwise than the stock run is
-further from it than roundings explain. It is compared with the stock run if it makes the same choice there.
+Either choice is right, but it decides which experts are trained: a run that chooses otherwise than the stock run is
+further from it than roundings explain. After the same choice the two can be compared.
 """
 
 from __future__ import annotations

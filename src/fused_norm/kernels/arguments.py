@@ -1,4 +1,4 @@
-"""Checks of arguments: what is wrong with those of a call, and which good ones only the PyTorch reference computes."""
+"""Checks of a call's arguments, which raise nothing: a check returns an ``Unsupported`` with the reason, or None."""
 
 from __future__ import annotations
 

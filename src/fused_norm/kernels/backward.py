@@ -1,6 +1,6 @@
 """The backward of an operator's call: its arguments, the implementations of gradients, and the autograd functions.
 
-Functions here take any ``Operator``, which is defined above them.
+Functions here take any ``Operator``; they annotate it as ``Any``, because ``operator`` imports this file.
 """
 
 from __future__ import annotations

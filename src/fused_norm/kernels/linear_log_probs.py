@@ -179,7 +179,7 @@ def _cast(tensor: Any, dtype: torch.dtype | None, *, is_meta: bool = False) -> A
 
 
 def _is_other_than_expected(arguments: Sequence[Any], dlog_probs: Tensor, needed: Sequence[bool]) -> bool:
-    """Return whether rows differ in their gradient, which ``check_grad`` looks for, and that of a weight is needed."""
+    """Return whether ``check_grad`` is set, weight or bias needs a gradient, and that of rows is not uniform."""
     *_, check, _, _ = arguments
     if not check or not any(needed[1:]):
         return False

@@ -1,11 +1,11 @@
-"""The launches of RMSNorm, of the add before it and of the norm before that; ``norm`` has the operators.
+"""RMSNorm, with an optional add before it and an optional norm before the add: kernels, plan rules and launchers.
 
-From top to bottom: Triton kernels of the forward and of the backward, plan rules, and launchers. A gated norm and norms
-that write FP8 have kernels of their own, and plan by the same functions.
+The operators are in ``norm``. A gated norm and norms that write FP8 have kernels of their own, and plan by functions of
+this file.
 
-To the alphabet of ``triton.language`` come ``inner``, which belongs to the norm before the add; ``ds``, what flows into
-the sum besides the norm's own part; ``dy1`` and on, the gradients of further consumers of y; and ``_tail``, a row's
-second piece, if the first alone does not hold it.
+Names besides those in ``triton.language``: ``inner`` marks what belongs to the norm before the add; ``ds`` is the
+gradient that reaches the sum past the norm; ``dy1`` to ``dy5`` are the gradients of further consumers of y; ``_tail``
+marks the second piece of a row that the first alone does not hold.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _forward_kernel(
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PERSISTENT: tl.constexpr, INT64: tl.constexpr,
     SPEC: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A norm, perhaps with an add before it, and with a norm before that (INNER)."""
+    """Normalise tiles of rows, after an optional add of a residual and an optional norm of x before the add (INNER)."""
     x, r, y, s = (x_ptr, x_stride), (r_ptr, r_stride), (y_ptr, y_stride), (s_ptr, s_stride)
     narrow = (narrow_ptr, y_stride)
     s_dtype: tl.constexpr = x_ptr.dtype.element_ty if r_ptr is None else s_ptr.dtype.element_ty
@@ -184,6 +184,7 @@ def _forward_chunked_kernel(
     eps, scale,
     N: tl.constexpr, BLOCK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
+    """Normalise one row a program, after an optional add of a residual, in two passes over chunks of columns."""
     x, r, y, s = (x_ptr, x_stride), (r_ptr, r_stride), (y_ptr, y_stride), (s_ptr, s_stride)
     row = tl.program_id(0).to(tl.int64)
     CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
@@ -224,7 +225,7 @@ def _from_rstd_kernel(
     x_stride, y_stride,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INT64: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Programs are tiles of rows along the first axis of the grid, blocks of columns along the second."""
+    """Compute y from x and the saved rstd: a program takes a tile of rows (axis 0) and a block of columns (axis 1)."""
     row = rows_of(tl.program_id(0), ROWS, INT64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_row = col < N
@@ -310,6 +311,7 @@ def _backward_kernel(
     RELOAD: tl.constexpr, HAS_DW_INNER: tl.constexpr, HAS_DW: tl.constexpr, OVERLAPS: tl.constexpr, INT64: tl.constexpr,
     SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, ROUND_BEFORE_ADD: tl.constexpr,
 ):  # fmt: skip
+    """Compute dx, dr and partial dw of a norm and, if there is an ``x_ptr``, of the norm before its add."""
     dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
     # A tile of one row needs no mask for rows; without it a fifth of the registers is free if there are two norms.
@@ -433,7 +435,7 @@ def _backward_columns_kernel(
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
     INT64: tl.constexpr, SPEC: tl.constexpr, DY_DTYPE: tl.constexpr, ROUND_BEFORE_ADD: tl.constexpr,
 ):  # fmt: skip
-    """The second half for wide rows: a block of columns of every row, given each row's correction."""
+    """For rows too wide to hold: compute dx, dr and partial dw in a block of columns, given each row's correction."""
     dys = (dy_ptr, dy1_ptr, dy2_ptr, dy3_ptr, dy4_ptr, dy5_ptr)
     ds, dx, dr = (ds_ptr, ds_stride), (dx_ptr, dx_stride), (dr_ptr, dr_stride)
     program = tl.program_id(1)
@@ -661,7 +663,7 @@ class NormOutputs(NamedTuple):
 def empty_norm(
     call: Call, spec: NormSpec, inputs: NormInputs, training: bool, copied: Sequence[str] = ()
 ) -> NormOutputs:
-    """The outputs of a forward, not yet written; those that only a backward reads are there if ``training``.
+    """Allocate the outputs of a forward; those that only a backward reads are None unless ``training``.
 
     ``copied``: the weights, ``inner_weight`` and ``weight``, that are to be copied for the backward.
     """
@@ -680,7 +682,7 @@ def empty_norm(
 def launch_norm_forward(
     call: Call, spec: NormSpec, inputs: NormInputs, outputs: NormOutputs, mode: Mode | None = None
 ) -> None:
-    """Write the ``outputs`` of ``empty_norm``, in the best mode or, of one norm, in ``mode``."""
+    """Write ``outputs``, which ``empty_norm`` allocated; ``mode`` is for one norm alone, and None is the best one."""
     x, weight, residual, scale, inner, inner_weight, *_ = inputs
     size, width = x.numel(), x.shape[-1]
     if size == 0:

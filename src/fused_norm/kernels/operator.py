@@ -39,7 +39,7 @@ Results = tuple[Any, ...]
 
 
 class Recompute(NamedTuple):
-    """A call whose arguments are saved for a backward anyway, and that returns outputs of another call bit for bit.
+    """A call that computes outputs of another call again, bit for bit, from arguments saved for a backward anyway.
 
     Its outputs are the first ones of that other call, in their order, with the same strides.
     """
@@ -55,9 +55,9 @@ class Recompute(NamedTuple):
 
 
 calls = Interceptors()
-"""The calls of operators, except traced ones, which an interceptor may take.
+"""Holds each thread's interceptor, to which operators hand their calls, except traced ones, if there is one.
 
-Its ``called(operator, arguments)`` returns the outputs of a call, which are ``operator.results_of(*arguments)``.
+The interceptor's ``called(operator, arguments)`` returns the outputs, which are ``operator.results_of(*arguments)``.
 """
 
 
@@ -120,7 +120,7 @@ class Operator(ABC):
     """The operator contains products of matrices, which ``reference_backward`` rounds as stock code does; it computes
     the gradients of all other operators in float32, and rounds them once."""
     recomputed_by_itself: ClassVar[bool] = False
-    """The backward saves all arguments, and the same call recomputes the outputs."""
+    """All arguments are saved for the backward, and the same call recomputes the outputs from them."""
 
     def __init__(self) -> None:
         """Register the operator with PyTorch."""
@@ -157,7 +157,7 @@ class Operator(ABC):
         return None
 
     def why_reference_only(self, *arguments: Any) -> Unsupported | None:
-        """Refuse what the reference alone can compute, of tensors that kernels take."""
+        """Return why only the reference computes this call, whose tensors pass all other checks; None if kernels do."""
         return None
 
     def why_unlike_eager(self, *arguments: Any) -> str | None:
@@ -251,7 +251,7 @@ class Operator(ABC):
         return {"training": training, "copied": self.copied(arguments, traced=traced) if training else ()}
 
     def saves_input(self, name: str, tensors: Tensors) -> bool:
-        """Return whether the backward takes the argument of this name itself, given all of them."""
+        """Return whether the argument ``name`` itself is saved for the backward; ``tensors`` are all of the call's."""
         return name in self._saved_names
 
     def by_name(self, arguments: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class Operator(ABC):
         return Recompute(self, arguments) if self.recomputed_by_itself else None
 
     def is_elementwise(self, *tensors: Any) -> bool:
-        """Return whether an element of an output depends on those at its place alone, so that rows may be sharded."""
+        """Return whether an output element depends only on inputs at its position, so that DTensors may split rows."""
         return False
 
     def pack_outputs(self, arguments: Sequence[Any], results: Sequence[Any], *, trained: bool) -> Any:
@@ -441,7 +441,7 @@ class Operator(ABC):
     def _try_new(
         self, arguments: tuple[Any, ...], replaces: Any, unless: Callable[..., str | None] | None
     ) -> tuple[Any, str | None]:
-        """``try_fused`` for a call that is not recorded for this stock code; it is from now on."""
+        """Check a call that has no recording for this stock code, run it and record it; returns as ``try_fused``."""
         # If no kernel runs on this device, other problems are irrelevant.
         reason = self._why_no_kernels(arguments[0]) if isinstance(arguments[0], Tensor) else None
         if reason is None:

@@ -1,4 +1,4 @@
-"""What a layer's forward may read, asked before each replay of its CUDA graphs: is it as it was at the capture?
+"""Checks before each replay of a layer's CUDA graphs: is all that its forward may read as it was at the capture?
 
 A forward reads its arguments (``Arguments``), its modules and their attributes (``Snapshot``), and flags of the process
 (``flags``). Whatever is not in these is not seen: attributes of objects below attributes, class attributes other than
@@ -283,11 +283,11 @@ class Snapshot:
     them: so they are read by few loops in C, and compared with one list.
 
     Attributes:
-        number: equal for two snapshots of one layer if all that they saw is the same.
-        key: what they saw.
-        modules: all in the layer, itself the first.
-        parameters: all of these, each once.
-        buffers: their buffers, and other tensors among their attributes.
+        number: new for each snapshot, until ``cuda_graphs`` sets it to that of an older one with an equal ``key``.
+        key: all that the snapshot saw, as values and ids.
+        modules: the layer and all modules in it.
+        parameters: the parameters of ``modules``, each once.
+        buffers: the buffers of ``modules``, and other tensors among their attributes.
         is_in_place: a function that returns whether tensors have the memory that they had.
     """
 
@@ -338,7 +338,7 @@ class Snapshot:
         )
 
     def _takes_over(self, values: tuple[Any, ...]) -> bool:
-        """Return whether all objects that are other ones are lists equal to those before; these are compared from now.
+        """Return whether all replaced objects are lists equal to the old ones; then the new ones are compared from now.
 
         PEFT makes a list for each layer whenever it activates an adapter, twice a step if the reference model is one.
         """

@@ -31,7 +31,7 @@ class Product(NamedTuple):
             torch.addmm(self.bias, x, w, out=y)
 
     def line(self, name_of: Callable[[Tensor], str]) -> tuple[str, dict[str, Any]]:
-        """The line that computes it, of tensors by their names, and the global names that the line has."""
+        """The line of source code that computes it, tensors named by ``name_of``, and the globals that it uses."""
         rows = self.x.shape[:-1].numel()
         x, y = (f"{name_of(tensor)}.view({rows}, {tensor.shape[-1]})" for tensor in (self.x, self.y))
         w = name_of(self.w) + ".t()" * self.transposed
@@ -51,7 +51,7 @@ class Copy(NamedTuple):
         self.y.copy_(self.x)
 
     def line(self, name_of: Callable[[Tensor], str]) -> tuple[str, dict[str, Any]]:
-        """The line that computes it, of tensors by their names, and the global names that the line has."""
+        """The line of source code that computes it, tensors named by ``name_of``, and the globals that it uses."""
         return f"{name_of(self.y)}.copy_({name_of(self.x)})", {}
 
 
@@ -67,7 +67,7 @@ class Sum(NamedTuple):
         torch.add(self.x, self.y, out=self.out)
 
     def line(self, name_of: Callable[[Tensor], str]) -> tuple[str, dict[str, Any]]:
-        """The line that computes it, of tensors by their names, and the global names that the line has."""
+        """The line of source code that computes it, tensors named by ``name_of``, and the globals that it uses."""
         return f"add({name_of(self.x)}, {name_of(self.y)}, out={name_of(self.out)})", {"add": torch.add}
 
 
@@ -81,7 +81,7 @@ class Zero(NamedTuple):
         self.x.zero_()
 
     def line(self, name_of: Callable[[Tensor], str]) -> tuple[str, dict[str, Any]]:
-        """The line that computes it, of tensors by their names, and the global names that the line has."""
+        """The line of source code that computes it, tensors named by ``name_of``, and the globals that it uses."""
         return f"{name_of(self.x)}.zero_()", {}
 
 
