@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -210,16 +210,22 @@ def steps_in_markdown(steps: Sequence[Result], names: Mapping[str, str] | None =
     them, by their own names.
     """
     if names is not None:
+        steps = [step for step in steps if step.by in names]
+        rows = dict.fromkeys(step.row for step in steps)
         steps = [replace(step, by=name) for variant, name in names.items() for step in steps if step.by == variant]
+        return in_markdown(_ways(steps, "**{}**", rows))
     return in_markdown(_ways(steps, "**{}**"))
 
 
-def _ways(steps: Sequence[Result], fastest: str) -> list[list[str]]:
-    """A line for each step, and for each variant a column of milliseconds and one of GiB, if memory was measured."""
+def _ways(steps: Sequence[Result], fastest: str, rows: Iterable[str] = ()) -> list[list[str]]:
+    """A line for each step, and for each variant a column of milliseconds and one of GiB, if memory was measured.
+
+    ``rows``: the steps that come first, in their order; all others come as they are in ``steps``.
+    """
     names = dict.fromkeys(step.by for step in steps)
     with_memory = {step.by for step in steps if step.peak_bytes}
     lines = [["step", *(title for name in names for title in (f"{name} ms", "GiB")[: 1 + (name in with_memory)])]]
-    for row_name in dict.fromkeys(step.row for step in steps):
+    for row_name in dict.fromkeys([*rows, *(step.row for step in steps)]):
         of_row = {step.by: step for step in steps if step.row == row_name}
         best = _clearly_best(list(of_row.values()))
         lines.append([row_name])

@@ -26,7 +26,7 @@ def test_the_first_table_has_every_step_that_the_readme_names_with_its_loss(run)
     assert {*STEPS.values()} <= {
         row.row for row in run.of("models", "trainers") if row.part == "trainers" or " loss " in row.row
     }
-    assert {row for row, _ in cells_of(first_table(run))} == {*STEPS}
+    assert [line.split(" | ")[0].removeprefix("| ") for line in first_table(run).splitlines()[2:]] == [*STEPS]
     rows = [row for row in run.rows if row.row != "SFT Qwen3-0.6B 4x4096"]
     with pytest.raises(KeyError, match=re.escape("SFT Qwen3-0.6B 4x4096")):
         first_table(replace(run, rows=rows))
