@@ -26,7 +26,8 @@ _PACKAGE = str(Path(fused_norm.__file__).parent)
 _ONLY_INTERPRETED = ("check/fast_interpreter.py", "kernels/codegen.py", "kernels/triton/")  # and of a first call
 
 
-_FOR_DECORATORS = 0 if transformers.__version__ == "5.17.0" else 9
+_RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
+_FOR_DECORATORS = 0 if _RELEASE == (5, 17) else 9 if _RELEASE < (5, 24) else 11
 """Frames for decorators that other releases of transformers have on forwards."""
 
 
