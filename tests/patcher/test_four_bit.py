@@ -241,6 +241,11 @@ def test_autocast_and_dtypes_of_products_decide(
     assert (counts["lora_linear_4bit"], counts["linear_4bit"]) == expected
 
 
+def test_a_gate_adds_what_the_linears_before_it_return_and_casts_for_the_one_after_it(device: str) -> None:
+    counts = compare(model_of(device), device)
+    assert (counts["lora_summands_4bit"], counts["glu_for_consumers"], counts["glu"]) == (2, 1, 0)
+
+
 def test_few_rows_are_left_to_a_product_of_bitsandbytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(four_bit, "_multiplies_itself", lambda state, x, dtype: x.shape[-1] == 64)
     counts = compare(model_of(device, target_modules=["q_proj", "down_proj"]), device)
