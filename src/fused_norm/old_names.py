@@ -24,7 +24,7 @@ OLD_NAMES: Mapping[str, str] = MappingProxyType(
 
 _Takes = TypeVar("_Takes", bound=Callable[..., Any])
 _PASSED_THROUGH = ("fused_norm", "contextlib")
-"""Packages whose lines are not where a caller wrote a name."""
+"""Packages that a warning passes over when it looks for the line that gave an old name."""
 
 
 def takes_old_names(function: _Takes) -> _Takes:

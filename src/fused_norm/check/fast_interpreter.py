@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 _replaced: list[tuple[Any, str, Any, Any]] = []
-"""Where the interpreter has been changed: the owner of a name, the name, its value before and now."""
+"""The parts of the interpreter that were replaced: owner, name, the value before, and the value now."""
 
 
 def speed_up() -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -33,7 +33,7 @@ _SMALL: Mapping[str, int] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 20,
 }
-"""What a tiny model has in place of these arguments of a config, if that has them."""
+"""Sizes of a tiny model, for those of these arguments that a config has."""
 
 _NEWER: tuple[Kind, ...] = ("conv", "experts")
 """Kinds of sites that models of older releases of transformers may lack."""

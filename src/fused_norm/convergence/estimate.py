@@ -1,4 +1,4 @@
-"""How long a plan of eager steps on a CPU will take, by a stock and a fused step that are timed before it begins."""
+"""Estimates the time of a plan of eager steps on a CPU: a stock and a fused step are timed before it begins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 _CHECKS = 8
-"""What it takes to hold a fused model to stock modules and to other options, in steps of it."""
+"""The number of fused steps that take as long as all checks of a fused model."""
 
 
 def seconds_of(plan: Plan, comparisons: Sequence[Comparison], jobs: int, loading: float) -> float:

@@ -279,10 +279,10 @@ _GATE_TILE = 1024, 256
 """Elements of a tile of gates, and its columns at most: of 768, 1408 and 2880 columns few lanes stay idle."""
 
 _ROWS_TILE = 1024, 512
-"""The same of tiles that copy or sum the rows of each token's experts."""
+"""Elements and columns at most of a tile in kernels that copy or sum the rows of each token's experts."""
 
 _PRODUCTS_TILE = 1, 4096
-"""The same of one row, in chunks of whose columns a program sums over all of them."""
+"""Rows and columns of a chunk in the kernel whose programs sum over all columns of a row."""
 
 
 def launch_expert_gate(

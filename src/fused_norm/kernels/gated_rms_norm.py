@@ -180,7 +180,7 @@ RULES["gated_backward"] = (
 
 
 class Gating(NamedTuple):
-    """How norm and gate are combined."""
+    """The way that a norm and a gate are combined: activation, order, and groups of a row."""
 
     activation: str  # silu or sigmoid
     norm_first: bool  # the norm comes before the gate

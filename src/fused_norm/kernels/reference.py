@@ -1,4 +1,4 @@
-"""What the references of several operators share: RMSNorm in plain PyTorch, activations, gradients by autograd.
+"""Formulas in plain PyTorch that several operators share: RMSNorm, activations, gradients by autograd.
 
 A reference, the method of an ``Operator``, is the truth in tests, and the path of tensors that no kernel runs on. Given
 float64 tensors it computes in float64 throughout, which is what tests hold everything else against.
