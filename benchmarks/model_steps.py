@@ -217,10 +217,11 @@ def randomize_norm_weights(model: nn.Module, generator: torch.Generator) -> dict
     return {path: spec for path, spec in norms.items() if not isinstance(spec, GatedNormSpec)}
 
 
-def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> BenchmarkedModel:
+def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device, *, in_fp32: bool = True) -> BenchmarkedModel:
     """Build the model of a case, with random norm weights, and the inputs of its step.
 
-    ``dtype``: of the weights; of autocast or of gathered weights if the weights are fp32.
+    ``dtype``: of the weights; of autocast or of gathered weights if the weights are fp32. ``in_fp32``: as for
+    ``quantise``, of QLoRA.
     """
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -252,7 +253,7 @@ def prepare(case: ModelCase, dtype: torch.dtype, device: torch.device) -> Benchm
     if "checkpointing" in words:
         step.model.gradient_checkpointing_enable({"use_reentrant": False})
     if words & {"lora", "qlora"}:
-        step = _with_adapters(step, case)
+        step = _with_adapters(step, case, in_fp32)
     if words & {"loss", "masked"}:
         labels = _labels_without_prompts(step, case) if "masked" in words else step.tokens
         step = replace(step, inputs={**step.inputs, "labels": labels})
@@ -277,12 +278,12 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _with_adapters(step: BenchmarkedModel, case: ModelCase) -> BenchmarkedModel:
+def _with_adapters(step: BenchmarkedModel, case: ModelCase, in_fp32: bool) -> BenchmarkedModel:
     """Put LoRA on all linears, or on those of queries and values; for QLoRA all are packed into nf4 before."""
     from peft import LoraConfig, get_peft_model
 
     if "qlora" in case.step:
-        quantise(step.model, step.gradient.dtype)
+        quantise(step.model, step.gradient.dtype, in_fp32=in_fp32)
         release_memory(step.tokens.device)  # of the linears before, which hold each other
     with torch.random.fork_rng(devices=[step.tokens.device] if step.tokens.device.type == "cuda" else []):
         torch.manual_seed(0)

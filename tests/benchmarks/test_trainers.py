@@ -33,7 +33,10 @@ def test_without_trl_nothing_is_measured_and_the_reason_is_noted(run):
 @pytest.mark.slow
 @pytest.mark.skipif(not has_trl, reason="TRL is not installed")
 @pytest.mark.usefixtures("replays_anywhere")
-@pytest.mark.parametrize("name", ["SFT tiny-llama padded 2x16", "DPO tiny-llama lora 1x8", "GRPO tiny-llama 2x8"])
+@pytest.mark.parametrize(
+    "name",
+    ["SFT tiny-llama padded 2x16", "SFT tiny-llama qlora 1x8", "DPO tiny-llama lora 1x8", "GRPO tiny-llama 2x8"],
+)
 def test_trainers_run_every_variant_with_the_losses_and_gradients_of_stock(name, run, monkeypatch):
     monkeypatch.setattr(trainers, "missing", lambda variant, device: None)
     trainers.measure(run, [TrainerCase.named(name)], ["fused", "fused-graphs"], torch.float32)

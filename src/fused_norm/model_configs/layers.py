@@ -11,10 +11,10 @@ BLOCK_SIZE = 64
 """Weights of 4 bits that share a scale."""
 
 
-def quantise(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+def quantise(model: Any, dtype: torch.dtype = torch.bfloat16, *, in_fp32: bool = True) -> None:
     """Pack the linears of a model's layers, in place, into nf4 with double quantisation; all else is frozen, in fp32.
 
-    ``dtype``: of the linears' products.
+    ``dtype``: of the linears' products. ``in_fp32=False``: all else keeps its dtype, as TRL leaves it.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
     from peft import prepare_model_for_kbit_training
@@ -31,7 +31,10 @@ def quantise(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
                 packed.bias = linear.bias
                 layer.set_submodule(path, packed.to(weight.device))
     model.is_loaded_in_4bit = True
-    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if in_fp32:
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    else:
+        model.requires_grad_(False)
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
