@@ -1,7 +1,7 @@
 """The longest sequences that training steps take on cards of 16 to 80 GB, of which PyTorch gets what a driver leaves.
 
 ``python -m benchmarks.cards FOLDER [SECONDS [MODEL ...]]`` searches them on the GPU that is there, whose memory is
-limited for each card, and writes ``cards.json`` after each recipe. A step is forward, backward and AdamW of a model
+limited for each card, and writes ``cards.json`` after each card. A step is forward, backward and AdamW of a model
 with random weights under bf16 autocast; a length fits if two steps in a row do, with graphs four.
 """
 
@@ -26,16 +26,18 @@ from .model_steps import BenchmarkedModel, prepare, release_memory
 LIMITS: Mapping[int, float] = {16: 15.0, 24: 22.0, 48: 44.0, 80: 78.0}
 """GiB that PyTorch may use of a card of so many GB: an L4 has 22.5 of 24, an L40S 45 of 48, an H100 79.6 of 80."""
 
-CONTEXT = 32768
-"""The longest single sequence. What is longer is a batch of sequences of ``PART`` tokens."""
+CONTEXT, PART = 8192, 1024
+"""The longest single sequence, and the length of those that longer batches have: memory goes by tokens alone, as flash
+attention holds no scores."""
 
-PART = 4096
-
-MOST = 131072
+MOST = 65536
 """Tokens beyond which nothing is tried."""
 
-_FIRST, _SECOND = 512, 1536
+_FIRST, _SECOND = 1024, 4096
 """Lengths whose peaks give the line on which the search begins."""
+
+_FILLED = 0.96
+"""The share of the memory that the search expects to be allocated at best; the rest lies between blocks."""
 
 EXACT = 0.03
 """The search ends if what fits and what does not are this close, as a share."""
@@ -62,8 +64,6 @@ RECIPES: Mapping[str, tuple[str, Sequence[str]]] = {
     "Mistral-7B, QLoRA": ("Mistral-7B-v0.3 qlora", _OF_ADAPTERS),
     "Qwen3-8B, LoRA": ("Qwen3-8B lora", _OF_ADAPTERS),
     "Qwen3-1.7B, full": ("Qwen3-1.7B", tuple(LEVELS)),
-    "Qwen3-0.6B, full": ("Qwen3-0.6B", tuple(LEVELS)),
-    "Qwen3-0.6B, LoRA": ("Qwen3-0.6B lora", _OF_ADAPTERS),
 }
 """The model and the words of a step, and the levels that are searched for it."""
 
@@ -75,7 +75,7 @@ def shape_of(tokens: int) -> tuple[int, int]:
 
 def grain(tokens: int) -> int:
     """The number that lengths near ``tokens`` are multiples of."""
-    return PART if tokens > CONTEXT else 256 if tokens > 4096 else LEAST
+    return PART if tokens > CONTEXT else LEAST
 
 
 def longest(fits: Callable[[int], bool], guess: float) -> int:
@@ -168,8 +168,8 @@ def search(step: BenchmarkedModel, level: str) -> Iterator[dict[str, Any]]:
     trained = _Trained(step, LEVELS[level], torch.optim.AdamW(step.trained, fused=True))
     whole = torch.cuda.get_device_properties(0).total_memory
     try:
-        low, high = (trained.try_(tokens)[0] for tokens in (_FIRST, _SECOND))
-        replayed, slope = trained.replayed, max(high - low, 1) / (_SECOND - _FIRST)
+        points = [(tokens, trained.try_(tokens)[0]) for tokens in (_FIRST, _SECOND)]
+        replayed = trained.replayed
         for card, limit in LIMITS.items():
             found: dict[int, tuple[int, float]] = {}
 
@@ -181,8 +181,11 @@ def search(step: BenchmarkedModel, level: str) -> Iterator[dict[str, Any]]:
                 return trained.replayed == replayed
 
             torch.cuda.set_per_process_memory_fraction(limit * 2**30 / whole)
-            tokens = longest(fits, 0.97 * ((limit * 2**30 - low) / slope + _FIRST))
+            (few, low), (many, high) = points[-2:]
+            tokens = longest(fits, many + (_FILLED * limit * 2**30 - high) * (many - few) / max(high - low, 1))
             peak, seconds = found[tokens] if tokens else (0, 0.0)
+            if tokens > many:
+                points.append((tokens, peak))
             yield {
                 "card": card,
                 "tokens": tokens,
@@ -205,7 +208,7 @@ def main(arguments: Sequence[str]) -> None:
     stored: dict[str, Any] = {"environment": facts, "GiB of cards": LIMITS, "recipes": {}}
     Path(folder).mkdir(parents=True, exist_ok=True)
     for recipe, (name, levels) in RECIPES.items():
-        if models and recipe not in models:
+        if (models and recipe not in models) or time.perf_counter() > end:
             continue
         step = prepare(ModelCase.named(f"{name} loss 1x{_FIRST}"), torch.bfloat16, device, in_fp32=False)
         for parameter in step.trained if "qlora" in name else ():
@@ -213,15 +216,14 @@ def main(arguments: Sequence[str]) -> None:
         for level in levels:
             if time.perf_counter() > end:
                 break
-            found: list[dict[str, Any]] = []
+            cells = stored["recipes"].setdefault(recipe, {})[level] = []
             try:
                 for cell in search(step, level):
-                    found.append(cell)
+                    cells.append(cell)
                     sys.stderr.write(f"{recipe}; {level}: {cell}\n")
+                    (Path(folder) / "cards.json").write_text(json.dumps(stored, indent=1), encoding="utf-8")
             except Exception as failure:
                 sys.stderr.write(f"{recipe}; {level}: {in_a_line(failure)}\n")
-            stored["recipes"].setdefault(recipe, {})[level] = found
-            (Path(folder) / "cards.json").write_text(json.dumps(stored, indent=1), encoding="utf-8")
         del step
         release_memory(device)
 

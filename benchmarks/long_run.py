@@ -20,9 +20,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from .first_screen import COLOURS, for_light_and_dark
-from .pages import RESULTS, ROOT
-
-STORED = RESULTS / "h200-long" / "results.json"
+from .pages import LONG_RUN, ROOT
 
 SIZES = {
     "vocab_size": 256,  # bytes
@@ -84,11 +82,6 @@ def train(
     return results
 
 
-def summary(results: Mapping[str, Any], last: int = 50) -> dict[str, float]:
-    """The mean loss of the last steps of each run, in nats a byte."""
-    return {name: fmean(results[name]["losses"][-last:]) for name in RUNS}
-
-
 def draw(results: Mapping[str, Any]) -> str:
     """The picture as SVG, for light and dark pages."""
     return for_light_and_dark(partial(_figure, results), "long run")
@@ -127,7 +120,7 @@ def _figure(results: Mapping[str, Any]) -> Figure:
 def main(arguments: Sequence[str]) -> None:
     """Train into a folder, or draw the stored run."""
     if arguments[:1] == ["draw"]:
-        svg = draw(json.loads(STORED.read_text(encoding="utf-8")))
+        svg = draw(json.loads(LONG_RUN.read_text(encoding="utf-8")))
         (ROOT / "docs" / "long_run.svg").write_text(svg, encoding="utf-8")
         return
     from fused_norm.cli.env_command import environment

@@ -9,8 +9,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from .cards import LIMITS
 from .markdown import in_markdown, page_with
 from .model_cases import ModelCase
 from .results import Result, Results
@@ -21,6 +23,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 RUN = RESULTS / "h200" / "results.json"
 TRAINERS = RESULTS / "h200-trainers" / "results.json"
 BATCHES = RESULTS / "h200" / "largest_batch.json"
+LONG_RUN = RESULTS / "h200-long" / "results.json"
+CARDS = RESULTS / "h200" / "cards.json"
 OPERATORS_ON_H100 = RESULTS / "h100" / "operators" / "results.json"
 
 STEPS = {
@@ -28,7 +32,7 @@ STEPS = {
     "SFT, LoRA, 4x4096": "SFT Qwen3-0.6B lora 4x4096",
     "SFT, LoRA, 1x512": "SFT Qwen3-0.6B lora 1x512",
     "DPO, LoRA, 2x512": "DPO Qwen3-0.6B lora 2x512",
-    "QLoRA, Qwen3-8B, 1x4096": "Qwen3-8B qlora checkpointing loss 1x4096",
+    "SFT, QLoRA, Qwen3-8B, 1x4096": "SFT Qwen3-8B qlora checkpointing 1x4096",
     "mixture of experts, full, 2x4096": "Qwen3-30B-A3B (6 layers) loss 2x4096",
 }
 """The README's names for steps that people run: whole steps of TRL's trainers, and steps of models with their loss."""
@@ -138,7 +142,7 @@ def trainers(run: Results) -> str:
 def graphs(run: Results) -> str:
     """The steps of trainers that were measured with CUDA graphs."""
     steps = run.of("trainers")
-    rows = {step.row for step in steps if step.by == "fused-graphs"}
+    rows = {step.row for step in steps if step.by == "fused-graphs" and step.seconds}
     names = {variant: NAMES[variant] for variant in ("fused", "fused-graphs", "compile-layers")}
     return steps_in_markdown([step for step in steps if step.row in rows], names)
 
@@ -180,6 +184,40 @@ def batches_of(model: str) -> Callable[[Results], str]:
         return in_markdown(lines)
 
     return table
+
+
+def longest_on_cards(recipe: str) -> Callable[[Results], str]:
+    """The table of the most tokens in a step of a recipe, by card; those of a search that did not end are left out."""
+
+    def table(_: Results) -> str:
+        levels = json.loads(CARDS.read_text(encoding="utf-8"))["recipes"][recipe]
+        lines = [["", *(f"{card} GB" for card in LIMITS)]]
+        for level, cells in levels.items():
+            tokens = {cell["card"]: cell["tokens"] for cell in cells}
+            texts = {card: f"{most:,}" if most else "-" for card, most in tokens.items()}
+            lines.append([level, *(texts.get(card, "") for card in LIMITS)])
+        return in_markdown(lines)
+
+    return table
+
+
+def long_run(_: Results) -> str:
+    """The losses at the end of a long training run, its time and its memory, for each of its models."""
+    stored = json.loads(LONG_RUN.read_text(encoding="utf-8"))
+    runs = {name: run for name, run in stored.items() if isinstance(run, dict) and "losses" in run}
+    lines = [["", *runs]]
+    lines.append(
+        [
+            "loss, mean of the last 50 steps, nats a byte",
+            *(f"{fmean(run['losses'][-50:]):.4f}" for run in runs.values()),
+        ]
+    )
+    lines.append(
+        ["loss of the last batch after the last step", *(f"{run['evaluation_loss']:.4f}" for run in runs.values())]
+    )
+    lines.append(["ms a step", *(f"{1e3 * run['seconds_per_step']:.1f}" for run in runs.values())])
+    lines.append(["GiB at the peak", *(f"{run['memory_bytes'] / 2**30:.1f}" for run in runs.values())])
+    return in_markdown(lines)
 
 
 def peaks(run: Results) -> str:
@@ -237,6 +275,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[Results], str]]] = {
     "README.md": {"steps": first_table},
     "docs/numbers.md": {
         "trainers": trainers,
+        "long-run": long_run,
         **{kind: steps_of(kind) for kind in KINDS},
         "losses": losses_in_markdown,
         "options": options,
@@ -244,7 +283,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[Results], str]]] = {
     },
     "docs/options.md": {"memory": less_memory},
     "docs/short_steps.md": {"graphs": graphs},
-    "docs/settings.md": {"peaks": peaks}
+    "docs/settings.md": {"peaks": peaks, "cards-Qwen3-8B-QLoRA": longest_on_cards("Qwen3-8B, QLoRA")}
     | {f"batches-{model}": batches_of(model) for model in ("Qwen3-0.6B", "Llama-3.2-1B")},
     "docs/tuning.md": {"operators-h100": operators_on_h100},
 }

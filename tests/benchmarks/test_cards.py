@@ -1,0 +1,75 @@
+"""The search for the longest sequences finds them in few steps, and tries none that are longer than it may."""
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks import cards
+from benchmarks.cards import EXACT, LEAST, LIMITS, MOST, grain, longest, search, shape_of
+from benchmarks.model_cases import ModelCase
+from benchmarks.model_steps import BenchmarkedModel, prepare
+
+GIB = 2**30
+
+
+def test_the_search_ends_near_the_longest_that_fits():
+    draw, tried = random.Random(0), 0
+    for _ in range(2000):
+        most = int(2 ** draw.uniform(6, 18))
+        asked = []
+
+        def fits(tokens, most=most, asked=asked):
+            asked.append(tokens)
+            return tokens <= most
+
+        found = longest(fits, most * 2 ** draw.gauss(0, 0.1))
+        assert min(asked) >= LEAST
+        assert max(asked) <= MOST
+        assert len({*asked}) == len(asked)
+        assert found in (0, *asked)
+        assert found <= most
+        assert min(most, MOST) - found <= 2 * max(grain(found + 1), EXACT * found) or most < LEAST
+        tried += len(asked)
+    assert tried < 4 * 2000
+
+
+@pytest.mark.parametrize("level", ["stock, gradient checkpointing", "ours"])
+def test_what_a_card_takes_is_found_under_its_limit(level):
+    # A stand-in for a GPU: a step takes a GiB and two MiB a token, and the allocator leaves a twentieth unused.
+    peak, allowed = [0], [0.0]
+
+    def step(model):
+        peak[0] = GIB + 2**21 * model.tokens.numel()
+        if 1.05 * peak[0] > allowed[0]:
+            raise torch.OutOfMemoryError
+
+    def limit(share):
+        allowed[0] = share * 140 * GIB
+
+    limit(1.0)
+    model = prepare(ModelCase.named("tiny-llama lora loss 1x16"), torch.float32, torch.device("cpu"))
+    stand_in = {
+        "get_device_properties": lambda _: mock.Mock(total_memory=140 * GIB),
+        "set_per_process_memory_fraction": limit,
+        "reset_peak_memory_stats": lambda: None,
+        "max_memory_allocated": lambda: peak[0],
+        "synchronize": lambda: None,
+    }
+    with (
+        mock.patch.multiple(torch.cuda, **stand_in),
+        mock.patch.object(BenchmarkedModel, "forward_backward", step),
+        mock.patch.object(torch.optim.AdamW, "step", return_value=None),
+    ):
+        cells = list(search(model, level))
+    assert [cell["card"] for cell in cells] == [*LIMITS]
+    for cell in cells:
+        needed = 1.05 * (GIB + 2**21 * cell["tokens"])
+        assert 0.9 * LIMITS[cell["card"]] * GIB < needed <= LIMITS[cell["card"]] * GIB
+    assert allowed[0] == 140 * GIB
+
+
+def test_what_is_too_long_for_one_sequence_is_a_batch():
+    assert shape_of(cards.CONTEXT) == (1, cards.CONTEXT)
+    assert shape_of(20 * cards.PART) == (20, cards.PART)
