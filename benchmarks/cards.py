@@ -1,6 +1,6 @@
 """The longest sequences that training steps take on cards of 16 to 80 GB, of which PyTorch gets what a driver leaves.
 
-``python -m benchmarks.cards FOLDER [SECONDS [MODEL ...]]`` searches them on the GPU that is there, whose memory is
+``python -m benchmarks.cards FOLDER [SECONDS [RECIPE ...]]`` searches them on the GPU that is there, whose memory is
 limited for each card, and writes ``cards.json`` after each card. A step is forward, backward and AdamW of a model
 with random weights under bf16 autocast; a length fits if two steps in a row do, with graphs four.
 """
@@ -121,7 +121,7 @@ class _Trained:
     optimizer: torch.optim.Optimizer
     replayed: int = 0
 
-    def try_(self, tokens: int) -> tuple[int, float]:
+    def peak_and_seconds(self, tokens: int) -> tuple[int, float]:
         """Run steps of so many tokens; the peak of allocated bytes, and the time of the last.
 
         Raises:
@@ -152,12 +152,13 @@ class _Trained:
 
 
 def _replays(report: PatchReport | None) -> int:
+    """The forwards and backwards that were replayed so far."""
     replays = report and report.replays
     return replays.forwards + replays.backwards if replays else 0
 
 
 def search(step: BenchmarkedModel, level: str) -> Iterator[dict[str, Any]]:
-    """What fits into each card, with the seconds of a step, the peak in GiB, and the number of steps that were tried.
+    """What fits into each card, with the seconds of a step, its peak in GiB, and how many lengths that fit were tried.
 
     With graphs, what leaves a layer without its replay does not fit.
     """
@@ -168,14 +169,14 @@ def search(step: BenchmarkedModel, level: str) -> Iterator[dict[str, Any]]:
     trained = _Trained(step, LEVELS[level], torch.optim.AdamW(step.trained, fused=True))
     whole = torch.cuda.get_device_properties(0).total_memory
     try:
-        points = [(tokens, trained.try_(tokens)[0]) for tokens in (_FIRST, _SECOND)]
+        points = [(tokens, trained.peak_and_seconds(tokens)[0]) for tokens in (_FIRST, _SECOND)]
         replayed = trained.replayed
         for card, limit in LIMITS.items():
             found: dict[int, tuple[int, float]] = {}
 
             def fits(tokens: int, found: dict[int, tuple[int, float]] = found) -> bool:
                 try:
-                    found[tokens] = trained.try_(tokens)
+                    found[tokens] = trained.peak_and_seconds(tokens)
                 except torch.OutOfMemoryError:
                     return False
                 return trained.replayed == replayed
@@ -199,16 +200,16 @@ def search(step: BenchmarkedModel, level: str) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Search all recipes, or those of the models that are named, into a folder."""
+    """Search all recipes, or those that are named, into a folder; after so many seconds nothing new is begun."""
     from fused_norm.cli.env_command import environment
 
-    folder, seconds, *models = (*arguments, "inf") if len(arguments) == 1 else arguments
+    folder, seconds, *recipes = (*arguments, "inf") if len(arguments) == 1 else arguments
     end, device = time.perf_counter() + float(seconds), torch.device("cuda")
     facts = environment() | {"date": time.strftime("%Y-%m-%d", time.gmtime())}
     stored: dict[str, Any] = {"environment": facts, "GiB of cards": LIMITS, "recipes": {}}
     Path(folder).mkdir(parents=True, exist_ok=True)
     for recipe, (name, levels) in RECIPES.items():
-        if (models and recipe not in models) or time.perf_counter() > end:
+        if (recipes and recipe not in recipes) or time.perf_counter() > end:
             continue
         step = prepare(ModelCase.named(f"{name} loss 1x{_FIRST}"), torch.bfloat16, device, in_fp32=False)
         for parameter in step.trained if "qlora" in name else ():

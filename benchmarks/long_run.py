@@ -41,6 +41,7 @@ LARGER = 1 + 1e-6
 """What the weights of the third run are multiplied by."""
 
 RUNS = ("stock", "ours", "stock, weights larger by 1e-6")
+"""The models that are trained, by the names of pages."""
 
 _STOCK, _OURS, _OTHER = RUNS
 
@@ -87,28 +88,30 @@ def draw(results: Mapping[str, Any]) -> str:
     return for_light_and_dark(partial(_figure, results), "long run")
 
 
-def gaps(results: Mapping[str, Any], name: str, averaged: int = _AVERAGED) -> list[float]:
+def _gaps(results: Mapping[str, Any], name: str) -> list[float]:
     """How far the losses of a run are from those of stock, averaged over the steps before each, in nats a byte."""
-    pairs = zip(results[name]["losses"], results["stock"]["losses"], strict=True)
+    pairs = zip(results[name]["losses"], results[_STOCK]["losses"], strict=True)
     apart = [abs(one - other) for one, other in pairs]
-    return [fmean(apart[max(0, end - averaged) : end]) for end in range(1, len(apart) + 1)]
+    return [fmean(apart[max(0, end - _AVERAGED) : end]) for end in range(1, len(apart) + 1)]
 
 
 def _figure(results: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(4.8, 4.8), layout="constrained")
     curves, apart = figure.subplots(2, sharex=True)
-    colours = {"stock": COLOURS["stock"], _OURS: COLOURS["ours"], _OTHER: COLOURS["compiled"]}
-    widths = {"stock": 4.0, _OURS: 1.0, _OTHER: 1.0}
-    for name in RUNS:
-        curves.plot(results[name]["losses"], color=colours[name], linewidth=widths[name], label=name,
-                    alpha=0.6 if name == "stock" else 1.0)  # fmt: skip
+    styles: dict[str, dict[str, Any]] = {
+        _STOCK: {"color": COLOURS["stock"], "linewidth": 4.0, "alpha": 0.6},
+        _OURS: {"color": COLOURS["ours"], "linewidth": 1.0},
+        _OTHER: {"color": COLOURS["compiled"], "linewidth": 1.0},
+    }
+    for name, style in styles.items():
+        curves.plot(results[name]["losses"], label=name, **style)
     curves.set_yscale("log")
     curves.set_yticks([1, 2, 4], ["1", "2", "4"])
     curves.minorticks_off()
     curves.set_title("loss, nats a byte", fontsize=10)
     curves.legend(frameon=False)
     for name in (_OURS, _OTHER):
-        apart.plot(gaps(results, name), color=colours[name], linewidth=1.2)
+        apart.plot(_gaps(results, name), **styles[name])
     apart.set_yscale("log")
     apart.set_title(f"distance from stock, mean of {_AVERAGED} steps", fontsize=10)
     apart.set_xlabel("step")

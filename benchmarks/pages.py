@@ -205,19 +205,13 @@ def long_run(_: Results) -> str:
     """The losses at the end of a long training run, its time and its memory, for each of its models."""
     stored = json.loads(LONG_RUN.read_text(encoding="utf-8"))
     runs = {name: run for name, run in stored.items() if isinstance(run, dict) and "losses" in run}
-    lines = [["", *runs]]
-    lines.append(
-        [
-            "loss, mean of the last 50 steps, nats a byte",
-            *(f"{fmean(run['losses'][-50:]):.4f}" for run in runs.values()),
-        ]
-    )
-    lines.append(
-        ["loss of the last batch after the last step", *(f"{run['evaluation_loss']:.4f}" for run in runs.values())]
-    )
-    lines.append(["ms a step", *(f"{1e3 * run['seconds_per_step']:.1f}" for run in runs.values())])
-    lines.append(["GiB at the peak", *(f"{run['memory_bytes'] / 2**30:.1f}" for run in runs.values())])
-    return in_markdown(lines)
+    rows: Mapping[str, Callable[[Any], str]] = {
+        "loss, mean of the last 50 steps, nats a byte": lambda run: f"{fmean(run['losses'][-50:]):.4f}",
+        "loss of the last batch after the last step": lambda run: f"{run['evaluation_loss']:.4f}",
+        "ms a step": lambda run: f"{1e3 * run['seconds_per_step']:.1f}",
+        "GiB at the peak": lambda run: f"{run['memory_bytes'] / 2**30:.1f}",
+    }
+    return in_markdown([["", *runs], *([name, *map(cell, runs.values())] for name, cell in rows.items())])
 
 
 def peaks(run: Results) -> str:
