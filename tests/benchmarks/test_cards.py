@@ -1,6 +1,7 @@
 """The search for the longest sequences finds them in few steps, and tries none that are longer than it may."""
 
 import random
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks import cards
 from benchmarks.cards import EXACT, LEAST, LIMITS, MOST, grain, longest, search, shape_of
 from benchmarks.model_cases import ModelCase
 from benchmarks.model_steps import BenchmarkedModel, prepare
+from fused_norm import apply_fused_norm
 
 GIB = 2**30
 
@@ -35,18 +37,29 @@ def test_the_search_ends_near_the_longest_that_fits():
     assert tried < 4 * 2000
 
 
-@pytest.mark.parametrize("level", ["stock, gradient checkpointing", "ours"])
+@pytest.mark.slow
+@pytest.mark.usefixtures("replays_anywhere")
+@pytest.mark.parametrize("level", ["stock, gradient checkpointing", "ours, graphs"])
 def test_what_a_card_takes_is_found_under_its_limit(level):
-    # A stand-in for a GPU: a step takes a GiB and two MiB a token, and the allocator leaves a twentieth unused.
-    peak, allowed = [0], [0.0]
+    # A stand-in for a GPU: a step takes a GiB and two MiB a token, and the allocator leaves a twentieth unused. Of a
+    # step's tokens sixteen are real ones.
+    peak, allowed, replays = [0], [0.0], []
+    real = BenchmarkedModel.forward_backward
 
     def step(model):
         peak[0] = GIB + 2**21 * model.tokens.numel()
         if 1.05 * peak[0] > allowed[0]:
             raise torch.OutOfMemoryError
+        few = model.tokens[:1, :16]
+        return real(replace(model, tokens=few, inputs={"labels": few}))
 
     def limit(share):
         allowed[0] = share * 140 * GIB
+
+    def patched(*args, **options):
+        report = apply_fused_norm(*args, **options)
+        replays.append(report.replays)
+        return report
 
     limit(1.0)
     model = prepare(ModelCase.named("tiny-llama lora loss 1x16"), torch.float32, torch.device("cpu"))
@@ -60,7 +73,7 @@ def test_what_a_card_takes_is_found_under_its_limit(level):
     with (
         mock.patch.multiple(torch.cuda, **stand_in),
         mock.patch.object(BenchmarkedModel, "forward_backward", step),
-        mock.patch.object(torch.optim.AdamW, "step", return_value=None),
+        mock.patch.object(cards, "apply_fused_norm", patched),
     ):
         cells = list(search(model, level))
     assert [cell["card"] for cell in cells] == [*LIMITS]
@@ -68,6 +81,7 @@ def test_what_a_card_takes_is_found_under_its_limit(level):
         needed = 1.05 * (GIB + 2**21 * cell["tokens"])
         assert 0.9 * LIMITS[cell["card"]] * GIB < needed <= LIMITS[cell["card"]] * GIB
     assert allowed[0] == 140 * GIB
+    assert any(each.forwards == each.backwards > 0 for each in replays) == ("graphs" in level)
 
 
 def test_what_is_too_long_for_one_sequence_is_a_batch():
