@@ -71,7 +71,8 @@ def test_the_quick_tier_covers_features_and_executions_and_each_is_green_with_wh
     assert main(["converge", "qwen3", *QUICK, "--dtype", "mixed", "--out", str(tmp_path)]) == 0
     rows = results_in(tmp_path).values()
     assert {row["outcome"] for row in rows} == {"green"}
-    executions = {"eager", "compile", "checkpointing", "recompute", "loss", *LORA, *(["graphs"] if HAS_GPU else [])}
+    executions = {"eager", "compile", "checkpointing", "recompute", "loss", "log-probs", *LORA}
+    executions |= {"graphs"} if HAS_GPU else set()
     assert {row["comparison"]["execution"] for row in rows} == executions
     features = {"all", "norms", *(f"norms+{part}" for part in ("qk", "rope", "residual", "mlp", "loss"))}
     assert {row["comparison"]["feature"] for row in rows} == features
@@ -83,7 +84,8 @@ def test_the_quick_tier_covers_features_and_executions_and_each_is_green_with_wh
         assert sites["linear_4bit"] == (5 * layers if execution == "qlora-qv" else 0), row["name"]
         read = layers * (2 if feature in ("all", "norms+residual") else 1)  # norms whose only consumers are linears
         assert sites["shared_inputs"] == (0 if is_compiled else read), row["name"]
-        assert sites["loss"] == (feature in ("all", "norms+loss") and not is_compiled), row["name"]
+        is_seen = not is_compiled and execution != "log-probs"  # whose operator is called after the head's forward
+        assert sites["loss"] == (feature in ("all", "norms+loss") and is_seen), row["name"]
 
 
 def test_a_checkpointed_model_is_green_and_fused_and_a_finished_run_is_not_repeated(tmp_path, capsys):
