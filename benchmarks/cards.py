@@ -113,7 +113,7 @@ class _Trained:
         step: the model and what it is called with.
         options: of ``apply_fused_norm``; None leaves the model as it is.
         optimizer: AdamW over its trained parameters.
-        replayed: the layers that one step replays.
+        replayed: the replays of one step, forward and backward.
     """
 
     step: BenchmarkedModel

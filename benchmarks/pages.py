@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from .cards import LIMITS
+from .cards import LIMITS, MOST
 from .markdown import in_markdown, page_with
 from .model_cases import ModelCase
 from .results import Result, Results
@@ -88,9 +88,6 @@ RECIPES = {
 _MOST_TRIED = 150
 
 PEAKS: Mapping[str, tuple[str, float, int]] = {
-    "QLoRA, checkpointing, Qwen3-0.6B": ("Qwen3-0.6B qlora checkpointing loss 4x4096", 10.1e6, 4),
-    "QLoRA, checkpointing, Qwen3-4B": ("Qwen3-4B qlora checkpointing loss 1x4096", 33.0e6, 4),
-    "QLoRA, checkpointing, Qwen3-8B": ("Qwen3-8B qlora checkpointing loss 1x4096", 43.6e6, 4),
     "LoRA, checkpointing, Qwen3-0.6B": ("Qwen3-0.6B lora checkpointing loss 4x4096", 10.1e6, 4),
     "LoRA, checkpointing, Llama-3.1-8B": ("Llama-3.1-8B lora checkpointing loss 1x4096", 41.9e6, 4),
     "LoRA, Qwen3-0.6B": ("Qwen3-0.6B lora loss 4x4096", 10.1e6, 4),
@@ -127,10 +124,10 @@ def milliseconds_and_gibibytes(step: Result | None) -> tuple[str, str]:
 
 
 def first_table(run: Results) -> str:
-    """The steps that people run, and their variants, by names for people; memory of those that all steps have."""
+    """The steps that people run, and their variants, by names for people."""
     rows: dict[str, list[Result]] = {}
     for step in run.of("models", "trainers"):
-        rows.setdefault(step.row, []).append(step if step.by in EAGER else replace(step, peak_bytes=None))
+        rows.setdefault(step.row, []).append(step)
     return steps_in_markdown([replace(step, row=name) for name, row in STEPS.items() for step in rows[row]], NAMES)
 
 
@@ -194,7 +191,7 @@ def longest_on_cards(recipe: str) -> Callable[[Results], str]:
         lines = [["", *(f"{card} GB" for card in LIMITS)]]
         for level, cells in levels.items():
             tokens = {cell["card"]: cell["tokens"] for cell in cells}
-            texts = {card: f"{most:,}" if most else "-" for card, most in tokens.items()}
+            texts = {card: f"{most:,}{' or more' * (most == MOST)}" for card, most in tokens.items()}
             lines.append([level, *(texts.get(card, "") for card in LIMITS)])
         return in_markdown(lines)
 
@@ -205,9 +202,16 @@ def long_run(_: Results) -> str:
     """The losses at the end of a long training run, its time and its memory, for each of its models."""
     stored = json.loads(LONG_RUN.read_text(encoding="utf-8"))
     runs = {name: run for name, run in stored.items() if isinstance(run, dict) and "losses" in run}
+
+    def distances(run: Any) -> str:
+        apart = [abs(one - other) for one, other in zip(run["losses"], stored["stock"]["losses"], strict=True)]
+        means = [fmean(apart[start : start + 100]) for start in range(0, len(apart), 100)]
+        return f"{min(means):.4f} to {max(means):.4f}" if any(means) else ""
+
     rows: Mapping[str, Callable[[Any], str]] = {
         "loss, mean of the last 50 steps, nats a byte": lambda run: f"{fmean(run['losses'][-50:]):.4f}",
         "loss of the last batch after the last step": lambda run: f"{run['evaluation_loss']:.4f}",
+        "distance from stock in a step, means of 100 steps": distances,
         "ms a step": lambda run: f"{1e3 * run['seconds_per_step']:.1f}",
         "GiB at the peak": lambda run: f"{run['memory_bytes'] / 2**30:.1f}",
     }

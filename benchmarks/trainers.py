@@ -85,12 +85,13 @@ class TrainerCase:
 
 
 CASES = tuple(
-    TrainerCase.named(f"{trainer} {step if 'Qwen' in step else f'Qwen3-0.6B {step}'}")
+    TrainerCase.named(f"{trainer} {step}")
     for trainer, steps in {
-        "SFT": "4x4096, lora 4x4096, lora checkpointing 4x4096, lora 4x1024, lora padded 4x1024, 1x512, lora 1x512, "
-        "Qwen3-8B qlora checkpointing 1x4096",
-        "DPO": "lora 2x512, lora padded 2x512, lora 4x2048",
-        "GRPO": "8x1024, lora 8x1024",
+        "SFT Qwen3-0.6B": "4x4096, lora 4x4096, lora checkpointing 4x4096, lora 4x1024, lora padded 4x1024, 1x512, "
+        "lora 1x512",
+        "SFT Qwen3-8B": "qlora checkpointing 1x4096",
+        "DPO Qwen3-0.6B": "lora 2x512, lora padded 2x512, lora 4x2048",
+        "GRPO Qwen3-0.6B": "8x1024, lora 8x1024",
     }.items()
     for step in steps.split(", ")
 )

@@ -88,6 +88,15 @@ def test_linears_of_layers_are_nf4_beside_fp32_norms_and_train_their_adapters():
     assert 0.01 < relative_error(stock, plain.outputs_and_gradients()) < 1, "four bits are not sixteen"
 
 
+def test_as_trl_has_them_norms_and_head_of_a_model_in_4_bits_are_as_loaded_and_frozen():
+    pytest.importorskip("bitsandbytes")
+    case = ModelCase("qwen3", None, 1, 16, ("qlora", "loss"))
+    model = prepare(case, torch.bfloat16, CPU, in_fp32=False).model
+    others = {name: weight for name, weight in model.named_parameters() if "lora_" not in name}
+    assert {weight.dtype for weight in others.values()} == {torch.bfloat16, torch.uint8}
+    assert not any(weight.requires_grad for weight in others.values())
+
+
 @pytest.mark.parametrize("kind", ["generate", "generate static"])
 def test_a_generation_has_a_cache_of_its_kind_and_its_time_is_that_of_a_token(kind):
     step = prepared(kind, batch=2, length=3)

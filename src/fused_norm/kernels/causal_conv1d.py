@@ -35,7 +35,7 @@ WIDTHS = (2, 3, 4)
 
 @triton.jit
 def _load_row(ptr, t, stride, first, end, live):
-    """Row ``t`` as fp32, zero where it is not from ``first`` to ``end``."""
+    """Row ``t`` as fp32; zeros if ``t`` is not from ``first`` to ``end``."""
     return tl.load(ptr + t * stride, mask=as_mask(live & (t >= first) & (t < end)), other=0.0).to(tl.float32)
 
 
@@ -81,7 +81,7 @@ def _activated(c, SILU: tl.constexpr):
 
 @triton.jit
 def _conv_grad(dy, c, live, SILU: tl.constexpr):
-    """The gradient of ``c``, zero where it is not live. Of logistic(c) and 1 - that the smaller is not subtracted."""
+    """The gradient of ``c``, zero if not live. The smaller of logistic(c) and its complement is not subtracted."""
     if SILU:
         power = tl.exp(-tl.abs(c))
         more = 1.0 / (1.0 + power)
@@ -234,7 +234,7 @@ def _conv_backward_kernel(
         tl.store(dbias_ptr + program.to(tl.int64) * C + col, dbias, mask=live)
 
 
-# Four taps, bf16, 4x4096 rows of 6144 channels: .132 ms forward and .260 backward, where a copy takes .102. Of 128,
+# Four taps, bf16, 4x4096 rows of 6144 channels: .132 ms forward and .260 backward; a copy takes .102. Of 128,
 # 256 and 512 channels by 1, 2 and 4 warps in pieces of 32, 64 and 128 rows none is faster; 512 by 1 spills.
 RULES["conv_forward"] = (Rule(ANY_WIDTH, 128, 1),)
 RULES["conv_backward"] = (Rule(ANY_WIDTH, 128, 1, 16),)

@@ -35,7 +35,7 @@ from .triton.memory import INT32_LIMIT, promoted
 
 @triton.jit
 def _tile(M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr, INT64: tl.constexpr):
-    """This program's rows [ROWS] and columns [BLOCK], and what of them there is."""
+    """This program's rows [ROWS] and columns [BLOCK], and which of their elements the tensor has."""
     program = tl.program_id(0)
     if INT64:
         program, M = program.to(tl.int64), M.to(tl.int64)

@@ -73,7 +73,7 @@ def _transformed(x, options, dtype: tl.constexpr):
 
 @triton.jit
 def _after_tanh(x, options, dtype: tl.constexpr):
-    """What ``_transformed`` makes of a tanh, or of logits without a cap."""
+    """Multiply a tanh by the cap, and logits by the inverse temperature: the end of ``_transformed``."""
     _, cap, _, inverse_temperature, _ = options
     if cap is not None:
         x = round_to(x * cap, dtype)
@@ -297,7 +297,7 @@ _MULTIPLIED = 8192
 
 
 class Statistics(NamedTuple):
-    """Where to write what a row has besides its loss, [M] float32 each, or None; rows that are ignored have 0."""
+    """Outputs of a kernel for each row besides its loss, [M] float32 each, or None; ignored rows get 0."""
 
     entropies: Tensor | None = None
     are_largest: Tensor | None = None  # 1 if argmax of the row is its label, else 0

@@ -1,1 +1,1 @@
-"""What the Triton kernels of all operators share, and what launches them."""
+"""Functions that the Triton kernels of several operators call, and the code that launches kernels."""
