@@ -50,7 +50,7 @@ from .triton.weight_grad import reduce_partials
 
 @triton.jit
 def _place_of(tile, counts, TOKENS: tl.constexpr, HEADS: tl.constexpr, LONG: tl.constexpr):
-    """A tile's batches, the positions in them, heads, and what of its tokens and of its rows there is.
+    """A tile's batches, the positions in them, heads, and which of its tokens and rows there are.
 
     Those of tokens are [TOKENS, 1, 1], and heads [1, HEADS, 1]; a token's blocks of heads follow each other.
     """
