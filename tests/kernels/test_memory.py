@@ -20,8 +20,11 @@ def test_rows_are_copied_only_where_they_are_unevenly_spaced(layout: str, device
 
 
 def test_rows_that_are_evenly_spaced_are_read_where_they_are(device: str) -> None:
-    """The stride of a dimension of one means nothing, and an expanded row is one in memory."""
-    for x in (torch.randn(3, 4, 8, device=device)[:, :1], torch.randn(8, device=device).expand(6, 8)):
+    """The stride of a dimension of one means nothing, and an expanded row is one in memory.
+
+    Strides are multiples of 16, as Triton compiles others apart, and then a sum has another order.
+    """
+    for x in (torch.randn(3, 4, 16, device=device)[:, :1], torch.randn(16, device=device).expand(6, 16)):
         (launch,) = launches_of(lambda x=x: rms_norm(x, None))
         assert x.data_ptr() in [tensor.data_ptr() for tensor in launch.tensors if tensor is not None]
         assert torch.equal(rms_norm(x, None), rms_norm(x.contiguous(), None))

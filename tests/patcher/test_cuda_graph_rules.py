@@ -321,6 +321,28 @@ def test_numbers_in_arguments_are_told_apart() -> None:
         assert latest.read((x, one), {}).number == latest.read((x, one), {}).number
 
 
+@pytest.mark.skipif(not HAS_GPU, reason="the stand-in has no streams")
+def test_a_capture_leaves_the_random_numbers_of_replays_alone() -> None:
+    device = cuda_graphs.make_device(torch.device("cuda", 0))
+    drawn = [torch.zeros(1000, device="cuda") for _ in range(3)]
+    expected = [torch.zeros(1000, device="cuda") for _ in drawn]
+
+    def draw(into: Tensor) -> None:
+        torch.cuda._sleep(50_000_000)  # so long that the next capture begins before it draws
+        into.uniform_()
+
+    torch.manual_seed(3)
+    for tensor in expected:
+        tensor.uniform_()
+    torch.manual_seed(3)
+    graphs = []
+    for tensor in drawn:
+        replay, graph = device.capture(lambda tensor=tensor: draw(tensor))
+        graphs.append(graph)
+        replay()
+    assert all(map(torch.equal, drawn, expected))
+
+
 @pytest.mark.skipif(HAS_GPU, reason="the stand-in fails on demand")
 def test_a_capture_that_fails_three_times_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     eager = Run("full", graphs=False)

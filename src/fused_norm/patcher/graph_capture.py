@@ -57,10 +57,14 @@ class CudaDevice:
     def capture(self, run: Callable[[], None]) -> tuple[Replay, Any]:
         """Capture what ``run`` launches; return a function that launches it again, and the graph, which is to be held.
 
+        PyTorch clears the place of the random numbers on the stream of a capture, before it begins; up to PyTorch 2.11
+        all graphs read one place. So that stream waits for replays that are under way, and later ones wait for it.
+
         Raises:
             Exception: what ``run`` or the capture raises; the device and the generator of random numbers are sound.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph, replays_on = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(replays_on)
         try:
             with torch.cuda.stream(self._stream), _no_collection():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -75,6 +79,7 @@ class CudaDevice:
             # A failed capture leaves the generator's state as one that is captured: a fresh state has the same numbers.
             self._generator.graphsafe_set_state(self._generator.clone_state())
             raise
+        replays_on.wait_stream(self._stream)
         self._let_autograd_go()
         return torch._C._CUDAGraph.replay.__get__(graph), graph
 
