@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 RUN = RESULTS / "h200" / "results.json"
 TRAINERS = RESULTS / "h200-trainers" / "results.json"
-BATCHES = RESULTS / "h200" / "largest_batch.json"
 LONG_RUN = RESULTS / "h200-long" / "results.json"
 CARDS = RESULTS / "h200" / "cards.json"
 OPERATORS_ON_H100 = RESULTS / "h100" / "operators" / "results.json"
@@ -73,32 +72,6 @@ LEVELS_OF = {
     "gemma-3-1b-pt": "gemma-3-1b-pt {}4x4096",
 }
 """Steps that were measured in these ways, the word left out."""
-
-
-RECIPES = {
-    "stock": "stock",
-    "stock checkpointing": "stock, gradient checkpointing",
-    "fused": "ours",
-    "fused mlp": 'ours, `recompute="mlp"`',
-    "fused attention": 'ours, `recompute="attention"`',
-    "fused checkpointing": "ours, gradient checkpointing",
-}
-"""Recipes whose largest batches were measured, and their names on pages."""
-
-_MOST_TRIED = 150
-
-PEAKS: Mapping[str, tuple[str, float, int]] = {
-    "LoRA, checkpointing, Qwen3-0.6B": ("Qwen3-0.6B lora checkpointing loss 4x4096", 10.1e6, 4),
-    "LoRA, checkpointing, Llama-3.1-8B": ("Llama-3.1-8B lora checkpointing loss 1x4096", 41.9e6, 4),
-    "LoRA, Qwen3-0.6B": ("Qwen3-0.6B lora loss 4x4096", 10.1e6, 4),
-    "full, checkpointing, Qwen3-0.6B, bf16": ("Qwen3-0.6B checkpointing loss 4x4096", 0.596e9, 2),
-    "full, Qwen3-0.6B, bf16": ("Qwen3-0.6B loss 4x4096", 0.596e9, 2),
-    "full, Llama-3.2-1B, bf16": ("Llama-3.2-1B loss 4x4096", 1.236e9, 2),
-    "full, gemma-3-1b-pt, bf16": ("gemma-3-1b-pt loss 4x4096", 1.0e9, 2),
-}
-"""Recipes whose peak is shown, by the names of pages: the row of the run, the trained parameters, and their bytes."""
-
-_CARDS = (8, 16, 24, 48, 80)
 
 
 def stored_run() -> Results:
@@ -166,33 +139,16 @@ KINDS = ("full", "lora", "qlora", "layers", "generation")
 """What ``kind_of`` returns."""
 
 
-def batches_of(model: str) -> Callable[[Results], str]:
-    """The table of the batches of LoRA of a model that fit into memory of four sizes."""
-
-    def table(_: Results) -> str:
-        rows = json.loads(BATCHES.read_text(encoding="utf-8"))["rows"]
-        lines = [["", "16 GiB, computed", "24 GiB", "48 GiB, computed", "80 GiB", "tokens a second"]]
-        for recipe, name in RECIPES.items():
-            row = rows[f"{model} lora {recipe}"]
-            most = row["80"]
-            cells = [*map(str, (_batch_in(16, row), row["24"], _batch_in(48, row)))]
-            cells.append(f"{most} or more" if most == _MOST_TRIED else str(most))
-            lines.append([name, *cells, f"{row['tokens/s']:,}"])
-        return in_markdown(lines)
-
-    return table
-
-
 def longest_on_cards(recipe: str) -> Callable[[Results], str]:
-    """The table of the most tokens in a step of a recipe, by card; those of a search that did not end are left out."""
+    """The table of the most tokens in a step of a recipe, by card, and of the speed of a row's last number."""
 
     def table(_: Results) -> str:
         levels = json.loads(CARDS.read_text(encoding="utf-8"))["recipes"][recipe]
-        lines = [["", *(f"{card} GB" for card in LIMITS)]]
+        lines = [["", *(f"{card} GB" for card in LIMITS), "tokens a second"]]
         for level, cells in levels.items():
             tokens = {cell["card"]: cell["tokens"] for cell in cells}
-            texts = {card: f"{most:,}{' or more' * (most == MOST)}" for card, most in tokens.items()}
-            lines.append([level, *(texts.get(card, "") for card in LIMITS)])
+            texts = [f"{tokens[card]:,}{' or more' * (tokens[card] == MOST)}" for card in LIMITS]
+            lines.append([level, *texts, f"{tokens[max(LIMITS)] / cells[-1]['seconds']:,.0f}"])
         return in_markdown(lines)
 
     return table
@@ -216,26 +172,6 @@ def long_run(_: Results) -> str:
         "GiB at the peak": lambda run: f"{run['memory_bytes'] / 2**30:.1f}",
     }
     return in_markdown([["", *runs], *([name, *map(cell, runs.values())] for name, cell in rows.items())])
-
-
-def peaks(run: Results) -> str:
-    """The peak of memory of recipes, with AdamW's two numbers for a parameter, and the smallest card."""
-    lines = [["", "tokens", "ours, GiB", "with AdamW, computed", "card, GB", "stock, GiB"]]
-    for name, (row, parameters, size) in PEAKS.items():
-        stock, ours = (milliseconds_and_gibibytes(step_of(run, row, variant))[1] for variant in ("stock", "fused"))
-        whole = float(ours) + 2 * parameters * size / 2**30
-        card = next(card for card in _CARDS if whole <= 0.9 * card)
-        lines.append([name, row.rpartition(" ")[2], ours, f"{whole:.1f}", str(card), stock])
-    return in_markdown(lines)
-
-
-def _batch_in(gibibytes: int, measured: Mapping[str, Any]) -> int:
-    """Sequences on the line through what fits in 24 and 80 GiB, of which a tenth of the memory is left at the peak."""
-    of_one, of_three = measured["peaks 1,3"]
-    count = measured["24"] + (measured["80"] - measured["24"]) * (gibibytes - 24) // (80 - 24)
-    while count and (of_one + (count - 1) * (of_three - of_one) / 2) > 0.9 * gibibytes:
-        count -= 1
-    return int(count)
 
 
 def less_memory(run: Results) -> str:
@@ -281,8 +217,11 @@ TABLES: Mapping[str, Mapping[str, Callable[[Results], str]]] = {
     },
     "docs/options.md": {"memory": less_memory},
     "docs/short_steps.md": {"graphs": graphs},
-    "docs/settings.md": {"peaks": peaks, "cards-Qwen3-8B-QLoRA": longest_on_cards("Qwen3-8B, QLoRA")}
-    | {f"batches-{model}": batches_of(model) for model in ("Qwen3-0.6B", "Llama-3.2-1B")},
+    "docs/settings.md": {
+        "cards-qlora": longest_on_cards("Qwen3-8B, QLoRA"),
+        "cards-lora": longest_on_cards("Qwen3-8B, LoRA"),
+        "cards-full": longest_on_cards("Qwen3-1.7B, full"),
+    },
     "docs/tuning.md": {"operators-h100": operators_on_h100},
 }
 """What makes the tables of each page, by their marks."""

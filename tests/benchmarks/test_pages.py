@@ -1,13 +1,12 @@
 """Pages show the stored run: their tables are what ``python -m benchmarks.pages`` would write, and so is a chart."""
 
-import json
 import re
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.first_screen import cells_of
-from benchmarks.pages import BATCHES, KINDS, RECIPES, ROOT, STEPS, TABLES, first_table, stored_run, with_tables
+from benchmarks.pages import KINDS, ROOT, STEPS, TABLES, first_table, stored_run, with_tables
 from benchmarks.time_and_memory import LINES, MODELS, draw
 
 
@@ -36,19 +35,6 @@ def test_every_stored_step_is_in_one_table(run):
     tables = [TABLES["docs/numbers.md"][kind](run) for kind in ("trainers", *KINDS)]
     rows = [row for table in tables for row in dict.fromkeys(row for row, _ in cells_of(table))]
     assert sorted(rows) == sorted({row.row for row in run.of("models", "trainers")})
-
-
-def test_batches_that_were_not_measured_leave_a_tenth_of_the_memory():
-    stored = json.loads(BATCHES.read_text(encoding="utf-8"))["rows"]
-    for model in ("Qwen3-0.6B", "Llama-3.2-1B"):
-        cells = cells_of(TABLES["docs/settings.md"][f"batches-{model}"](None))
-        for recipe, name in RECIPES.items():
-            row = stored[f"{model} lora {recipe}"]
-            in_16, in_48 = (int(cells[name, f"{size} GiB, computed"]) for size in (16, 48))
-            assert in_16 < row["24"] < in_48 < row["80"]
-            of_one, of_three = row["peaks 1,3"]
-            for size, count in ((16, in_16), (48, in_48)):
-                assert not count or of_one + (count - 1) * (of_three - of_one) / 2 <= 0.9 * size
 
 
 def test_the_chart_of_time_and_memory_is_drawn_from_the_run(run):

@@ -186,10 +186,7 @@ _FAMILIES = (
         model_type="mistral",
         spec=NormSpec("llama", eps=1e-5),
         tiny=_tiny(head_dim=20, intermediate_size=136, sliding_window=16, tie_word_embeddings=False),
-        shapes=(
-            Shape("mistralai/Mistral-7B-v0.1", 4096, 32, 32, 8, 128, 14336, 32000, False),
-            Shape("mistralai/Mistral-7B-v0.3", 4096, 32, 32, 8, 128, 14336, 32768, False),
-        ),
+        shapes=(Shape("mistralai/Mistral-7B-v0.1", 4096, 32, 32, 8, 128, 14336, 32000, False),),
     ),
     Family(
         model_type="granite",  # its layers multiply a branch before they add it
