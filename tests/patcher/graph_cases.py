@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import fused_norm
+
+from .graph_stand_in import StandIn
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -114,9 +117,13 @@ class Run:
         if padded:
             arguments["attention_mask"] = torch.ones_like(ids)
             arguments["attention_mask"][0, : 1 + seed % 4] = 0
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=self.mode == "lora" and HAS_GPU):
+        with self.autocast():
             loss: Tensor = self.model(input_ids=ids, labels=ids, **arguments).loss
         return loss
+
+    def autocast(self) -> torch.autocast:
+        """The autocast that adapters are trained under."""
+        return torch.autocast(DEVICE, torch.bfloat16, enabled=self.mode == "lora" and HAS_GPU)
 
     def note(self, *tensors: Tensor | None) -> None:
         """Keep the values of tensors."""
@@ -143,6 +150,21 @@ class Run:
     def adapters(self) -> list[Any]:
         """Return the LoRA layers."""
         return [module for module in self.model.modules() if hasattr(module, "scaling") and hasattr(module, "lora_A")]
+
+
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Make a stream the current one, and let it wait for the default one."""
+    if HAS_GPU:
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            yield
+        return
+    StandIn.current = stream
+    try:
+        yield
+    finally:
+        StandIn.current = 0
 
 
 @case
@@ -265,6 +287,28 @@ def evaluation_between(run: Run) -> None:
             run.note(run.loss(TWO, seed))
     run.model.train()
     run.step(ONE, 3)
+
+
+@case
+def streams_in_turns(run: Run) -> None:
+    """Evaluate on two streams, which begin together and do not wait for each other; then train on them in turns."""
+    streams = [torch.cuda.Stream() for _ in range(2)] if HAS_GPU else [1, 2]
+    ids = [run.ids(ONE, seed) for seed in range(12)]  # To copy them to a GPU would wait for the stream.
+    for first in range(0, len(ids), 2):
+        torch.manual_seed(first)
+        if HAS_GPU:
+            torch.cuda._sleep(100_000_000)
+        for stream, row in zip(streams, ids[first:], strict=False):
+            with on_stream(stream), torch.no_grad(), run.autocast():
+                run.note(run.model.model(input_ids=row).last_hidden_state)
+    for seed in range(4):
+        for stream in streams:
+            if HAS_GPU:
+                torch.cuda.synchronize()
+            with on_stream(stream):
+                run.step(TWO, seed)
+    if HAS_GPU:
+        torch.cuda.synchronize()
 
 
 @case
@@ -399,7 +443,7 @@ def hidden_states_returned(run: Run) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         ids = run.ids(ONE, seed)
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=run.mode == "lora" and HAS_GPU):
+        with run.autocast():
             states = run.model(input_ids=ids, labels=ids, output_hidden_states=True).hidden_states
         sum(state.float().square().mean() for state in states).backward()
         run.note(*states)
@@ -564,7 +608,7 @@ def embeddings_given(run: Run) -> None:
     for seed in range(4):
         torch.manual_seed(seed)
         embedded = torch.randn(*ONE, _SMALL["hidden_size"], device=DEVICE, dtype=DTYPE, requires_grad=True)
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=run.mode == "lora" and HAS_GPU):
+        with run.autocast():
             loss = run.model(inputs_embeds=embedded, labels=run.ids(ONE, seed)).loss
         loss.backward()
         run.note(loss, embedded.grad)

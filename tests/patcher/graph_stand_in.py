@@ -1,7 +1,8 @@
 """A stand-in for CUDA graphs on a CPU: it replays by running again, and leaves undefined what a real graph would.
 
 A capture computes nothing, so that outputs are NaN after it. Gradients lie in memory that the next replay may use: they
-are NaN from then on. A replay takes the activations of all pairs that did not hold theirs at its capture.
+are NaN from then on. A replay takes the activations of all pairs that did not hold theirs at its capture. On another
+stream than the latest, whose turn it is not, it leaves NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ class StandIn:
         blocks: the blocks of the pool that tests say are in use.
         fails: whether captures raise.
         released: how often memory that nobody uses was given back.
+        current: the current stream.
     """
+
+    current = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.workspaces = device, frozenset({0})
@@ -33,6 +37,7 @@ class StandIn:
         self.fails, self.released = False, 0
         self._pairs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._given: list[Tensor] = []
+        self._latest = self.current
 
     def renew(self) -> None:
         self.blocks = {0}
@@ -46,6 +51,7 @@ class StandIn:
         for output in pair.outputs:
             output.fill_(NAN)
         self._pairs.add(pair)
+        self._latest = self.current
         return partial(self._replay, run, pair), None
 
     def _replay(self, run: Callable[[], None], pair: Any) -> None:
@@ -55,6 +61,9 @@ class StandIn:
             if other.number not in pair.live:
                 other.drop_activations()
         run()
+        if self._latest != self.current:
+            for output in pair.outputs:
+                output.fill_(NAN)
         self._given = []
         if run.__name__ == "_backward":
             own = {buffer.data_ptr() for buffer in pair.output_grads if buffer is not None}
@@ -77,7 +86,10 @@ class StandIn:
         torch.set_rng_state(state)
 
     def stream(self) -> int:
-        return 0
+        return self.current
+
+    def take_turn(self, stream: int) -> None:
+        self._latest = stream
 
     def is_capturing(self) -> bool:
         return False

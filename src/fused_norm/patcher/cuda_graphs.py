@@ -1,7 +1,7 @@
 """Layers whose forward and backward are captured once as CUDA graphs, and replayed: the host launches one graph.
 
 A replay launches the kernels that eager launched at the same shapes, on the same values, with the same random numbers.
-Whatever is not provably so runs eager, and is counted with its reason. Four rules hold:
+Whatever is not provably so runs eager, and is counted with its reason. Five rules hold:
 
 1. Nothing that lies in the graphs' memory pool leaves it. Outputs are copied, inside the graph, into a buffer of normal
    memory; gradients are copied into new tensors right after the replay.
@@ -10,6 +10,7 @@ Whatever is not provably so runs eager, and is counted with its reason. Four rul
    been given their memory.
 3. A buffer is written only if nobody else holds its storage: not a view, not a detached alias, not an array of NumPy.
 4. A backward that may not be replayed computes the layer again from its inputs, as checkpointing does.
+5. Graphs of a model run one after the other, whatever the streams of its calls.
 
 The pool has the activations of one forward and the temporaries of one layer. Shapes share that memory if none of them
 is in flight when the next is captured.

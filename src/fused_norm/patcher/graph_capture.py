@@ -35,6 +35,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
+        self._latest = torch.cuda.current_stream(device)
         self._generator = torch.cuda.default_generators[device.index]
         self.renew()
 
@@ -54,17 +55,28 @@ class CudaDevice:
                 x = torch.ones(32, 32, device=self.device, dtype=dtype, requires_grad=True)
                 torch.autograd.grad(_Products.apply(x).sum(), x)
 
+    def take_turn(self, stream: int) -> None:
+        """Let the current stream, with this address, wait for the one on which graphs were launched or captured last.
+
+        Graphs have memory in common, and must not run side by side.
+        """
+        if stream != self._latest.cuda_stream:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._latest)
+            self._latest = current
+
     def capture(self, run: Callable[[], None]) -> tuple[Replay, Any]:
         """Capture what ``run`` launches; return a function that launches it again, and the graph, which is to be held.
 
         PyTorch clears the place of the random numbers on the stream of a capture, before it begins; up to PyTorch 2.11
-        all graphs read one place. So that stream waits for replays that are under way, and later ones wait for it.
+        all graphs read one place. So that stream waits for the replays before it, and those after it wait for it.
 
         Raises:
             Exception: what ``run`` or the capture raises; the device and the generator of random numbers are sound.
         """
-        graph, replays_on = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(replays_on)
+        graph = torch.cuda.CUDAGraph()
+        self.take_turn(self.stream())
+        self._stream.wait_stream(self._latest)
         try:
             with torch.cuda.stream(self._stream), _no_collection():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -79,7 +91,7 @@ class CudaDevice:
             # A failed capture leaves the generator's state as one that is captured: a fresh state has the same numbers.
             self._generator.graphsafe_set_state(self._generator.clone_state())
             raise
-        replays_on.wait_stream(self._stream)
+        self._latest.wait_stream(self._stream)
         self._let_autograd_go()
         return torch._C._CUDAGraph.replay.__get__(graph), graph
 

@@ -258,6 +258,7 @@ class GraphPair:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """The layer's outputs for these tensors, by a replay."""
+        self._device.take_turn(self._call.stream)
         for place, (buffer, tensor) in enumerate(zip(self.inputs, tensors, strict=True)):
             shared = self.shared.get(place)
             if shared is not None:
@@ -323,6 +324,7 @@ class GraphPair:
         return results
 
     def _replayed_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        self._device.take_turn(self._call.stream)
         for buffer, grad in zip(self.output_grads, grads, strict=True):
             if buffer is not None:
                 if grad is None:
