@@ -316,6 +316,30 @@ def test_an_attribute_that_nobody_compares_runs_eager(monkeypatch: pytest.Monkey
     assert replays.eager["nobody compares box of Layer, a Box"] == 8
 
 
+@pytest.mark.parametrize(
+    ("where", "name", "value", "default"),
+    [
+        (torch.backends, "fp32_precision", "tf32", "none"),  # as TrainingArguments(tf32=True) sets it
+        (torch.backends.cuda.matmul, "fp32_precision", "tf32", "none"),
+        (torch.backends.cuda.matmul, "allow_fp16_accumulation", True, False),
+    ],
+)
+def test_precisions_of_products_are_asked_wherever_they_are_set(
+    where: Any, name: str, value: Any, default: Any
+) -> None:
+    run = Run("full", graphs=True)
+    run.warm_up(3)
+    captures = run.replays.captures
+    try:
+        setattr(where, name, value)
+        run.warm_up(3)
+        assert run.replays.captures == 2 * captures > 0
+    finally:
+        setattr(where, name, default)
+    run.warm_up(1)
+    assert run.replays.captures == 2 * captures
+
+
 def test_numbers_in_arguments_are_told_apart() -> None:
     for one, other in ((1, True), (0.0, -0.0), (1, 1.0)):
         latest = graph_guards.LatestArguments()

@@ -265,14 +265,17 @@ def flags(device: torch.device) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         core._get_cudnn_deterministic(),
         core._get_cudnn_benchmark(),
-        core._get_cudnn_allow_tf32(),
-        core._get_cublas_allow_tf32(),
+        # Whichever setting they come from: ``allow_tf32`` raises if others than itself were used.
+        core._get_fp32_precision_getter("cuda", "matmul"),
+        core._get_fp32_precision_getter("cuda", "conv"),
         core._get_cublas_allow_bf16_reduced_precision_reduction(),
         core._get_cublas_allow_fp16_reduced_precision_reduction(),
+        core._get_cublas_allow_fp16_accumulation(),
         core._get_flash_sdp_enabled(),
         core._get_mem_efficient_sdp_enabled(),
         core._get_math_sdp_enabled(),
         core._get_cudnn_sdp_enabled(),
+        *core._get_sdp_priority_order(),
     )
 
 
