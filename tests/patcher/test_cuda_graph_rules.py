@@ -385,6 +385,26 @@ def test_a_capture_that_fails_three_times_is_not_tried_again(monkeypatch: pytest
     assert run.replays.eager["it cannot be captured: no capture today"] == 2 * len(run.layers)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="the stand-in fails on demand")
+def test_a_capture_that_fails_drops_the_graphs_of_all_models() -> None:
+    """They would draw random numbers from the state that the generator had before."""
+    eager, other, run = Run("lora", graphs=False), Run("lora", graphs=True), Run("full", graphs=True)
+    run.step()
+    for each in (other, eager):
+        each.warm_up(3)
+    captures = other.replays.captures
+    run.layers[0]._fused_norm_graphs.graphs.device.fails = True
+    waiting = [each.loss(ONE, 7) for each in (other, eager)]
+    run.step()
+    for loss in waiting:
+        loss.backward()
+    for each in (other, eager):
+        each.gradients()
+        each.warm_up(3)
+    assert differences(other, eager) == []
+    assert other.replays.captures == 2 * captures > 0
+
+
 @pytest.mark.skipif(HAS_GPU, reason="the stand-in loses memory on demand")
 @pytest.mark.parametrize("when", ["freed", "kept"])
 def test_memory_of_the_pool_that_others_free_or_keep_is_an_end_of_graphs(when: str) -> None:

@@ -233,7 +233,8 @@ class LayerReplay:
             self.failures += 1
             if self.failures >= _PATIENCE:
                 self.refused = f"it cannot be captured: {error}"[:300]
-            graphs.clear()
+            for each in _all_graphs:
+                each.renounce()
             logger.info("a layer could not be captured as a CUDA graph: %s", error)
             raise RunEagerError("its capture failed") from None
         self.pairs.setdefault(key, []).append(pair)  # to settle may have dropped the list
@@ -325,7 +326,8 @@ class LayerGraphs:
         self._recent: OrderedDict[Any, None] = OrderedDict()
         self._families: set[Any] = set()
         self._tape: Any = None
-        self._is_separate = self._is_waiting = False
+        self._is_separate = self._is_waiting = self._is_renounced = False
+        _all_graphs.add(self)
 
     def __reduce__(self) -> Any:
         """Pickle and copy the option, not the graphs; a copy does not know which of its parameters are shared."""
@@ -420,9 +422,16 @@ class LayerGraphs:
             self.clear()
 
     def land_if_waiting(self) -> None:
-        """Drop all graphs if that waits for the last flight, and it is over."""
+        """Drop all graphs if they are not to be replayed, or if that waits for the last flight, and it is over."""
+        if self._is_renounced:
+            self._is_renounced = False
+            self.clear()
         if self._is_waiting:
             self._land()
+
+    def renounce(self) -> None:
+        """Let no graph be replayed any more: after a failed capture they draw random numbers from a former state."""
+        self._is_renounced = True
 
     def separate(self) -> None:
         """Let shapes have memory of their own from now on: two of them are in flight together."""
@@ -522,6 +531,9 @@ class LayerGraphs:
         self.with_activations, self._tape = {}, None
         self._recent.clear()
         self._free_buffers()
+
+
+_all_graphs: weakref.WeakSet[LayerGraphs] = weakref.WeakSet()
 
 
 def make_device(device: torch.device) -> Any:
