@@ -350,7 +350,9 @@ def test_numbers_in_arguments_are_told_apart() -> None:
 
 @pytest.mark.skipif(not HAS_GPU, reason="the stand-in has no streams")
 def test_a_capture_leaves_the_random_numbers_of_replays_alone() -> None:
-    device = cuda_graphs.make_device(torch.device("cuda", 0))
+    run = Run("full", graphs=True)
+    run.warm_up(2)
+    device = run.layers[0]._fused_norm_graphs.graphs.device
     drawn = [torch.zeros(1000, device="cuda") for _ in range(3)]
     expected = [torch.zeros(1000, device="cuda") for _ in drawn]
 
