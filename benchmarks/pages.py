@@ -147,7 +147,7 @@ def longest_on_cards(recipe: str) -> Callable[[Results], str]:
         lines = [["", *(f"{card} GB" for card in LIMITS), "tokens a second"]]
         for level, cells in levels.items():
             tokens = {cell["card"]: cell["tokens"] for cell in cells}
-            texts = [f"{tokens[card]:,}{' or more' * (tokens[card] == MOST)}" for card in LIMITS]
+            texts = [f"{tokens[card]:,}{'+' * (tokens[card] == MOST)}" for card in LIMITS]
             lines.append([level, *texts, f"{tokens[max(LIMITS)] / cells[-1]['seconds']:,.0f}"])
         return in_markdown(lines)
 
