@@ -17,6 +17,7 @@ import fused_norm
 from fused_norm.patcher import cuda_graphs, graph_guards
 
 from .graph_cases import CASES, DEVICE, HAS_GPU, ONE, TWO, Run
+from .graph_stand_in import StandIn
 from .test_cuda_graphs import differences, stand_in  # noqa: F401
 
 PAIR, GRAPHS = "GraphPair", "LayerGraphs"
@@ -385,6 +386,19 @@ def test_a_capture_that_fails_three_times_is_not_tried_again(monkeypatch: pytest
     assert run.replays.captures == 0
     assert run.replays.eager["its capture failed"] == 3 * len(run.layers)
     assert run.replays.eager["it cannot be captured: no capture today"] == 2 * len(run.layers)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the stand-in fails on demand")
+def test_a_device_without_graphs_runs_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no pool of memory")
+
+    monkeypatch.setattr(StandIn, "__init__", fail)
+    eager, run = Run("full", graphs=False), Run("full", graphs=True)
+    for each in (run, eager):
+        each.warm_up(2)
+    assert differences(run, eager) == []
+    assert run.replays.eager == {"no CUDA graph can be captured: no pool of memory": 2 * len(run.layers)}
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the stand-in fails on demand")

@@ -349,7 +349,13 @@ class LayerGraphs:
             if tensor.device != device:
                 raise RunEagerError("its arguments are on several devices")
         if self._device is None:
-            self._device = make_device(device)
+            try:
+                self._device = make_device(device)
+            except RunEagerError:
+                raise
+            except Exception as error:  # as of an allocator that has no memory pools
+                self.refused = f"no CUDA graph can be captured: {error}"[:300]
+                raise RunEagerError(self.refused) from None
         if self._device.device != device:
             raise RunEagerError("the model has moved to another device")
         return self._device
