@@ -24,11 +24,13 @@ from fused_norm import FusedNormError
 from fused_norm.model_configs import build
 
 from .models import (
+    assert_gradients_near,
     assert_near,
     assert_same,
     assert_trains_as_stock,
     counts,
     fused_copy,
+    gradients_of,
     is_fused,
     relative,
     sites,
@@ -418,6 +420,22 @@ def test_one_rank_of_fsdp2_trains_a_patched_model_as_it_trains_stock() -> None:
 @pytest.mark.slow
 def test_two_ranks_of_fsdp2_train_a_patched_model_as_they_train_stock(tmp_path: Path) -> None:
     assert_all_train_as_stock(on_two_ranks(losses_of_every_order, tmp_path)[0])
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}], ids=str)
+def test_replicas_of_data_parallel_train_as_stocks(options: dict[str, Any]) -> None:
+    """The Trainer makes them in each step, in one process with several GPUs; their weights are no parameters."""
+    stock = build("qwen3", seed=0, device="cuda")
+    fused = fused_copy(stock, **options)
+    ids = tokens().to("cuda")
+    gradients = []
+    for model in (stock, fused):
+        for _ in range(3):
+            model.zero_grad()
+            nn.DataParallel(model)(input_ids=ids, labels=ids, use_cache=False).loss.sum().backward()
+        gradients.append(gradients_of(model))
+    assert_gradients_near(gradients[1], gradients[0])
 
 
 @pytest.mark.slow
