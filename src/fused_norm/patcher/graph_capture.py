@@ -68,8 +68,8 @@ class CudaDevice:
     def capture(self, run: Callable[[], None]) -> tuple[Replay, Any]:
         """Capture what ``run`` launches; return a function that launches it again, and the graph, which is to be held.
 
-        PyTorch clears the place of the random numbers on the stream of a capture, before it begins; up to PyTorch 2.11
-        all graphs read one place. So that stream waits for the replays before it, and those after it wait for it.
+        Before a capture begins, PyTorch clears the offset of random numbers on the capture's stream; in PyTorch 2.11
+        all graphs read that offset. So the stream waits for the replays before it, and those after it wait for it.
 
         Raises:
             Exception: what ``run`` or the capture raises; the device and the generator of random numbers are sound.
