@@ -233,7 +233,7 @@ class LayerReplay:
             self.failures += 1
             if self.failures >= _PATIENCE:
                 self.refused = f"it cannot be captured: {error}"[:300]
-            for each in _all_graphs:
+            for each in list(_all_graphs):
                 each.renounce()
             logger.info("a layer could not be captured as a CUDA graph: %s", error)
             raise RunEagerError("its capture failed") from None
