@@ -49,7 +49,8 @@ def test_a_fault_is_caught_in_the_execution_that_runs_it(family, precision, exec
         changes["num_hidden_layers"] = FAMILIES[family].tiny["num_hidden_layers"]
     # A family's linears, not a config's, get the widths that are packed into 4 bits.
     model = [family] if execution == "qlora-qv" else ["--config", config_of(tmp_path, family, **changes)]
-    line = (*model, "--dtype", precision, "--axis", execution, "--steps", "2")
+    steps = "1" if precision == "bf16" else "2"  # In one step under autocast, noise alone can be red.
+    line = (*model, "--dtype", precision, "--axis", execution, "--steps", steps)
     outcomes = {}
     with one_baseline():
         row, _ = converge(tmp_path, *line)
