@@ -9,6 +9,7 @@ import weakref
 from collections import UserDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -190,6 +191,10 @@ class Layer(nn.Module):
             return y, self
         elif self.what == "adds a number":
             y = y + others[0]
+        elif self.what == "draws as Python does":
+            y = y * random.random()
+        elif self.what == "draws as NumPy does":
+            y = y * np.random.random()
         elif self.what == "reads the count":
             y = y * (num_items_in_batch or 1)
         elif self.what == "returns more":
@@ -233,7 +238,7 @@ def tried(what: str, *others: Any, steps: int = 4, **named: Any) -> tuple[Any, l
     "what",
     [
         "counts", "writes a buffer", "writes its input", "returns its input", "returns a view",
-        "returns a dictionary", "returns an object",
+        "returns a dictionary", "returns an object", "draws as Python does", "draws as NumPy does",
     ],
 )  # fmt: skip
 def test_a_layer_that_does_more_than_return_tensors_runs_eager(what: str) -> None:
@@ -247,6 +252,8 @@ def test_a_layer_that_does_more_than_return_tensors_runs_eager(what: str) -> Non
         "returns a view": "an output is, or is a view of, an argument or another output",
         "returns a dictionary": "it returns a dict",
         "returns an object": "it returns more than tensors",
+        "draws as Python does": "it draws random numbers on the host",
+        "draws as NumPy does": "it draws random numbers on the host",
     }
     assert replays.eager[reasons[what]] > 0
 
