@@ -87,3 +87,8 @@ def test_what_a_card_takes_is_found_under_its_limit(level):
 def test_what_is_too_long_for_one_sequence_is_a_batch():
     assert shape_of(cards.CONTEXT) == (1, cards.CONTEXT)
     assert shape_of(20 * cards.PART) == (20, cards.PART)
+
+
+def test_no_model_has_a_window_whose_mask_would_take_memory():
+    for name, _ in cards.RECIPES.values():
+        assert ModelCase.named(f"{name} loss 1x1024").config().sliding_window is None
