@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -721,7 +720,10 @@ def test_help_names_the_options_and_fits_a_terminal_of_80_columns(command, words
     assert [word for word in words if word not in " ".join(out.split())] == []
 
 
-@pytest.mark.skipif(shutil.which("fused-norm") is None, reason="the package is not installed, only on the path")
+COMMAND = Path(sys.executable).with_name("fused-norm")
+
+
+@pytest.mark.skipif(not COMMAND.exists(), reason="the package is not installed, only on the path")
 def test_the_installed_command_is_this_one():
-    result = subprocess.run(["fused-norm", "--version"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([COMMAND, "--version"], capture_output=True, text=True, timeout=60)
     assert result.stdout.split() == ["fused-norm", fused_norm.__version__]
