@@ -140,15 +140,16 @@ KINDS = ("full", "lora", "qlora", "layers", "generation")
 
 
 def longest_on_cards(recipe: str) -> Callable[[Results], str]:
-    """The table of the most tokens in a step of a recipe, by card, and of the speed of a row's last number."""
+    """The table of the most tokens in a step of a recipe, by card, and of the speed on the largest."""
 
     def table(_: Results) -> str:
         levels = json.loads(CARDS.read_text(encoding="utf-8"))["recipes"][recipe]
         lines = [["", *(f"{card} GB" for card in LIMITS), "tokens a second"]]
         for level, cells in levels.items():
-            tokens = {cell["card"]: cell["tokens"] for cell in cells}
-            texts = [f"{tokens[card]:,}{'+' * (tokens[card] == MOST)}" for card in LIMITS]
-            lines.append([level, *texts, f"{tokens[max(LIMITS)] / cells[-1]['seconds']:,.0f}"])
+            of_card = {cell["card"]: cell for cell in cells}
+            tokens = [of_card[card]["tokens"] for card in LIMITS]
+            speed = of_card[max(LIMITS)]["tokens"] / of_card[max(LIMITS)]["seconds"]
+            lines.append([level, *(f"{most:,}{'+' * (most == MOST)}" for most in tokens), f"{speed:,.0f}"])
         return in_markdown(lines)
 
     return table

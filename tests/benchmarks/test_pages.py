@@ -1,12 +1,14 @@
 """Pages show the stored run: their tables are what ``python -m benchmarks.pages`` would write, and so is a chart."""
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.cards import LIMITS, MOST
 from benchmarks.first_screen import cells_of
-from benchmarks.pages import KINDS, ROOT, STEPS, TABLES, first_table, stored_run, with_tables
+from benchmarks.pages import CARDS, KINDS, ROOT, STEPS, TABLES, first_table, stored_run, with_tables
 from benchmarks.time_and_memory import LINES, MODELS, draw
 
 
@@ -35,6 +37,23 @@ def test_every_stored_step_is_in_one_table(run):
     tables = [TABLES["docs/numbers.md"][kind](run) for kind in ("trainers", *KINDS)]
     rows = [row for table in tables for row in dict.fromkeys(row for row, _ in cells_of(table))]
     assert sorted(rows) == sorted({row.row for row in run.of("models", "trainers")})
+
+
+@pytest.mark.parametrize(
+    ("mark", "recipe"),
+    [("qlora", "Qwen3-8B, QLoRA"), ("lora", "Qwen3-8B, LoRA"), ("full", "Qwen3-1.7B, full")],
+)
+def test_a_card_has_the_tokens_and_the_speed_that_were_measured(mark, recipe):
+    levels = json.loads(CARDS.read_text(encoding="utf-8"))["recipes"][recipe]
+    cells = cells_of(TABLES["docs/settings.md"][f"cards-{mark}"](None))
+    assert len(cells) == len(levels) * (len(LIMITS) + 1)
+    for level, found in levels.items():
+        for cell in found:
+            shown = cells[level, f"{cell['card']} GB"].replace(",", "")
+            assert shown == f"{cell['tokens']}{'+' if cell['tokens'] == MOST else ''}"
+        (largest,) = (cell for cell in found if cell["card"] == 80)
+        shown = float(cells[level, "tokens a second"].replace(",", ""))
+        assert shown == pytest.approx(largest["tokens"] / largest["seconds"], abs=0.5)
 
 
 def test_the_chart_of_time_and_memory_is_drawn_from_the_run(run):

@@ -291,14 +291,15 @@ def evaluation_between(run: Run) -> None:
 
 @case
 def streams_in_turns(run: Run) -> None:
-    """Evaluate on two streams, which begin together and do not wait for each other; then train on them in turns."""
+    """Evaluate on two streams, which begin together and do not wait for each other; then train on them in turns, and
+    with a forward on each before the backwards."""
     streams = [torch.cuda.Stream() for _ in range(2)] if HAS_GPU else [1, 2]
     ids = [run.ids(ONE, seed) for seed in range(12)]  # To copy them to a GPU would wait for the stream.
     for first in range(0, len(ids), 2):
         torch.manual_seed(first)
         if HAS_GPU:
             torch.cuda._sleep(100_000_000)
-        for stream, row in zip(streams, ids[first:], strict=False):
+        for stream, row in zip(streams, ids[first : first + 2], strict=True):
             with on_stream(stream), torch.no_grad(), run.autocast():
                 run.note(run.model.model(input_ids=row).last_hidden_state)
     for seed in range(4):
@@ -307,8 +308,18 @@ def streams_in_turns(run: Run) -> None:
                 torch.cuda.synchronize()
             with on_stream(stream):
                 run.step(TWO, seed)
-    if HAS_GPU:
-        torch.cuda.synchronize()
+    for _ in range(3):
+        losses = []
+        for seed, stream in enumerate(streams):
+            with on_stream(stream):
+                losses.append(run.loss(TWO, seed))
+        for loss, stream in zip(reversed(losses), reversed(streams), strict=True):
+            with on_stream(stream):
+                loss.backward()
+                run.note(loss)
+            if HAS_GPU:
+                torch.cuda.synchronize()
+        run.gradients()
 
 
 @case

@@ -61,14 +61,15 @@ class StandIn:
             if other.number not in pair.live:
                 other.drop_activations()
         run()
+        is_backward = run.__name__ == "_backward"
+        written = [*pair._grads, *(flat.grads for flat in pair._flat_grads)] if is_backward else pair.outputs
         if self._latest != self.current:
-            for output in pair.outputs:
-                output.fill_(NAN)
+            for tensor in filter(torch.is_tensor, written):
+                tensor.fill_(NAN)
         self._given = []
-        if run.__name__ == "_backward":
+        if is_backward:
             own = {buffer.data_ptr() for buffer in pair.output_grads if buffer is not None}
-            grads = [*pair._grads, *(flat.grads for flat in pair._flat_grads)]
-            self._given = [grad for grad in grads if grad is not None and grad.data_ptr() not in own]
+            self._given = [grad for grad in written if grad is not None and grad.data_ptr() not in own]
 
     def live_blocks(self) -> frozenset[int]:
         return frozenset(self.blocks)

@@ -31,6 +31,9 @@ RULES = {
     "flights fit": (GRAPHS, "fits", "return ", "return True or ", "two_shapes_in_flight"),
     "uses have their own gradients": ("Uses", "__init__", "range(count - 1)", "()", "hidden_states_returned"),
     "streams take turns": (PAIR, "__call__", "self._device.take_turn(self._call.stream)", "pass", "streams_in_turns"),
+    "streams take turns in backwards": (
+        PAIR, "_replayed_grads", "self._device.take_turn(self._call.stream)", "pass", "streams_in_turns",
+    ),
     "random numbers are those of the forward": (
         PAIR, "_recomputed_grads", "device.set_random_state(flight.random_state)", "pass", "backward_from_within",
     ),
@@ -195,6 +198,8 @@ class Layer(nn.Module):
             y = y * random.random()
         elif self.what == "draws as NumPy does":
             y = y * np.random.random()
+        elif self.what == "draws as PyTorch does on a CPU":
+            y = y * float(torch.rand(()))
         elif self.what == "reads the count":
             y = y * (num_items_in_batch or 1)
         elif self.what == "returns more":
@@ -239,6 +244,7 @@ def tried(what: str, *others: Any, steps: int = 4, **named: Any) -> tuple[Any, l
     [
         "counts", "writes a buffer", "writes its input", "returns its input", "returns a view",
         "returns a dictionary", "returns an object", "draws as Python does", "draws as NumPy does",
+        pytest.param("draws as PyTorch does on a CPU", marks=pytest.mark.gpu),
     ],
 )  # fmt: skip
 def test_a_layer_that_does_more_than_return_tensors_runs_eager(what: str) -> None:
@@ -254,6 +260,7 @@ def test_a_layer_that_does_more_than_return_tensors_runs_eager(what: str) -> Non
         "returns an object": "it returns more than tensors",
         "draws as Python does": "it draws random numbers on the host",
         "draws as NumPy does": "it draws random numbers on the host",
+        "draws as PyTorch does on a CPU": "it draws random numbers on the host",
     }
     assert replays.eager[reasons[what]] > 0
 

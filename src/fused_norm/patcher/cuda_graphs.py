@@ -19,8 +19,6 @@ is in flight when the next is captured.
 from __future__ import annotations
 
 import logging
-import random
-import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict, UserDict
@@ -33,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .graph_capture import CudaDevice
+from .graph_capture import CudaDevice, random_states_of_host
 from .graph_guards import (
     GRAPHS,
     LatestArguments,
@@ -247,7 +245,8 @@ class LayerReplay:
         """Run eager, and remember what comes out and what else the forward does."""
         graphs, device, snapshot = self.graphs, self.graphs.device, call.snapshot
         read = [*call.arguments.tensors, *snapshot.parameters, *snapshot.buffers]
-        versions, state, on_host = list(map(_version, read)), device.random_state(), _random_states(device.device)
+        versions, state = list(map(_version, read)), device.random_state()
+        on_host = random_states_of_host(device.device)
         watched = {name: WatchedDict(value) for name, value in kwargs.items() if isinstance(value, UserDict)}
         out = call.forward(snapshot.modules[0], *args, **kwargs | watched)
         graphs.note_eager("first sight of its arguments")
@@ -262,7 +261,9 @@ class LayerReplay:
             self.refused = f"it reads or writes {used[0]}"
         elif not snapshot.is_now():
             self.refused = "its forward changes its modules' attributes"
-        elif _random_states(device.device) != on_host:  # or another thread does: the next call is a first one again
+        elif (
+            random_states_of_host(device.device) != on_host
+        ):  # or another thread does: the next call is a first one again
             graphs.note_eager("it draws random numbers on the host")
         else:
             tensors = [part for part in parts if type(part) is Tensor]
@@ -544,20 +545,7 @@ class LayerGraphs:
 
 
 _all_graphs: weakref.WeakSet[LayerGraphs] = weakref.WeakSet()
-
-
-def _random_states(device: torch.device) -> list[Any]:
-    """The states of the generators on the host, of whose numbers a replay would have those of the capture.
-
-    PyTorch's is that of ``device`` on a CPU.
-    """
-    states: list[Any] = [random.getstate()]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        _, numbers, *rest = numpy.random.get_state()
-        states.append((numbers.tolist(), *rest))
-    if device.type != "cpu":
-        states.append(torch.get_rng_state().tolist())
-    return states
+"""Those of all models in the process, which draw from the same generator."""
 
 
 def make_device(device: torch.device) -> Any:

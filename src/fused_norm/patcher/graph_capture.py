@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -177,6 +179,20 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def random_states_of_host(device: torch.device) -> list[Any]:
+    """The states of the generators on the host, of whose numbers a replay would have those of the capture.
+
+    PyTorch's is left out if it is that of ``device``, on a CPU.
+    """
+    states: list[Any] = [random.getstate()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, numbers, *rest = numpy.random.get_state()
+        states.append((numbers.tobytes(), *rest))
+    if device.type != "cpu":
+        states.append(torch.get_rng_state().numpy().tobytes())
+    return states
 
 
 def why_no_graphs(devices: Sequence[torch.device]) -> str | None:
